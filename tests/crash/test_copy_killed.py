@@ -1,4 +1,4 @@
-"""kill -9 of a process that copies."""
+"""Test kill -9 of a copying process: it leaves one whole checkpoint or none, and resumes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def whole_images(uri: Path) -> int:
 def test_a_copy_killed_before_one_of_its_system_calls(
     tmp_path: Path, over: bool, seed: int
 ) -> None:
-    """Every thirteenth of them: a reader finds what was there, and from the commit on the copy."""
+    """The next copy succeeds, and resends no whole image."""
     src, found = source(tmp_path / "src", 5000), []
     for at in itertools.count(1 + seed % 13, 13):
         dst = tmp_path / str(at)

@@ -1,4 +1,4 @@
-"""kill -9 of one of two ranks that save together."""
+"""Test kill -9 of one of two saving ranks: the other says so, and one whole checkpoint exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POINTS = 2
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "another rank"])
 def test_one_rank_of_two_dies_before_a_system_call(tmp_path: Path, victim: int, seed: int) -> None:
-    """The survivor raises, or has saved if the commit was over."""
+    """The survivor raises, or has saved if it was committed."""
     uri = tmp_path / "c"
     with RankProcesses(2) as ranks:
         most = ranks.run(save_as_rank, str(uri), 1, victim, 0, DEADLINE_S)[victim]

@@ -18,7 +18,7 @@ def steps(uri: Path) -> list[int | None]:
 
 
 def test_a_sharded_run_goes_on_where_it_was(ranks: RankProcesses, tmp_path: Path) -> None:
-    """FSDP2 with AdamW, saved lazily while it trains, and proven."""
+    """A resumed FSDP2 run equals one that never stopped, on fewer ranks too."""
     _, expected, _ = ranks.run(fsdp_run, str(tmp_path / "whole"), 8, 8)[0]
     run = tmp_path / "run"
     first = ranks.run(fsdp_run, str(run), 8, 5)
@@ -64,7 +64,7 @@ def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(
 
 
 def test_all_go_back_to_the_same_step(ranks: RankProcesses, tmp_path: Path) -> None:
-    """To an earlier one, and to one that was abandoned."""
+    """All ranks go back together, and learn of a save below the newest step."""
     found = ranks.run(back_run, str(tmp_path), world=2)
     for rank in (0, 1):
         assert found[rank] == [

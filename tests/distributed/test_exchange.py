@@ -1,4 +1,4 @@
-"""Four ranks that want the same bytes: each is read from storage once."""
+"""Test four ranks that want the same bytes: each is read from storage once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def uri(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_replicas_read_each_byte_once(
     exchange: Any, hosts: list[int] | None, uri: str, ranks: RankProcesses
 ) -> None:
-    """By default on one host, through memory that they share; when asked, over the network too."""
+    """Together they read one replica, and each gets every bit."""
     found = ranks.run(exchanging_load, uri, CHUNKS, exchange, hosts)
     assert [rank["wrong"] for rank in found] == [None] * 4
     wanted = found[0]["wanted"]
@@ -46,7 +46,7 @@ def test_replicas_read_each_byte_once(
 def test_compressed_images_are_exchanged_as_they_are_unpacked(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Likewise each byte once."""
+    """Each byte of a compressed image is read once."""
     folder = str(tmp_path / "c")
     ranks.run(replicated_save, folder, 3, "lz4")
     found = ranks.run(exchanging_load, folder, 3, "auto")
@@ -108,7 +108,7 @@ def test_one_rank_of_a_host_reads_the_manifest(
     ranks: RankProcesses,
     tmp_path: Path,
 ) -> None:
-    """The first of them, who checks it, and hands it to the others."""
+    """It checks the manifest and hands it to the others."""
     ranks.run(replicated_save, str(tmp_path / "c"), 1)
     found = ranks.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
     assert [rank["wrong"] for rank in found] == [None] * 4
@@ -123,7 +123,7 @@ def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: 
 
 
 def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, ranks: RankProcesses) -> None:
-    """In the middle of the exchange."""
+    """The reader raises its error, the others at once that it failed."""
     raised = errors(ranks.outcomes(ranks.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
     own = raised.pop(1)
     assert isinstance(own, holdfast.StorageError)
@@ -154,7 +154,7 @@ def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(
 def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(
     how: str, uri: str, tmp_path: Path
 ) -> None:
-    """Killed: the others raise RankFailedError as soon as it is gone. Halted with its engine."""
+    """A kill is noticed at once, a halt within the deadline."""
     sign = tmp_path / "sign"
     with RankProcesses(3) as doomed:
         doomed.begin(broken_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)

@@ -1,4 +1,4 @@
-"""When a rank fails, dies, is silent or disagrees."""
+"""Test ranks that fail, die, are silent or disagree: the others say so, and nothing is committed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def files(uri: str) -> list[str]:
 def test_a_state_that_one_rank_cannot_save_is_told_to_all(
     rank: int, uri: str, ranks: RankProcesses
 ) -> None:
-    """That rank raises the StateError, the others at once that it failed and why."""
+    """It raises StateError, the others RankFailedError at once."""
     before = files(uri)
     raised = errors(ranks.outcomes(ranks.begin(save_with, uri, {rank: unsavable})))
     own = raised.pop(rank)
@@ -64,7 +64,7 @@ def test_a_state_that_one_rank_cannot_save_is_told_to_all(
 
 
 def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
-    """Also in the first call of a process: they learn at once which rank was interrupted."""
+    """The others learn which rank was interrupted; the next save works."""
     uri = str(tmp_path / "c")
     with RankProcesses(2) as pair:
         own, other = errors(pair.outcomes(pair.begin(interrupted_save, uri, 1)))[::-1]
@@ -97,7 +97,7 @@ DISAGREEMENTS: list[tuple[Any, str]] = [
 def test_ranks_that_disagree_are_told_where(
     overrides: Any, text: str, uri: str, ranks: RankProcesses
 ) -> None:
-    """On the tree, or on a sharded tensor."""
+    """Every rank raises the same error, and the old checkpoint stays."""
     what = disagreeing if isinstance(overrides, str) else save_with
     raised = errors(ranks.outcomes(ranks.begin(what, uri, overrides)))
     assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
@@ -151,7 +151,7 @@ def test_a_rank_needs_a_place_for_its_part_only(uri: str, ranks: RankProcesses) 
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     rank: int, moment: str, uri: str, tmp_path: Path
 ) -> None:
-    """kill -9 before it writes its image, or before the leader puts the manifest."""
+    """The others raise DeadlineError, and the next save works."""
     with RankProcesses(3) as doomed:
         world = doomed.begin(halting_save, uri, rank, moment, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
@@ -175,7 +175,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
 def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
     uri: str, tmp_path: Path
 ) -> None:
-    """It has heard the other, who waits for the leader, as the leader waits for it."""
+    """Both other ranks raise in time; the next save cleans up."""
     with RankProcesses(3) as doomed:
         world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60
@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
 
 
 def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
-    """A folder of its own for one rank, under the same path."""
+    """The commit does not see the private file of one rank."""
     shared, private = tmp_path / "shared", tmp_path / "private"
     shared.mkdir()
     private.mkdir()

@@ -1,4 +1,4 @@
-"""Plain tensors and values on several ranks."""
+"""Test plain tensors and values on several ranks: equal ones are stored once, others per rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(
 def test_each_rank_gets_back_what_it_saved(
     saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
 ) -> None:
-    """Equal tensors, tensors of its own, those of some ranks, tied ones, arrays and values."""
+    """Shared, own, partial and tied tensors, arrays and values are restored."""
     assert ranks.run(plain_load, saved[0], 4) == [[]] * 4
 
 
@@ -96,12 +96,12 @@ def test_what_ranks_have_of_their_own_can_be_read_by_rank(
 def test_lists_of_other_lengths_come_back_as_each_rank_had_them(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """In the state of an object, which is built from the checkpoint."""
+    """Nothing of another rank is added."""
     assert ranks.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
 def test_replicas_that_differ_keep_each_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
-    """A buffer that is not synchronised, next to weights that are equal, and one that is tied."""
+    """Unsynchronised buffers are per rank, equal and tied weights are stored once."""
     results = ranks.run(replicas, str(tmp_path / "c"), 2)
     assert [different for _, different in results] == [None] * 4
     assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
@@ -159,7 +159,7 @@ def test_a_tensor_that_differs_between_meshes_is_refused(
 
 
 def test_no_collective_is_called(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Neither a save nor a load uses a process group."""
+    """Saves and loads use no process group."""
     assert ranks.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
 
 

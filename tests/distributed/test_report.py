@@ -24,7 +24,7 @@ NOISE_S = 0.4
 def test_the_report_names_each_troubled_rank_and_its_cause(
     ranks: RankProcesses, tmp_path: Path, troubles: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of four ranks writes slowly, one calls late."""
+    """Slow, late, retrying and throttled ranks are named, and no other."""
     for rank in range(4):
         (tmp_path / "packages" / str(rank)).mkdir(parents=True)
     path = tmp_path / "c"

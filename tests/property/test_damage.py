@@ -1,4 +1,4 @@
-"""Damage anywhere in a checkpoint, before everything that reads one."""
+"""Damage anywhere in a checkpoint, for every reader. HOLDFAST_TEST_DAMAGE=all tries every byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy ends as it should in whatever order its reads and writes end, whatever fails."""
+"""Test copies under every order of accesses and failures, called again after deaths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK_NBYTES = 4096
 
 
 async def source(images: int) -> MemoryDriver:
-    """A checkpoint of several images of several small chunks each."""
+    """Make a checkpoint of several images of several small chunks, as other ranks would write it."""
     storage = MemoryDriver()
     await save_of(STATE)(storage)
     manifest = Manifest.decode(await storage.get("manifest.safetensors"))
@@ -64,7 +64,7 @@ async def source(images: int) -> MemoryDriver:
 def test_copies_in_any_order_with_deaths(
     seed: int, images: int, order: Any, streams: int, deaths: int, over: bool
 ) -> None:
-    """Copies of one checkpoint, of whom some die at any access, and accesses end in any order."""
+    """A reader finds the old or the new checkpoint, and the last copy succeeds."""
     rng = random.Random(seed)
 
     async def run() -> None:
@@ -118,7 +118,7 @@ def test_copies_in_any_order_with_deaths(
 @examples(40)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_copy_and_a_save_to_one_place(seed: int) -> None:
-    """In any order of their accesses."""
+    """Each succeeds or is superseded, and the next save leaves nothing behind."""
     rng = random.Random(seed)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The order of what a save does to its storage, watched from there."""
+"""Test the order of storage operations: names follow durable data, which then never changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 
 
 class Notary(HookedDriver):
-    """Notes what breaks the order. Of all operations, ``rate`` fail."""
+    """Records violations of the order; a share ``rate`` of operations fails, half of them after."""
 
     def __init__(self, seed: int, rate: float) -> None:
         super().__init__(MemoryDriver())
@@ -87,7 +87,7 @@ def state_of(step: int, rank: int) -> dict[str, Any]:
 def test_a_manifest_names_only_what_is_durable_and_nobody_touches_what_it_names(
     worlds: list[int], seed: int, rate: float
 ) -> None:
-    """Save after save over each other, by jobs of any size, on storage that fails."""
+    """Successful saves exist, failed ones wholly or not."""
     storage = Notary(seed, rate)
     possible: set[int | None] = {None}
     for step, world in enumerate(worlds):

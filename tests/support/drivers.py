@@ -1,4 +1,4 @@
-"""Drivers around drivers."""
+"""Drivers around drivers, with hooks to fail, halt or count operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def nothing(operation: str, key: str) -> None:
 
 
 class HookedDriver(Driver):
-    """Passes everything on to ``inner``."""
+    """Calls ``before`` and ``after`` around each operation that it passes on to ``inner``."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def age(storage: MemoryDriver, by_s: float) -> None:
 
 
 class Fault:
-    """Fails the n-th access, before or after it was done."""
+    """Fails the n-th access, before or after it was done; ``for_good``: all later ones too."""
 
     def __init__(self, n: int, *, after: bool, for_good: bool) -> None:
         self.n, self.after, self.for_good = n, after, for_good

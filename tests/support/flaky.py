@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Flaky(Layer):
-    """Objects in memory. Operation after operation takes the next step of ``script``."""
+    """Memory storage whose operations take the steps of ``script`` in turn: an error or a delay."""
 
     def __init__(
         self, script: Iterable[Step] = (), *, after: bool = False, remote: bool = True

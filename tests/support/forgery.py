@@ -1,4 +1,4 @@
-"""Manifests that no save writes."""
+"""Forged manifests: decoded, altered, and encoded again with a valid checksum."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def forge(uri: str, alter: Alter) -> None:
 
 
 def use(uri: str) -> list[BaseException]:
-    """Do everything that reads a checkpoint, each within thirty seconds; return what was raised."""
+    """Call everything that reads a checkpoint, each within 30 s; return our errors, fail on others."""
     raised: list[BaseException] = []
 
     def opened() -> None:

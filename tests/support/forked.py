@@ -12,7 +12,7 @@ __all__ = ["in_a_fork"]
 
 
 def in_a_fork(work: Callable[[], object], timeout_s: float = 30.0) -> str:
-    """Fork, and call ``work`` in the child. Returns "" where it returned."""
+    """Call ``work`` in a forked child; return "" if it returned, else its error or "hung"."""
     read_fd, write_fd = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Drivers that a test makes, behind URIs."""
+"""Drivers made by a test, registered under a URI like those of a third party."""
 
 from __future__ import annotations
 

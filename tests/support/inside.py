@@ -1,4 +1,4 @@
-"""Where tests step into the engine."""
+"""Patches of the engine: each function here is the only place that knows one internal name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 def around_copies(
     patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None], int], None]
 ) -> None:
-    """Whatever copies a chunk of an image out of tensors calls ``around(copy, start)``."""
+    """Call ``around(copy, start)`` for each chunk that is copied out of tensors."""
     plain = ImageSource.copy
 
     def copy(self: ImageSource, start: int, stop: int, into: Any) -> None:

@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def sharded(layout: str, seed: int, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in a layout, and its optimizer: fsdp; hsdp, which is replicas of shards."""
+    """Make a model and optimizer in a layout: fsdp, hsdp (replicas of shards), tp or loose."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = Model()
@@ -132,7 +132,7 @@ def fsdp_load(
 
 
 def fsdp_evaluated(uri: str, lazy: bool) -> list[dict[str, Any]]:
-    """Save, and load, between an evaluation and the next step, with the optimizer ahead of the model."""
+    """Save and load after an evaluation, with the optimizer ahead of the model; return both states."""
     states = []
     for seed in (1, 2):
         model, optim = sharded("fsdp", seed)
@@ -170,7 +170,7 @@ def placement(text: str) -> Placement:
 
 
 def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> Any:
-    """``full`` as a DTensor."""
+    """Return ``full`` as a DTensor; "F" as a flat range, "T" as strided shards, inner first."""
     if placements[0] == "F":
         return _flat_range(full, mesh.get_coordinate()[0], mesh.size(0))
     if placements[0].startswith("T"):
@@ -220,7 +220,7 @@ def tensors(layouts: list[Layout], shapes: list[tuple[int, ...]], *, fill: bool)
 def layouts_load(
     uri: str, stored: list[Layout], wanted: list[Layout], shapes: list[tuple[int, ...]]
 ) -> list[str]:
-    """Load every tensor of ``layouts_save`` into each wanted layout."""
+    """Load every tensor of ``layouts_save`` into each wanted layout; return those that differ."""
     wrong = []
     for layout in wanted:
         mesh = init_device_mesh("cpu", layout[0])
@@ -241,7 +241,7 @@ def layouts_load(
 
 
 def one_memory(uri: str) -> bool:
-    """Two DTensors over the same local tensor, of which they are different parts."""
+    """Save and load two DTensors that are different parts of one local tensor."""
     rank = dist.get_rank()
     local = torch.full((3,), float(rank))
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [1, 0])]

@@ -1,4 +1,4 @@
-"""Training jobs of every layout for rank processes."""
+"""Training jobs of every layout, killed in the middle of a save and resumed in another layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXPERTS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """``gradients`` computes those of one step, and returns its loss."""
+    """A training job; ``gradients`` computes those of a step and returns its loss; ``after`` follows."""
 
     state: dict[str, Any]
     gradients: Callable[[int], float]
@@ -115,7 +115,7 @@ def averaged(seed: int) -> Job:
 
 
 def scaled(way: str, seed: int) -> Job:
-    """DDP with dropout, a scaler of losses, and an optimizer whose kernels are ``way``."""
+    """DDP with dropout, a loss scaler, and an optimizer with ``way`` (fused or foreach) kernels."""
     torch.manual_seed(seed)
     model = DistributedDataParallel(Model())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -151,7 +151,7 @@ class Batches(IterableDataset[torch.Tensor]):
 
 
 def fed(seed: int) -> Job:
-    """DDP on batches of which each rank takes its rows, from a loader with a state."""
+    """DDP on rows of a stateful loader, with one optimizer for matrices and one for vectors."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     torch.manual_seed(seed)
@@ -226,7 +226,7 @@ class Summed(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """A gate that all ranks have, and experts of which each has some."""
+    """A shared gate, and experts spread over ranks, as one DTensor or as modules."""
 
     def __init__(self, as_modules: bool) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ KINDS: dict[str, Callable[[int], Job]] = {
 
 
 def losses_of(kind: str, uri: str | None) -> tuple[int, list[float]]:
-    """Train to the end: without a break, or from where a run is, which goes on being saved."""
+    """Train to the end, from the start or from a run; return the first step and the losses."""
     if uri is None:
         job = KINDS[kind](1)
         return 0, [job.step(number) for number in range(STEPS)]

@@ -1,4 +1,4 @@
-"""Ranks of a job as tasks of one process."""
+"""Ranks of a job as tasks of one process, over a store in memory."""
 
 from __future__ import annotations
 

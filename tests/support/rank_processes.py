@@ -47,7 +47,7 @@ class Gone:
 
 
 class RankProcesses:
-    """``size`` processes. A context manager; ``run`` may use the first few only."""
+    """``size`` rank processes; a context manager. ``run`` takes importable functions."""
 
     def __init__(
         self, size: int, preload: Sequence[str] = (), *, with_children: bool = False

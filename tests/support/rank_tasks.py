@@ -33,7 +33,7 @@ __all__ = ["plain_load", "plain_save"]
 
 
 def plain_state(rank: int, world: int) -> dict[str, Any]:
-    """Plain tensors and values."""
+    """Return tensors and values that are equal, different, partial or tied on the ranks."""
     tied = torch.arange(700.0)
     state: dict[str, Any] = {
         "same": torch.arange(30_000.0), "turned": torch.arange(12.0).reshape(3, 4).t(), "own": torch.full((5,), float(rank)),
@@ -97,14 +97,14 @@ class Tied(nn.Module):
 
 
 def giant_save(uri: str, plain: bool) -> int:
-    """Save one tensor of 16 MB that all ranks hold alike, plain or as a DTensor."""
+    """Save one replicated tensor of 16 MB, plain or as a DTensor; return the bytes written."""
     tensor = torch.arange(4_000_000, dtype=torch.float32).view(4, -1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return holdfast.save(uri, {"t": tensor if plain else laid_out(tensor, mesh, ("R",))}).nbytes
 
 
 def replicas(uri: str, seed: int) -> list[Any]:
-    """A module that all ranks hold alike, as DistributedDataParallel has it."""
+    """Save a replicated module, and load it into another; return bytes and difference."""
     torch.manual_seed(seed)
     model = Tied()
     model.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
@@ -145,7 +145,7 @@ def random_load(uri: str) -> list[Any]:
 
 
 def save_with(uri: str, overrides: dict[int, Any], deadline_s: float = 30.0) -> Any:
-    """Save; some ranks' states are another one."""
+    """Save, with other states on some ranks; return the time, or raise with it in ``took_s``."""
     state = overrides.get(dist.get_rank(), {"x": torch.arange(100.0), "y": 1})
     return _timed(
         lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=deadline_s)
@@ -194,7 +194,7 @@ def _timed(work: Any) -> Any:
 
 
 def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: float) -> Any:
-    """Save, with each rank on the host that is named for it."""
+    """Save with the given hosts; one rank halts before it forwards its host's fragments."""
     member = current_member(deadline_s)
     assert member is not None
     member.host = hosts[dist.get_rank()]
@@ -210,7 +210,7 @@ def _halted(sign: str, *_: Any) -> Any:
 
 
 def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float) -> Any:
-    """One rank halts before ``moment`` (a method of the driver), to be killed; a file says when."""
+    """Save; one rank halts before the driver's ``moment``, and touches ``sign``."""
     if dist.get_rank() == rank:
         method = getattr(LocalDriver, moment)
 
@@ -250,7 +250,7 @@ def interrupted_save(uri: str, rank: int) -> Any:
 
 
 def hide_folder(path: str, rank: int, instead: str) -> str | None:
-    """On one rank, mount another folder over ``path``, for this process alone."""
+    """Mount another folder over ``path`` on one rank; return why that failed, if it did."""
     if dist.get_rank() != rank:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -302,7 +302,7 @@ def _recording(function: Any, name: str, called: list[str]) -> Any:
 
 
 def overlapped(uri: str, saves: int, budget_nbytes: int | None) -> list[Any]:
-    """Train while earlier steps are being saved."""
+    """Train while earlier steps are saved; return the state at each save."""
     model, optim = sharded("fsdp", 1)
     handles, states = [], []
     for step in range(saves):
@@ -325,7 +325,7 @@ def overlapped(uri: str, saves: int, budget_nbytes: int | None) -> list[Any]:
 
 
 def partial_meshes(uri: str) -> list[Any]:
-    """Pipeline stages: ranks 0 and 1 hold a tensor that 2 and 3 do not have."""
+    """Save and load pipeline stages: each half of the ranks has a tensor of its own."""
     stage = dist.get_rank() // 2
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     full = torch.arange(35.0).reshape(7, 5) + stage
@@ -348,7 +348,7 @@ def partial_meshes(uri: str) -> list[Any]:
 
 
 def meshes_of_one_name(uri: str, how: str) -> Any:
-    """Two lines of a mesh that each hold a tensor of the same name."""
+    """Save and load tensors of one name on two mesh lines: alike, different, or on one only."""
     rank = dist.get_rank()
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("line", "dp"))
     full = torch.arange(35.0).reshape(7, 5) + (rank // 2 if how == "different" else 0)

@@ -57,7 +57,7 @@ def as_ranks(
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
-    """Save one state per rank, also states without any element."""
+    """Save one state per rank, also empty ones. Raises the first error of a rank."""
 
     flats = [flatten(state) for state in states]
     for flat in flats:

@@ -21,7 +21,7 @@ __all__ = ["back_run", "damaged_run", "fsdp_run", "skewed_run", "stopped_run", "
 
 
 def fsdp_run(uri: str, total: int, stop_after: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Train with FSDP2, saving every other step."""
+    """Train with FSDP2, saving every other step; return the first step, last state and counters."""
     model, optim = sharded("fsdp", 1)
     state = {"model": model, "optim": optim, "step": 0}
     with holdfast.Checkpointer(uri, every=2, keep=2, when_busy="wait", lazy="prove") as ckpt:
@@ -34,7 +34,7 @@ def fsdp_run(uri: str, total: int, stop_after: int) -> tuple[int, dict[str, Any]
 
 
 def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
-    """A save may be under way at each step."""
+    """Save at each step, while one rank learns late that saves end."""
     from holdfast.storage.ranks.store_team import StoreTeam
 
     rank, begun = dist.get_rank(), []
@@ -70,7 +70,7 @@ def timed_run(uri: str) -> tuple[list[int], dict[str, Any]]:
 
 
 def damaged_run(uri: str) -> tuple[int, float]:
-    """Save three steps; then the image that only the last rank will read is damaged."""
+    """Save three steps, damage the last rank's image, and resume; return step and value."""
     rank = dist.get_rank()
     with holdfast.Checkpointer(uri, every=1, when_busy="wait", grace_s=None) as ckpt:
         for step in (1, 2, 3):
@@ -88,7 +88,7 @@ def damaged_run(uri: str) -> tuple[int, float]:
 
 
 def back_run(uri: str) -> list[tuple[str, int, float]]:
-    """Save four steps; save below them without going back, and fail; go back, and go on."""
+    """Save four steps, fail to save below them, go back and on; return what each call found."""
     rank, met = dist.get_rank(), list[tuple[str, int, float]]()
     into = {"own": torch.zeros(500)}
 

@@ -1,4 +1,4 @@
-"""A checkpoint of two ranks in a few kilobytes, of many chunks and blocks."""
+"""A checkpoint of two ranks in a few kilobytes, with many chunks, and judges of all its readers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def load(uri: str) -> None:
 
 
 def load_into(uri: str) -> None:
-    """The whole state, into tensors of the caller."""
+    """Load the whole state into the caller's tensors, which get no damaged byte even on errors."""
     truth = state_of(0)
     into = state_of(0, step=7) | {"own": torch.full((300,), -1.0)}
     into["w"], into["tied"] = into["w"].clone(), into["tied"].clone()
@@ -200,7 +200,7 @@ class Tiny:
         start(self._driver.delete(key) if data is None else self._driver.put(key, data)).result()
 
     def judge(self, reader: str, *damages: Damaged) -> str:
-        """What a reader makes of damage."""
+        """Read with damage: return "refused" for a located error, or "unnoticed" for the saved values."""
         for d in damages:
             self.put(d.key, d.data)
         try:
@@ -241,7 +241,7 @@ class Tiny:
         )
 
     def unpacked(self, d: Damaged) -> Damaged:
-        """The damage to a compressed file, in bytes of the image."""
+        """Return the damage to a compressed file as bytes of the image."""
         m, image, file = self.manifest, sorted(self.files).index(d.key), self.files[d.key]
         geometry = (int(m.images.hashed_nbytes[image]), m.chunk_nbytes, m.block_nbytes)
         index_at = len(file) - index_nbytes(*geometry)
@@ -286,7 +286,7 @@ class Tiny:
 
 
 def _has_no_manifest(error: holdfast.CheckpointError, damages: Sequence[Damaged]) -> bool:
-    """Whether the manifest is gone."""
+    """Return whether the manifest is gone and the error says what lies there instead."""
     gone = any(d.key == MANIFEST_KEY and d.data is None for d in damages)
     return (
         gone

@@ -66,7 +66,7 @@ def load_here(uri: str) -> str:
 def save_and_die_at(
     pipe: Connection, uri: str, step: int, at: int, compression: Any = None
 ) -> None:
-    """Save once, and die before the ``at``-th system call that changes the file system."""
+    """Save, and die before the ``at``-th changing call, after sending if the commit was done."""
     import holdfast
 
     count = count_calls(at, lambda before: pipe.send(COMMIT in before))
@@ -75,7 +75,7 @@ def save_and_die_at(
 
 
 def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -> int:
-    """For every rank process: save together; ``victim`` dies before its ``at``-th system call."""
+    """Save with all ranks; ``victim`` dies before its ``at``-th changing call. Return the count."""
     import torch.distributed as dist
 
     import holdfast
@@ -86,7 +86,7 @@ def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -
 
 
 def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
-    """Copy over what is there."""
+    """Copy over what is there, and die before the ``at``-th changing call, or send the count."""
     import holdfast
 
     count = count_calls(at)
@@ -126,7 +126,7 @@ def count_calls(
 
 
 def save_with_file_limits(pipe: Connection, uri: str, step: int, limits: Sequence[int]) -> None:
-    """Save once per limit of the size of files."""
+    """Save once per limit of file sizes; send the step found and the error of each."""
     import holdfast
 
     outcomes = []

@@ -1,4 +1,4 @@
-"""A trainer that writes to its state at any moment, by any means, while a lazy save copies it."""
+"""A trainer that writes to its state at any moment while a lazy save copies it."""
 
 from __future__ import annotations
 

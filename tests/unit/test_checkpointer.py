@@ -1,4 +1,4 @@
-"""The Checkpointer in one process."""
+"""Test the Checkpointer in one process: schedules, retention, resuming and failures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Run:
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    """Its losses are the same to the last bit."""
+    """A resumed run has the same losses, to the last bit."""
     whole = Run()
     losses = [whole.train(step) for step in range(1, 21)]
     first = Run()
@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> Non
 def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether its data is, or its manifest; with a warning."""
+    """A resume skips damaged images and manifests with a warning; a new save replaces them."""
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:
         for step in range(1, 5):
             ckpt.step(step, state(step))
@@ -190,7 +190,7 @@ def test_a_save_that_is_due_while_another_is_under_way_waits(commits: Commits) -
 
 
 def test_a_save_that_is_due_while_another_is_under_way_is_queued(commits: Commits) -> None:
-    """It is copied at once, and written later: the state is that of its own step."""
+    """The queued save stores the state of its own step; a third one waits."""
     uri = commits.uri
     values = state(0)
     with holdfast.Checkpointer(uri, every=1, when_busy="queue") as ckpt:
@@ -218,7 +218,7 @@ def test_a_save_that_is_due_while_another_is_under_way_is_queued(commits: Commit
 def test_a_failed_save_does_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged and counted, whether it fails at the call or later."""
+    """Failures at the call and later are logged and counted; the next save succeeds."""
     folder = tmp_path / "step-00000002"
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:
         ckpt.step(1, state(1))
@@ -338,7 +338,7 @@ class Ranks(Decisions):
 
 
 def test_steps_are_due_at_multiples_or_when_one_is_passed() -> None:
-    """Steps may be counted in strides that never meet a multiple."""
+    """Steps may skip multiples; a resumed run does not save at once."""
     ranks = Ranks(1.0)
     every = schedule_of(10)
     assert [s for s in range(1, 41) if every.due(s, ranks)] == [10, 20, 30, 40]
@@ -405,7 +405,7 @@ def test_what_is_misspelled_is_said_at_once(wrong: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize("root", ["memory://a b/run", "{}//run/", "file://{}/r%20?threads=2"])
 def test_a_save_is_known_by_the_uri_that_its_driver_prints(root: str, tmp_path: Path) -> None:
-    """Though the driver is opened later."""
+    """Saves to the same place under other spellings wait for each other."""
     root = root.format(tmp_path)
     with holdfast.Checkpointer(root, every=1) as ckpt:
         handle = ckpt.step(1, {"x": torch.zeros(3)})

@@ -1,4 +1,4 @@
-"""Going back in a run."""
+"""Test going back in a run: later checkpoints are abandoned, and no ancestor is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Keep = holdfast.Keep
 
 
 def test_going_back_sets_aside_what_is_later(tmp_path: Path) -> None:
-    """It is not resumed, not counted by ``keep``, and listed as abandoned."""
+    """Abandoned checkpoints are neither resumed nor counted, and deleted once passed."""
     run_of(tmp_path, 100, 200, 300, 400)
     into = state(0)
     with holdfast.Checkpointer(tmp_path, keep=3, when_busy="wait") as ckpt:
@@ -83,7 +83,7 @@ def test_before_a_step_is_the_newest_good_one_before_it(
 
 
 def test_going_back_twice_and_forth() -> None:
-    """To a step of the branch before."""
+    """A run can return to an earlier branch and to an abandoned checkpoint."""
     uri = fresh_uri()
     run_of(uri, 1, 2, 3, 4)
     assert resumed(uri, step=2) == (2, 2.0)
@@ -118,7 +118,7 @@ def test_the_same_process_may_go_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["step", "save"])
 def test_a_step_below_the_newest_is_an_error(call: str, tmp_path: Path) -> None:
-    """It says what to call; also where a save is not due, and whatever ``on_error`` says."""
+    """The error says what to call; nothing is written or deleted."""
     with holdfast.Checkpointer(tmp_path, every=100, keep=1) as ckpt:
         ckpt.save(200, state(200))
         ckpt.save(400, state(400))
@@ -134,7 +134,7 @@ def test_a_step_below_the_newest_is_an_error(call: str, tmp_path: Path) -> None:
 
 
 def test_a_first_save_below_the_newest_is_an_error(tmp_path: Path) -> None:
-    """Whoever loads an earlier checkpoint by hand has not said that it goes back."""
+    """Loading an earlier checkpoint by hand does not go back: nothing is deleted."""
     run_of(tmp_path, 100, 200, 300, 400)
     with holdfast.Checkpointer(tmp_path, keep=1, when_busy="wait") as ckpt:
         into = state(0)
@@ -174,7 +174,7 @@ def test_a_first_save_below_what_cannot_be_opened_is_an_error(tmp_path: Path) ->
 
 
 def test_what_is_passed_over_is_abandoned_once_training_saves_again(tmp_path: Path) -> None:
-    """It is damaged, and what is saved next does not follow it."""
+    """Skipped damaged checkpoints are abandoned by the next save."""
     run_of(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
         (image,) = (tmp_path / f"step-{step:08d}").glob("data/*/0.safetensors")
@@ -240,7 +240,7 @@ def test_where_all_is_abandoned_training_does_not_begin_anew(tmp_path: Path) -> 
     "data", [b"", b"{", b"[]", b'{"version": 2}', b'{"version": 1, "current": "x", "branches": {}}']
 )
 def test_a_damaged_record_is_an_error(data: bytes, tmp_path: Path) -> None:
-    """Without it the newest checkpoint may be one that was abandoned."""
+    """Without a readable lineage, nothing is resumed, saved or deleted."""
     run_of(tmp_path, 1, 2)
     (tmp_path / "lineage.json").write_bytes(data)
     with pytest.raises(holdfast.DamagedError, match=r"lineage\.json"):
@@ -251,7 +251,7 @@ def test_a_damaged_record_is_an_error(data: bytes, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_after_a_kill_right_after_it_went_back(tmp_path: Path) -> None:
-    """From where it went back to: that is on record when ``resume`` returns."""
+    """Going back is durable when ``resume`` returns."""
     run_of(tmp_path, 1, 2, 3)
     dead = holdfast.Checkpointer(tmp_path, grace_s=None)
     assert dead.resume(state(0), step=2) == 2
@@ -260,7 +260,7 @@ def test_a_run_goes_on_after_a_kill_right_after_it_went_back(tmp_path: Path) -> 
 
 
 def test_a_save_of_a_dead_job_that_lands_late_is_abandoned(serve: Serve) -> None:
-    """Its job was on the branch that was left."""
+    """A save of the branch that was left does not become current."""
     go = threading.Event()
 
     def hold_the_fourth(path: str) -> HookedDriver:
@@ -313,7 +313,7 @@ def went_back(uri: str, back: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_storage_that_dies_at_any_access_leaves_one_line_or_the_other(after: bool) -> None:
-    """What is gone on from then is the newest of the old branch, or of the new one."""
+    """The next run resumes the newest of either branch, whole."""
     back = {"step": 2}
     for n in range(accesses(back)):
         uri, fault = fresh_uri(), Fault(n, after=after, for_good=True)

@@ -1,4 +1,4 @@
-"""What a Checkpointer does in the background is never lost."""
+"""Test the Checkpointer's background work: whatever it raises, saves are counted and awaited."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ METRICS = [
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: type(metric).__name__)
 def test_a_metric_is_any_number(metric: Any, tmp_path: Path) -> None:
-    """A tensor's value and numpy's numbers count like Python's."""
+    """Tensors and numpy numbers count like Python's."""
     with holdfast.Checkpointer(tmp_path, every=1, keep=Keep(best=1), when_busy="wait") as ckpt:
         for step in (1, 2, 3):
             ckpt.step(step, state(step), metric=metric)
@@ -279,7 +279,7 @@ def test_nothing_is_deleted_of_a_step_that_is_under_way() -> None:
 def test_a_first_save_that_fails_is_raised(
     on_error: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever ``on_error`` says."""
+    """The first failure is raised regardless of ``on_error``; later ones follow it."""
     (tmp_path / "step-00000001").write_text("in the way")
     (tmp_path / "step-00000003").write_text("in the way")
     ckpt = holdfast.Checkpointer(tmp_path, every=1, on_error=on_error, when_busy="wait")

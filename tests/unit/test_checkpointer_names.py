@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder a run goes on from."""
+"""Test which checkpoints of a folder a run resumes: by step, and along its branches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.storage.format.lineage import ROOT, Lineage
 
 @pytest.mark.parametrize("name", ["step-{}", "epoch={}", "{}"])
 def test_every_checkpoint_directly_below_counts(name: str, tmp_path: Path) -> None:
-    """Whatever it is called, by its step."""
+    """Any name counts; only names given by the Checkpointer are deleted."""
     for step in (5, 10):
         holdfast.save(tmp_path / name.format(step), state(step))
     assert resumed(tmp_path) == (10, 10.0)
@@ -43,7 +43,7 @@ def test_a_name_that_is_not_ours_is_not_deleted_though_it_looks_like_one(tmp_pat
 def test_what_does_not_fit_and_is_not_of_the_run_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as weights alone, exported beside it."""
+    """Exported weights are skipped, unless nothing else is there."""
     holdfast.save(tmp_path / "export", {"weights": torch.zeros(3)}, step=9)
     with pytest.raises(holdfast.MismatchError):
         resumed(tmp_path)
@@ -94,7 +94,7 @@ def test_a_lineage_is_what_a_list_of_steps_would_be(walk: Walk) -> None:
 
 
 def test_a_branch_that_is_not_on_record_is_the_root() -> None:
-    """A checkpoint copied from another run counts as there from the beginning."""
+    """A checkpoint copied from another run counts as an ancestor."""
     assert Lineage().is_live("0123456789abcdef", 10**9)
     gone = Lineage().gone_back("fedcba9876543210", 5, "0123456789abcdef")
     assert gone.parents == {"0123456789abcdef": (ROOT, 5)}

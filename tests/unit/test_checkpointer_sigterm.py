@@ -1,4 +1,4 @@
-"""SIGTERM: what is under way is finished, the step at hand is saved."""
+"""Test SIGTERM: saves finish, the current step is saved, and the previous handler runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def steps(folder: Path) -> list[int | None]:
 
 
 def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: Path) -> None:
-    """Though no save is due."""
+    """The current step is saved although no save is due."""
 
     def work(tell: Tell) -> None:
         state = {"x": torch.zeros(1000)}
@@ -122,7 +122,7 @@ def locked() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["in Python", "in compiled code"])
 def test_a_step_that_never_comes_is_not_waited_for(compiled: bool, tmp_path: Path) -> None:
-    """After the grace period the process ends; what was under way by then is committed."""
+    """The process ends after the grace period; saves in flight are committed."""
 
     def work(tell: Tell) -> None:
         ckpt = holdfast.Checkpointer(tmp_path, every=1, grace_s=1.0)
@@ -140,7 +140,7 @@ def test_a_step_that_never_comes_is_not_waited_for(compiled: bool, tmp_path: Pat
 
 
 def test_the_grace_period_begins_also_within_compiled_code(tmp_path: Path) -> None:
-    """The step after the call is saved, and a handler from before is called in turn."""
+    """The next step is saved, and the previous handler is called."""
 
     def work(tell: Tell) -> None:
         stop: list[int] = []
@@ -181,7 +181,7 @@ def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing_of_it() -> 
 
 
 def test_whoever_watched_signals_before_goes_on_watching() -> None:
-    """An event loop does, in the main thread."""
+    """An event loop of the main thread still receives its signals."""
 
     async def heard() -> list[str]:
         loop, said, event = asyncio.get_running_loop(), [], asyncio.Event()
@@ -220,7 +220,7 @@ def test_two_checkpointers_may_be_closed_in_any_order() -> None:
 
 
 def test_a_second_signal_is_not_kept_waiting(tmp_path: Path) -> None:
-    """Whoever sends two is in a hurry, however many Checkpointers there are."""
+    """A second SIGTERM ends the process at once, with any number of Checkpointers."""
 
     def work(tell: Tell) -> None:
         kept = [holdfast.Checkpointer(tmp_path / str(n), grace_s=50.0) for n in range(3)]
@@ -446,7 +446,7 @@ def test_a_signal_is_handed_over_though_the_last_one_is_closed_in_another_thread
 
 
 def test_a_handler_that_was_set_between_two_is_the_one_that_is_handed_over_to() -> None:
-    """Whoever set it last before the last Checkpointer was made is who is called."""
+    """The handler set before the last Checkpointer is called."""
     with Heard() as heard:
         first = holdfast.Checkpointer(fresh_uri())
         ours, chained = signal.getsignal(signal.SIGTERM), []

@@ -1,4 +1,4 @@
-"""A forked child of a rank takes no part in the calls of its job."""
+"""Test forked children of a rank: collective calls are refused, reading works."""
 
 from __future__ import annotations
 

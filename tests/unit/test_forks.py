@@ -1,4 +1,4 @@
-"""A child that is forked at any moment of its parent's saves starts anew."""
+"""Test forks at any moment of a save: the child has free locks and its own engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def beside(work: Any) -> Iterator[None]:
 
 
 def test_a_child_finds_every_lock_free() -> None:
-    """Hold every lock of Holdfast in another thread at a fork; the child still saves and loads."""
+    """Another thread holds every lock at the fork; the child still saves and loads."""
     save_and_load()
     locks = [
         lock for reference in list(renewal._locks.values()) if (lock := reference()) is not None
@@ -106,7 +106,7 @@ def test_a_child_finds_every_lock_free() -> None:
 def test_a_fork_waits_until_no_other_thread_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the child could never import that module."""
+    """A fork waits for imports, whose locks the child could never release."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow_to_import.py").write_text(
         "import time\nbegun = time.sleep(0.5)\nloaded = True\n"
@@ -124,7 +124,7 @@ def test_a_fork_waits_until_no_other_thread_imports(
 
 
 def test_a_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
-    """An import in another thread may wait for the very thread that forks."""
+    """A fork proceeds if an import waits for the forking thread."""
     (tmp_path / "never_imported.py").write_text(
         "import threading\ngo_on = threading.Event()\ngo_on.wait(60)\n"
     )
@@ -216,7 +216,7 @@ sys.exit(str(bad) if bad else 0)
 
 
 def test_forks_at_random_moments_of_saves(tmp_path: Path, seed: int) -> None:
-    """From the first moment on, when other threads are importing Holdfast."""
+    """Every child saves and loads, even if forked while Holdfast is being imported."""
     assert run(FORKS, tmp_path, 25, seed) == ""
 
 
@@ -234,7 +234,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) -> None:
-    """Workers of each epoch are forked in the middle of lazy saves."""
+    """Workers forked during lazy saves read the parent's checkpoint."""
     holdfast.save(tmp_path / "data", {"rows": torch.arange(32.0).reshape(8, 4)})
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.Adam(model.parameters())
@@ -258,7 +258,7 @@ def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) ->
 
 
 def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
-    """It would wait for ever, since the thread that ends the save is not in it."""
+    """Waiting for a parent's save is an error; a finished one can be asked."""
     ended = holdfast.async_save(fresh_uri(), STATE)
     ended.wait(20)
     go_on = threading.Event()
@@ -289,7 +289,7 @@ def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
 
 
 def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
-    """A child that calls it would save and delete in its parent's name: that is an error."""
+    """A child cannot use its parent's Checkpointer, but may close it."""
     checkpointer = holdfast.Checkpointer(tmp_path, every=1)
 
     def use() -> None:
@@ -310,7 +310,7 @@ def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
 
 
 def test_a_parent_goes_on_after_a_child_has_cleaned_up(tmp_path: Path) -> None:
-    """The child ends as any program does, collects its garbage and closes what it can."""
+    """A child that exits normally does not disturb its parent's engine."""
     code = """
         import gc, os, sys, torch, holdfast
         folder = sys.argv[1]

@@ -1,4 +1,4 @@
-"""A run's folder with entries that cannot be read, or are none of ours."""
+"""Test a run's folder with unreadable or foreign entries: each is one line, and all else works."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def listen_at(path: Path) -> None:
 
 
 def no_checkpoints(folder: Path) -> None:
-    """Add everything that cannot be a checkpoint, also names that are not UTF-8."""
+    """Add everything that cannot be a checkpoint, including names that are not UTF-8."""
     (folder / "latest").symlink_to("nothing")
     (folder / "circle").symlink_to("circle")
     os.mkfifo(folder / "pipe")
@@ -143,7 +143,7 @@ ODD: dict[str, Callable[[Path], str | None]] = {
 def test_one_odd_entry_leaves_everything_else_working(
     odd: Callable[[Path], str | None], folder: Path
 ) -> None:
-    """It is a line with a problem where it may be a checkpoint."""
+    """The run resumes, saves and prunes; nothing unreadable is deleted."""
     problem = odd(folder)
     before = sorted(folder.glob("step-00000002/**/*"))
     for path in before:
@@ -224,7 +224,7 @@ def put_lineage(folder: Path, make: Callable[[Path], object]) -> None:
 def test_a_lineage_that_cannot_be_read(
     folder: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A listing shows it as a line with a problem."""
+    """Nothing is deleted, and only an explicit step can be resumed."""
     put_lineage(folder, make)
     with as_nobody():
         lines = [(c.path, c.problem is None) for c in holdfast.list_checkpoints(folder)]
@@ -339,7 +339,7 @@ def add_attempt(data: Path, number: int, age_s: float, *, odd: bool) -> str:
 def test_attempts_are_collected_each_by_its_own_age(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pruning deletes those that are silent for a day."""
+    """An undeletable old attempt blocks neither the others nor a save."""
     data = folder / "step-00000003/data"
     current = next(data.iterdir()).name
     ages_s = [limits.IDLE_S + 60, limits.IDLE_S - 60]

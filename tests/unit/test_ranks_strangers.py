@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection between ranks."""
+"""Test connections between ranks: strangers are refused, and their data is not used."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ STRANGERS = {
 def test_whoever_has_a_ranks_name_but_not_its_secret_is_refused(
     behave: Any, family: int, no_leaks: None
 ) -> None:
-    """Whatever it says, or does not say."""
+    """Any answer without the secret is an OSError within the limit."""
     address, serving = squatting(behave, family)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on what was said
         asyncio.run(connect(address, 1, host_key(), timeout_s=0.5))
@@ -171,7 +171,7 @@ def test_a_process_of_another_user_is_refused_before_anything_is_said() -> None:
 
 @pytest.mark.parametrize("near", ["", "127.0.0.1"], ids=["on this host", "over the network"])
 def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_leaks: None) -> None:
-    """Strangers who say nothing, garbage, or the wrong proof are turned away."""
+    """Strangers are rejected and block no rank; the secret is never sent."""
 
     async def run() -> None:
         async with opened(arena, near, handshake_timeout_s=0.3) as (listener, connections):
@@ -210,7 +210,7 @@ def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_le
 
 
 def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
-    """What a rank said to prove who it is proves nothing in another connection."""
+    """A recorded handshake proves nothing in another connection."""
     said = bytearray()
 
     async def heard(
@@ -246,7 +246,7 @@ def test_a_conversation_cannot_be_repeated(arena: Arena) -> None:
 
 @pytest.mark.parametrize("how", ["not sealed", "too small", "too large", "a file"])
 def test_memory_that_could_be_cut_off_is_not_looked_at(how: str, tmp_path: Path) -> None:
-    """To look beyond its end would kill this process with SIGBUS."""
+    """Memory must be sealed and of the announced size, to exclude SIGBUS."""
     if how == "a file":
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     else:
@@ -328,7 +328,7 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
 def test_a_manifest_that_is_not_what_was_told_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory handed over must have the checksum told over the job's store."""
+    """Shared memory must match the checksum sent through the store."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state, state])
@@ -347,7 +347,7 @@ def test_a_manifest_that_is_not_what_was_told_is_read_again(
 
 
 class Between:
-    """Passes on what two ranks say over TCP."""
+    """Forwards a TCP connection of two ranks, and flips a bit of the listener's byte at ``position``."""
 
     def __init__(self, address: Address, position: int) -> None:
         self._tcp, self._position = address.tcp, position
@@ -390,7 +390,7 @@ _HEADER_NBYTES = struct.calcsize("<QQ16s")
 def test_bytes_that_were_changed_on_the_way_are_not_taken(
     position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single bit between two hosts, in the bytes or in their digest."""
+    """One flipped bit in data or digest is an error on all ranks."""
     state = {"t": torch.arange(9000.0)}
     driver = MemoryDriver(fresh_uri())
     save_as_ranks(driver, [state])

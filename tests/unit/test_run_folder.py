@@ -38,7 +38,7 @@ def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 def test_no_save_goes_to_the_folder_below_a_mount_point(
     mounts: tuple[Path, Path], folder: str
 ) -> None:
-    """It would be hidden by the next mount, and the run would seem to have lost it."""
+    """Saves fail while the folder is unmounted, and resume once remounted."""
     kept, point = mounts
     with holdfast.Checkpointer(point / folder, every=1, keep=2, grace_s=None) as saving:
         saving.resume(STATE)

@@ -1,4 +1,4 @@
-"""A save commits whole, or leaves what was there untouched."""
+"""Test that a save commits as a whole or not at all, and that the next one collects leftovers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ N_ACCESSES = len(accesses(prepared()))
 def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(
     n: int, after: bool, for_good: bool
 ) -> None:
-    """The error is raised, unless only clean-up failed."""
+    """The checkpoint is the old or the new one; the next save works."""
     storage = prepared()
     fault = Fault(n, after=after, for_good=for_good)
     failed: holdfast.HoldfastError | None = None
@@ -173,7 +173,7 @@ def test_what_died_after_its_claim_is_collected_when_its_grace_is_over() -> None
 def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Storage that is gone is not asked for long."""
+    """Cleaning up is limited, and the save's own error is raised."""
     clean_up_within(monkeypatch, 0.1)
     storage = prepared()
 
@@ -194,7 +194,7 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
 
 
 def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> None:
-    """Each question costs the time of a deadline."""
+    """If deleting the attempt fails, nothing is swept."""
     asked: list[str] = []
 
     async def go_away(operation: str, key: str) -> None:
@@ -208,7 +208,7 @@ def test_a_save_that_fails_does_not_ask_again_where_its_storage_is_gone() -> Non
 
 
 def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
-    """On a local disk: not even the folder that it would have shared with others."""
+    """Empty folders are removed, files of others are not."""
 
     async def fail(operation: str, key: str) -> None:
         if operation == "create":
@@ -232,7 +232,7 @@ def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
-    """It is told that its attempt, of which nobody else knows, is there already."""
+    """A save whose marker already exists takes another attempt."""
     driver, done = MemoryDriver(), list[str]()
 
     async def twice(operation: str, key: str) -> None:
@@ -248,7 +248,7 @@ def test_a_request_that_the_storage_did_twice_does_not_fail_a_save() -> None:
 
 
 def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others left can wait."""
+    """A save proceeds if sweeping hangs."""
     clean_up_within(monkeypatch, 0.1)
 
     async def hang(operation: str, key: str) -> None:
@@ -267,7 +267,7 @@ def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
 
 
 def test_without_exclusion_nobody_is_sentenced() -> None:
-    """Two savers that overlap both commit whole checkpoints; the last manifest wins."""
+    """Two overlapping savers both commit; the last manifest wins."""
     storage = without_exclusion(prepared())
 
     async def overtake(operation: str, key: str) -> None:
@@ -361,7 +361,7 @@ def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
 
 
 def halting(serve: Serve, operation: str) -> tuple[str, threading.Event, threading.Event]:
-    """A place where every save halts before ``operation`` until the second event is set."""
+    """Serve storage where saves halt before ``operation``; return its URI, "reached" and "go on"."""
     reached, go = threading.Event(), threading.Event()
 
     async def halt(doing: str, key: str) -> None:
@@ -398,7 +398,7 @@ def test_after_an_async_save_returns_the_state_may_change(serve: Serve) -> None:
 
 
 def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:
-    """Captured, sealed, durable, in that order."""
+    """Stages are reached in order; a limited wait names its stage."""
     uri, reached, go = halting(serve, "commit")
     handle = holdfast.async_save(uri, {"x": torch.ones(10)})
     assert reached.wait(30)
@@ -459,7 +459,7 @@ def test_what_fails_in_the_background_is_raised_by_wait(
 
 
 def test_a_failed_save_gives_its_memory_back(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No buffer is lost."""
+    """Repeated failures leak no buffers."""
     from holdfast.storage.runtime.buffers import host_pool
 
     holdfast.release_memory()

@@ -86,7 +86,7 @@ def test_what_a_progress_callback_raises_ends_the_operation(
 
 
 def test_reports_arrive_in_order_seldom_and_the_last_one_always() -> None:
-    """A thousand reports within moments are few calls."""
+    """A thousand reports are few calls, and end with the last one."""
     calls: Calls = []
     with ProgressReporter(lambda done, total: calls.append((done, total))) as reporter:
         for done in range(1001):
@@ -120,7 +120,7 @@ def test_calls_of_one_callback_do_not_overlap_and_end_with_the_operation() -> No
 
 
 def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -> None:
-    """The bar of a copy that failed does not jump."""
+    """A callback's error does not hide the failure."""
     calls: Calls = []
     blocked = threading.Event()
 
@@ -143,7 +143,7 @@ def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -
 
 
 def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
-    """There it waits for the callback without standing in the loop's way."""
+    """It does not block the loop; SystemExit becomes a UsageError."""
     calls: Calls = []
 
     async def operation(callback: Callable[[int, int], None]) -> None:
@@ -261,7 +261,7 @@ def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> Non
 
 
 def test_a_started_coroutine_can_be_cancelled() -> None:
-    """The coroutine learns of it, and its future is done only once it has cleaned up."""
+    """Its future is done only once the coroutine has cleaned up."""
     began, heard, cleaned = threading.Event(), threading.Event(), threading.Event()
 
     async def endless() -> None:

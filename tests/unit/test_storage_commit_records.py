@@ -1,4 +1,4 @@
-"""One process commits an attempt."""
+"""Test commit records: one process commits an attempt, which is then neither deleted nor mixed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifes
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: bool) -> None:
-    """Whichever of them has an answer that was lost."""
+    """A lost answer never makes a copy take the other's record."""
     theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
     outcomes: list[object] = []
 
@@ -108,7 +108,7 @@ def test_a_commit_record_whose_answer_was_lost_is_recognised() -> None:
 def test_a_commit_record_that_the_client_put_twice_is_recognised(
     layer: Callable[[Driver], Driver],
 ) -> None:
-    """A client or a kernel may repeat a request whose answer was lost."""
+    """A refused repetition of the own put counts as success."""
     storage = MemoryDriver()
     refused = []
 
@@ -137,7 +137,7 @@ def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
 
 
 def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
-    """Both found the lock of a dead process."""
+    """Only the own lock is deleted."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -168,7 +168,7 @@ def test_every_commit_record_is_unique_and_no_abort_record() -> None:
     "old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"]
 )
 def test_a_commit_record_of_any_version_counts(old: bytes) -> None:
-    """Collectors spare an attempt with a commit record, whether empty or not."""
+    """Collectors spare an attempt with a commit record, empty or not."""
     theirs, storage = checkpoint(), MemoryDriver()
     attempt, target = run(with_images(storage, theirs))
     run(storage.put(attempt.record_key, old))
@@ -182,7 +182,7 @@ def test_a_commit_record_of_any_version_counts(old: bytes) -> None:
 
 
 def test_an_image_of_another_size_is_not_committed() -> None:
-    """As where the committing rank sees an older copy of the file."""
+    """If the leader sees another size, the save fails and the old checkpoint stays."""
     storage = MemoryDriver()
     run(save(storage, OLD))
 
@@ -205,7 +205,7 @@ def checkpoint_state() -> Any:
 
 
 def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> None:
-    """A save that took two hours has put its manifest a moment ago."""
+    """A two-hour save is spared after its commit."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -261,7 +261,7 @@ def test_a_copy_is_settled_only_where_no_other_can_have_put_its_commit_record(
 
 @pytest.mark.parametrize("moment", ["committed", "claimed"])
 def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment: str) -> None:
-    """Both went on with one attempt. One commits it, or is about to."""
+    """Two copies share an attempt; one meets damage."""
     theirs, ours, once = checkpoint(), MemoryDriver(), list[str]()
 
     async def meanwhile(operation: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""A copy is the same checkpoint, to the bit, or it is not there."""
+"""Test copies: the same checkpoint to the bit or nothing, never damaged, never overwriting unasked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY
 
 @pytest.mark.parametrize("destination", ["memory", "file"])
 def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None:
-    """To the bit, over any number of images and chunks, from memory to a disk and back."""
+    """Copies from memory to disk and back are equal and verify."""
     uri = fresh_uri()
     state = {
         "x": torch.randn(5 << 20, dtype=torch.float64),
@@ -93,7 +93,7 @@ def test_a_damaged_manifest_at_the_destination_is_no_free_place() -> None:
 
 
 def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
-    """Nothing is sent to where it is."""
+    """Nothing is sent to an equal copy; ``overwrite`` repairs a damaged one."""
     theirs, ours = checkpoint(), MemoryDriver()
     sent_nbytes = copied(theirs, ours)
     assert copied(theirs, ours) == 0
@@ -107,7 +107,7 @@ def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
 
 @pytest.mark.parametrize("at", [0, 9000, -1])
 def test_a_damaged_source_is_never_copied_as_good(at: int) -> None:
-    """A flipped bit in data is an error that names file and offset, and leaves nothing."""
+    """Damaged data is an error; damaged checksums are rewritten."""
     theirs, ours = checkpoint(), MemoryDriver()
     key = images(theirs)[2]
     flipped(theirs, key, at)
@@ -190,7 +190,7 @@ def test_progress_counts_every_byte_once() -> None:
 
 
 def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -> None:
-    """The sums are those of what is at the destination now."""
+    """Totals count only what is at the destination."""
     root, seen = tmp_path / "from", list[tuple[int, int]]()
     for step in (1, 2, 3):
         holdfast.save(

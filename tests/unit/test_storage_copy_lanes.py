@@ -1,4 +1,4 @@
-"""How images are sent."""
+"""Test how images are sent: in the driver's order, within the budget, until the first failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET_NBYTES = 64 << 20
 
 
 class Ordered(MemoryDriver):
-    """Memory whose uploads want their parts in an order."""
+    """Memory storage that wants parts in an order, and records their order and concurrency."""
 
     def __init__(self, order: PartOrder, streams: int = 1) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def large() -> MemoryDriver:
 
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriver) -> None:
-    """``ascending``: one after the other begun, overlapping; ``serial``."""
+    """``ascending`` parts may overlap, ``serial`` ones may not; uploads may."""
     ours = Ordered(order)
     copied(large, ours, budget_nbytes=256 << 20)
     assert len(ours.begun) == RANKS

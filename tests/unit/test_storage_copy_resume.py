@@ -1,4 +1,4 @@
-"""A copy that fails, dies or meets another leaves a whole checkpoint or none."""
+"""Test copies that fail, die or meet others: they leave a whole checkpoint or none, and resume."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ N_ACCESSES = accesses()
 def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
     n: int, after: bool, for_good: bool
 ) -> None:
-    """The old one, or, if its manifest was put in spite of the error, the new one."""
+    """A repeated copy succeeds and resends no whole image."""
     theirs, ours = checkpoint(), prepared()
     fault = Fault(n, after=after, for_good=for_good)
     failed = False
@@ -169,7 +169,7 @@ def test_half_a_copy_of_another_checkpoint_is_collected() -> None:
 @pytest.mark.parametrize("moment", ["create", "write", "commit", "put", "stat"])
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool) -> None:
-    """Whenever the second comes, the checkpoint is there in the end, whole, and nothing else is."""
+    """In the end there is one whole checkpoint and nothing else."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
     once = []

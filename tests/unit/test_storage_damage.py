@@ -58,8 +58,7 @@ def changed(path: Path, alter: Callable[[bytearray], None]) -> Callable[[], None
 def test_a_slice_is_verified_on_its_own(
     position: int, large: Path, rng: np.random.Generator
 ) -> None:
-    """A read that touches the damaged block raises and names its bytes; one that does not gives
-    what was saved."""
+    """Only slices that touch the damaged block fail."""
 
     def damage(data: bytearray) -> None:
         data[position] ^= 0x10
@@ -85,8 +84,7 @@ def test_a_slice_is_verified_on_its_own(
 
 
 def test_damage_to_the_checksums_does_not_pass_for_damage_to_the_data(large: Path) -> None:
-    """Whole chunks are checked against the manifest alone, so a load succeeds; a slice cannot be
-    checked, and is refused; ``verify`` says that it is the checksums."""
+    """Loads succeed, slices are refused, verify names it."""
 
     def damage(data: bytearray) -> None:
         data[-300] ^= 1

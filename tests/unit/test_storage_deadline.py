@@ -42,7 +42,7 @@ def store() -> Iterator[dict[str, Any]]:
 
 
 def test_a_save_that_takes_too_long_fails(store: dict[str, Any]) -> None:
-    """In time, by a DeadlineError that names the time, the URI and what to do."""
+    """The error names time, URI and remedy; the old checkpoint is unchanged."""
     holdfast.save(URI, OLD)
     before, began_s = dict(store), time.monotonic()
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_a_save_that_takes_too_long_fails(store: dict[str, Any]) -> None:
 
 
 def test_a_handle_tells(store: dict[str, Any]) -> None:
-    """An asynchronous save is let go at once, and ``wait()`` raises."""
+    """``wait()`` of an asynchronous save raises; the next save to the URI works."""
     handle = holdfast.async_save(SLOWLY, NEW, lazy=True, timeout_s=0.3)
     with pytest.raises(DeadlineError, match="not committed"):
         handle.wait(60)
@@ -69,7 +69,7 @@ def test_a_handle_tells(store: dict[str, Any]) -> None:
 
 
 def test_a_save_that_waits_for_another_has_its_time_too(serve: Serve) -> None:
-    """A queued save gives up in time; a third waits for the first."""
+    """A queued save times out; a third one still waits for the first."""
     gate = threading.Event()
 
     async def hold(operation: str, key: str) -> None:
@@ -98,7 +98,7 @@ def test_what_is_no_time_is_refused(timeout_s: float) -> None:
 
 
 def test_a_checkpointer_hands_it_on() -> None:
-    """Its saves fail in time."""
+    """A Checkpointer's saves have the time limit too."""
     checkpointer = holdfast.Checkpointer(
         SLOWLY, every=1, on_error="raise", timeout_s=0.2, grace_s=None
     )
@@ -123,14 +123,14 @@ def test_an_error_of_the_storage_is_no_deadline() -> None:
 
 
 def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
-    """All goes well, but for operation ``n`` (from 0), unless the time is over by then."""
+    """Let operation ``n`` take ten minutes, if it comes before the deadline."""
     yield from [None] * n
     yield 600.0 if deadline.until_s is not None and time.monotonic() < deadline.until_s else None
 
 
 @pytest.mark.parametrize("n", range(20))
 def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation of a save in turn takes ten minutes: the save fails, and leaves nothing."""
+    """A save that hangs anywhere fails in time, and leaves nothing unless it may be committed."""
     clean_up_within(monkeypatch, 0.2)
 
     async def run() -> tuple[Any, list[str], str]:

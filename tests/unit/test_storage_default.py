@@ -1,4 +1,4 @@
-"""Values that cannot be stored as they are."""
+"""Test ``default``: the caller's function for values that cannot be stored as they are."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_it_may_not_lead_in_circles() -> None:
 
 
 def test_a_load_replaces_a_value_of_any_kind() -> None:
-    """An enum whose name is stored is replaced by the name."""
+    """Stored replacements are loaded; a value that was not stored is a mismatch."""
     uri = fresh_uri()
     holdfast.save(uri, {"phase": Phase.DECAY}, default=plain)
     into: dict[str, Any] = {"phase": Phase.WARM_UP}

@@ -1,4 +1,4 @@
-"""``holdfast.diff`` and ``holdfast diff``."""
+"""Test ``holdfast.diff`` and ``holdfast diff``: what differs, and what is read to find out."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tensors_of_different_layouts_are_compared_by_their_values() -> None:
 
 
 def test_a_small_budget_is_enough(rng: np.random.Generator) -> None:
-    """Tensors are cut into windows, between elements."""
+    """Tensors are compared in windows, and differ once each."""
     big = random_bits(rng, torch.int16, (50_001,))
     odd = random_bits(rng, torch.uint8, (33_333,))
     wide = random_bits(rng, torch.complex128, (4_099,))
@@ -119,7 +119,7 @@ def test_a_small_budget_is_enough(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_decide_in_every_dtype(dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """Equal bits are equal, NaNs too."""
+    """Equal bits are equal, NaNs too; other bits differ, with a distance if there is one."""
     tensor = random_bits(rng, dtype, (257,))
     a = saved({"x": tensor, "y": 1})
     assert holdfast.diff(a, saved({"y": 1, "x": tensor})).equal
@@ -133,7 +133,7 @@ def test_bits_decide_in_every_dtype(dtype: torch.dtype, rng: np.random.Generator
 
 
 def test_distances_that_float64_does_not_have() -> None:
-    """Integers are subtracted exactly, over their whole range."""
+    """Integers are subtracted exactly; NaN on one side gives NaN."""
     cases: list[tuple[str, list[Any], list[Any], float]] = [
         ("int64", [2**53], [2**53 + 1], 1),
         ("int64", [-(2**63)], [2**63 - 1], 2**64 - 1),
@@ -173,7 +173,7 @@ def test_small_values_are_compared() -> None:
 
 
 def test_the_number_of_ranks_is_no_difference_and_their_own_tensors_are_compared() -> None:
-    """What all ranks have is the same whatever their number."""
+    """Per-rank tensors are compared by rank."""
     one = fresh_uri()
     save_as_ranks(store(one), [{"n": 1, "w": torch.ones(3)}])
     two = fresh_uri()

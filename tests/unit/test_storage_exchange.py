@@ -1,4 +1,4 @@
-"""Ranks that read for each other."""
+"""Test ranks that read for each other: a replaced checkpoint, and the memory limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over() -> None:
-    """The one that reads finds its image gone."""
+    """Both ranks load the new checkpoint."""
     limits = ExchangeLimits(failure_report_s=0.2)
     driver = Replaced()
     save_as_ranks(driver, [state(1.0)])
@@ -59,7 +59,7 @@ def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over() 
 
 @pytest.mark.parametrize("how", ["shared memory", "network"])
 def test_an_exchange_stays_within_the_budget(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank reads, what it receives and what it shares, all at once."""
+    """Reading, receiving and sharing together fit the budget, even if delivery is slow."""
     limits = ExchangeLimits(unit_nbytes=CHUNK_NBYTES // 2)
     driver = MemoryDriver()
     save_as_ranks(driver, [{"t": torch.arange(60.0 * CHUNK_NBYTES / 4)}])

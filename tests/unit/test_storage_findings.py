@@ -80,7 +80,7 @@ def test_a_rank_that_calls_late_is_named() -> None:
 
 
 def test_what_is_usual_or_hardly_matters_is_not_named() -> None:
-    """Ranks that are alike; a rank that is slower by less than a twentieth of the save."""
+    """Small excesses, waiting for others, and single ranks are not reported."""
     assert stragglers(save_of({})) == []
     assert stragglers(save_of({2: {"flatten": stage(0.25)}})) == []
     assert (
@@ -110,7 +110,7 @@ def test_of_two_ranks_the_faster_one_is_typical() -> None:
 
 
 def test_a_trace_has_each_stage_where_it_was() -> None:
-    """Ranks are processes, stages are threads."""
+    """Ranks are processes and stages threads, offset by call time."""
     operation = SlowOperation("write", "data/x/1.safetensors", 1 << 24, 1 << 24, 1, 1.5, 0.25)
     save = save_of({1: {"round agree": stage(0.1, last_s=1.5)}}, world=2)
     ranks = {**save.ranks, 1: replace(save.ranks[1], slowest=(operation,))}

@@ -95,7 +95,7 @@ def test_hyperparameters_are_given_back_by_the_names_of_parameters(
 
 
 def test_groups_that_agree_may_be_joined() -> None:
-    """Into one, which has the hyperparameters of both."""
+    """Equal groups may be merged; groups that differ are an error that says in what."""
     alike: Groups = [(["a.weight"], {"lr": 1.0}), (["a.bias"], {"lr": 1.0})]
     net, optim = trained(alike)
     uri = fresh_uri()
@@ -122,7 +122,7 @@ def hyperparameters_alone(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def test_a_group_that_is_not_stored_is_said_and_keeps_what_it_has() -> None:
-    """Strictly, a parameter that no stored group has is an error before anything is read."""
+    """An unknown parameter is an error, or its group stays as it is."""
     net, optim = trained(DECAY)
     uri = fresh_uri()
     holdfast.save(uri, {"net": net, "optim": optim})

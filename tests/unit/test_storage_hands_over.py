@@ -1,4 +1,4 @@
-"""Storage whose library hands over memory of its own."""
+"""Test drivers whose library hands over its own memory: used in place, and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests that no save writes, with a checksum that is right."""
+"""Test forged manifests with valid checksums: refused at once, with our errors, in little memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sharing(columns: Columns, fields: Head) -> None:
 
 
 def hollow(columns: Columns, fields: Head) -> None:
-    """Tensor "again", and what is tied to it, without elements."""
+    """Make tensor "again" empty, with strides that overflow."""
     columns["tensor.shape"] = np.pad(
         columns["tensor.shape"].astype(np.uint64), ((0, 0), (0, 1)), constant_values=1
     )
@@ -185,7 +185,7 @@ BREAKS = [
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
-    """These cannot be read in any sense."""
+    """Manifests that make no sense raise DamagedError or UnsupportedFormatError."""
     uri = stored()
     forge(uri, FORGERIES[name])
     with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
@@ -198,7 +198,7 @@ def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
      "//other.host/share", "\\\\other.host\\share", "http://other.host/x", "s3://other-bucket/x", "user:word@other.host"],
 )  # fmt: skip
 def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
-    """No other host, bucket, folder or device."""
+    """A manifest that names another place is refused before any access to it."""
     uri = stored()
     forge(uri, head("attempt", attempt))
     with pytest.raises(holdfast.DamagedError) as caught:
@@ -207,7 +207,7 @@ def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
 
 
 def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
-    """By a single element, too, where there is room for all."""
+    """An overlap of one element is an error that names tensor and byte."""
     uri = stored()
     assert not use(uri)
 

@@ -1,4 +1,4 @@
-"""What a user forgets to close is closed when it is collected, with a warning."""
+"""Test unclosed objects: they are closed when collected, with a warning, on any thread."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def full(value: float, *names: str) -> dict[str, Any]:
 def test_an_older_checkpoint_that_lacks_what_was_touched_is_refused(
     strict: Any, tmp_path: Path
 ) -> None:
-    """A tensor that the damaged one may have filled."""
+    """No state may mix two steps after a failed load."""
     run_of(tmp_path, full(1.0, "a"), full(2.0, "a", "b"))
     into = full(0.0, "a", "b")
     with (

@@ -1,4 +1,4 @@
-"""Loading into a state."""
+"""Test loading into a state: what must fit, what is replaced, and the errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_fits_is_loaded(uri: str) -> None:
 
 
 def test_every_difference_is_listed_at_once(uri: str) -> None:
-    """Missing, unexpected, and wrong in shape or dtype."""
+    """One error lists all differences, and nothing is filled."""
     into = target()
     del into["extra"], into["name"], into["more"]
     into |= {
@@ -100,7 +100,7 @@ def test_not_strict_loads_what_both_have(uri: str) -> None:
 
 
 def test_not_strict_still_wants_shapes_and_dtypes_to_fit(uri: str) -> None:
-    """A tensor that both have, but that cannot be filled, is an error in any case."""
+    """A tensor of another shape or dtype is an error in every mode."""
     into = {
         "w": torch.zeros(3, 4),
         "b": torch.zeros(4, dtype=torch.int64),
@@ -268,7 +268,7 @@ def test_a_target_of_another_size_is_never_filled_in_part(size: int) -> None:
 
 
 def test_a_path_that_does_not_exist_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """Loading and opening say so, with an error that is a FileNotFoundError too."""
+    """The error is a FileNotFoundError too, and nothing is created."""
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.load(uri, into={})):
         with pytest.raises(holdfast.NotACheckpointError) as caught:
             call(tmp_path / "nothing" / "here")

@@ -1,4 +1,4 @@
-"""Objects with a state, as they are loaded."""
+"""Test loading objects with a state: their order, their questions, and in-place filling."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Keeps(Held):
 
 
 def test_tensors_of_an_object_are_filled_in_place() -> None:
-    """Those that have the stored shape and dtype, strided ones too."""
+    """Tensors of equal shape and dtype are filled; others are allocated."""
     uri = fresh_uri()
     holdfast.save(uri, [Held(2.0)])
     keeps = Keeps(1.0)

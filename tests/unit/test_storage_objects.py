@@ -1,4 +1,4 @@
-"""Objects with a state."""
+"""Test objects with a state: modules, optimizers, schedulers and random generators."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OPTIMIZERS: Optimizers = {
 
 
 class Job:
-    """A training run: module, optimizer, scheduler and steps done."""
+    """A training run: module, optimizer, scheduler and steps. Batches depend on the step only."""
 
     def __init__(self, optimizer: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -96,7 +96,7 @@ class Job:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
-    """Three steps, save, load into a new job that was made otherwise, three more."""
+    """Three steps, a save, a load and three more equal six steps."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
     whole.train(0, 6)
     before.train(0, 3)
@@ -113,7 +113,7 @@ SOME = ["SGD nesterov, groups", "Adam tensor lr", "AdamW fused", "ASGD"]
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
-    """An optimizer that has never stepped has no momentum."""
+    """An optimizer without momentum is restored without momentum."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
     uri = fresh_uri()
     holdfast.save(uri, before.state)
@@ -198,7 +198,7 @@ def test_parameters_are_filled_in_place() -> None:
 
 
 def test_an_optimizer_without_its_module_is_saved_by_number() -> None:
-    """Where no module of the state has its parameters, torch's own numbering is kept."""
+    """Without a module, torch's own numbering is kept."""
     weights = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     others = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     optim, other = torch.optim.Adam(weights), torch.optim.Adam(others, lr=7.0)
@@ -256,7 +256,7 @@ class Counter:
 
 
 def test_any_object_with_a_state_dict_gets_its_state_back() -> None:
-    """It is given the stored dict as it was, not its own shape of it."""
+    """An object receives the stored dict, whatever its own size."""
     uri = fresh_uri()
     holdfast.save(uri, {"deep": [Counter(5)], "c": Counter(6)})
     into = {"deep": [Counter(0)], "c": Counter(0)}

@@ -1,4 +1,4 @@
-"""Something else is stored in the place of an object."""
+"""Test a checkpoint that has something else in the place of an object: an error with the path."""
 
 from __future__ import annotations
 

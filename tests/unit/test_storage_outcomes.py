@@ -1,4 +1,4 @@
-"""What listeners are told of saves and loads."""
+"""Test listeners of saves and loads, and the exports to Prometheus, OpenTelemetry and loggers."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _words(query: str) -> list[str]:
 
 
 def test_spans_are_exported(tmp_path: Path, ending: Started) -> None:
-    """One for each operation, and those of its stages below it, within its time."""
+    """Each operation has a span with its stages below it; errors are recorded."""
     kept = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
@@ -225,7 +225,7 @@ def _id(span: ReadableSpan) -> int:
 
 
 def test_scalars_are_logged(tmp_path: Path, ending: Started) -> None:
-    """Of saves that have a step, by name and step."""
+    """Figures are logged for saves with a step."""
     logged: dict[tuple[str, int], float] = {}
     ending(log_scalars(lambda name, figure, step: logged.update({(name, step): figure})))
     report = holdfast.save(tmp_path / "a", state(), step=3)

@@ -1,4 +1,4 @@
-"""Tensors of a state that share memory."""
+"""Test tensors that share memory: their stored values must agree, and are never mixed."""
 
 from __future__ import annotations
 

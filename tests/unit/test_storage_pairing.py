@@ -1,4 +1,4 @@
-"""Failures of two ranks belong to the same call or not."""
+"""Test the pairing of failures: each call ends as its own ranks make it end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
 
 
 async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> None:
-    """All ranks make one call, which some fail in before it begins."""
+    """Make one call in which some ranks fail early; every other rank must learn of one at once."""
 
     async def act(rank: int) -> Any:
         await asyncio.sleep(late_s.get(rank, 0.0))
@@ -44,7 +44,7 @@ async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> No
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) -> None:
-    """Whoever fails, in whatever order they come."""
+    """Others learn of every failure, and a call without one succeeds."""
     rounds = []
     for _ in range(40):
         failing = {rank for rank in range(world) if rng.random() < 0.5}
@@ -61,7 +61,7 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
 
 
 def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> None:
-    """It failed three times at once."""
+    """Three early failures fail the leader's next three calls."""
 
     async def main() -> None:
         job = Job(dist.HashStore(), 2)
@@ -78,7 +78,7 @@ def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> Non
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
-    """The others have given up, and are in the next call."""
+    """A late rank learns that the others gave up, and follows."""
     following = Call("save", "file:///a", 2)
 
     async def main() -> None:
@@ -101,7 +101,7 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
 
 @pytest.mark.parametrize("stage", DEAD_IN)
 def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
-    """The job begins anew over the same store."""
+    """A new leader ignores the status of a dead rank."""
 
     async def main() -> None:
         store = dist.HashStore()
@@ -141,7 +141,7 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
 def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(
     first: int,
 ) -> None:
-    """Whoever comes first to the next call."""
+    """An old failure does not affect the next call."""
 
     async def main() -> None:
         job = Job(dist.HashStore(), 3)

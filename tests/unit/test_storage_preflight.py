@@ -1,4 +1,4 @@
-"""A save finds out that its storage cannot keep what is promised, before it does harm."""
+"""Test the checks that a save makes of its storage before it can do harm."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
 
 
 def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None:
-    """Another save has aborted this one, and the error says so."""
+    """Another save's abort raises SupersededError."""
     storage = MemoryDriver()
     begun = itertools.count()
 
@@ -144,7 +144,7 @@ def test_a_marker_that_is_deleted_meanwhile_is_no_fault_of_the_storage() -> None
 
 
 def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
-    """The attempt is being deleted, its marker first."""
+    """A late trial put does not make an aborted attempt look alive."""
     storage = MemoryDriver()
     attempt = run(commit.begin(storage))
     run(storage.delete(attempt.marker_key))
@@ -244,7 +244,7 @@ def test_a_save_by_the_public_call_is_refused_too(monkeypatch: pytest.MonkeyPatc
 
 
 class Forgetful(MemoryDriver):
-    """Acknowledges puts that it does not keep."""
+    """Acknowledges ``times`` puts to keys that end with ``suffix``, but stores ``keeps(data)``."""
 
     def __init__(
         self, suffix: str, times: int, keeps: Callable[[bytes], bytes | None] = lambda data: None
@@ -328,7 +328,7 @@ def test_a_commit_record_that_is_not_kept_fails_the_save() -> None:
 def test_an_image_that_is_larger_than_an_object_may_be_fails_before_anything_is_put(
     spare_nbytes: int,
 ) -> None:
-    """The error states both sizes, and the storage was not used."""
+    """The limit is exact, and the error states both sizes."""
     sizes = MemoryDriver()
     run(save(sizes, OLD))
     (image,) = images(sizes)

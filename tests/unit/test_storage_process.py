@@ -52,7 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None:
-    """Ten times as many bytes as the budget pass through it, on the way out and on the way in."""
+    """A save and a load of ten times the budget stay within it."""
     state = {
         "x": torch.arange(80 << 20, dtype=torch.uint8),
         "t": torch.arange(40 << 18).reshape(1024, -1).t(),
@@ -72,7 +72,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, made: list[int]) -> None
 def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many chunks it has as many in memory as the budget allows."""
+    """Digests are read in pages, and dropped after use."""
     jobs, chunks, digests_nbytes = 4, 256, 2 * CHUNK_NBYTES // BLOCK_NBYTES * 16  # of two chunks
     driver = MemoryDriver(name := fresh_uri().removeprefix("memory://"))
     holdfast.save(f"memory://{name}", {"x": torch.zeros(chunks * CHUNK_NBYTES, dtype=torch.uint8)})
@@ -164,7 +164,7 @@ def test_a_call_that_is_stuck_does_not_hold_the_interpreter_up() -> None:
 
 @pytest.mark.parametrize("first", ["before main returns", "in a thread that outlives main"])
 def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, first: str) -> None:
-    """An emergency save comes last."""
+    """They work in late threads, atexit handlers and finalizers."""
     done = run(
         """
         import atexit, sys, threading, weakref
@@ -215,7 +215,7 @@ def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, fi
 
 
 def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
-    """Nobody is left to ask for it."""
+    """The failure is logged, and the interpreter still ends."""
     (tmp_path / "file").write_text("in the way")
     done = run(
         """

@@ -1,4 +1,4 @@
-"""Pruning deletes what is not to be kept, and what the dead have left."""
+"""Test pruning: it deletes what no rule retains and dead leftovers, and never half a checkpoint."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_judged_is_kept() -> None:
 
 
 def test_what_has_the_latest_time_is_kept_besides() -> None:
-    """Also where its step is a low one: a run that was taken up again by hand."""
+    """The latest save is retained, even with a low step."""
     again = [
         listed("s900", 900, 1.0),
         listed("s300", 300, 2.0),
@@ -186,7 +186,7 @@ def test_a_dry_run_deletes_nothing() -> None:
 
 
 def test_leftovers_are_collected_once_they_are_idle() -> None:
-    """Not before: a save may be writing them."""
+    """A claimed attempt has its grace period too."""
     root = saved(fresh_uri(), 1)
     storage = MemoryDriver(root.removeprefix("memory://"))
     for where in ("step-1", "step-2"):
@@ -299,7 +299,7 @@ def prepared() -> str:
 def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
     after: bool, serve: Serve
 ) -> None:
-    """Each is there whole, or not at all, the last one always."""
+    """The newest always stays, and the next pruning finishes."""
     for n in range(accesses(serve)):
         root = prepared()
         there = MemoryDriver(root.removeprefix("memory://"))
@@ -319,7 +319,7 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
 
 
 def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
-    """From a checkpoint that is kept, and from a place where nothing else is."""
+    """A stale lock is deleted, wherever it lies."""
     root = saved(fresh_uri(), 1, 2)
     there = MemoryDriver(root.removeprefix("memory://"))
     signs = {"step-2/data/pruning", "step-7/data/pruning", "data/pruning"}
@@ -341,7 +341,7 @@ def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
 def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It writes nothing, and leaves the checkpoint alone."""
+    """A save fails without a write until the lock is stale or removed."""
     root = saved(fresh_uri(), 1)
     there = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
     run(there.put("data/pruning", b"0" * 16))
@@ -387,7 +387,7 @@ def test_a_pruning_that_fails_before_it_deletes_bars_nobody(serve: Serve) -> Non
 
 
 def test_the_manifest_goes_first(serve: Serve) -> None:
-    """Durably, before any other file of its checkpoint."""
+    """No reader finds a checkpoint whose data is being deleted."""
     root, seen = saved(fresh_uri(), 1, 2), list[str]()
 
     async def note(operation: str, key: str) -> None:
@@ -456,7 +456,7 @@ LATER = {"old": 10, "good": 20, "gone": 30, "short": 40}
 def test_what_is_damaged_does_not_count_as_kept(
     there: dict[str, int], options: dict[str, Any], kept: list[str], tmp_path: Path
 ) -> None:
-    """So the only whole one never goes."""
+    """The only whole checkpoint never goes."""
     damaged_folder(tmp_path, there)
     plan = holdfast.prune(tmp_path, dry_run=True, **options)
     assert sorted(plan.kept) == kept

@@ -1,4 +1,4 @@
-"""What ranks of a save hear of each other's failures, what they keep from save to save."""
+"""Test what ranks of a save learn of failures, what they remember, and forked children."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_small_slice_reads_little(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_tensors_are_described() -> None:
-    """Name, shape, dtype, bytes, shards."""
+    """Name, shape, dtype, bytes, shards and alias are listed in the order of the state."""
     shared = torch.ones(2, 3, dtype=torch.bfloat16)
     uri = fresh_uri()
     holdfast.save(
@@ -180,7 +180,7 @@ def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
 
 
 def test_listing_finds_checkpoints_below(tmp_path: Path) -> None:
-    """By path, ordered by step; what cannot be opened is listed with the reason."""
+    """Checkpoints are ordered by step; unreadable ones have a problem."""
     for step in (20, 3, 100):
         holdfast.save(tmp_path / "run" / f"step-{step}", {"x": torch.ones(step)}, step=step)
     holdfast.save(tmp_path / "final", {"x": torch.ones(1)})

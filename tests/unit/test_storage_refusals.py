@@ -164,7 +164,7 @@ def test_nesting_too_deep_is_refused(tmp_path: Path) -> None:
 def test_two_tensors_of_one_name_are_refused(
     state: Any, first: str, second: str, tmp_path: Path
 ) -> None:
-    """Paths that differ but read the same would be one tensor in the checkpoint."""
+    """The error names both paths."""
     with pytest.raises(holdfast.StateError) as caught:
         holdfast.save(tmp_path / "c", state)
     assert first in str(caught.value)

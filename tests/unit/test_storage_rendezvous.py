@@ -1,4 +1,4 @@
-"""Calls of ranks find each other by what they are."""
+"""Test how calls of ranks find each other after errors, delays, mistakes and restarts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store() -> Any:
 def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
     failing: int, late_s: float, store: Any
 ) -> None:
-    """Before it has joined the others, sooner or later than they come."""
+    """It may fail before or after the others arrive."""
 
     async def main() -> None:
         job = Job(store, 3)
@@ -93,7 +93,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("late", [0, 1], ids=["leader late", "leader first"])
 def test_after_different_calls_either_can_be_made_again(late: int, world: int, store: Any) -> None:
-    """Whichever rank comes first."""
+    """Old answers are not taken for the next call."""
 
     async def main() -> None:
         job = Job(store, world)
@@ -147,7 +147,7 @@ def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: 
 def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
     late: int, store: Any
 ) -> None:
-    """It does not wait for those who have gone."""
+    """It does not wait, and the next call works."""
 
     async def main() -> None:
         job = Job(store, 3, deadline_s=1.0)
@@ -198,7 +198,7 @@ def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
 def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(
     dead: str, store: Any
 ) -> None:
-    """Whatever the dead have left there: calls that were never met, answers, failures."""
+    """Keys of the dead job do not matter."""
 
     async def main() -> None:
         for first in (0, 1, 2):

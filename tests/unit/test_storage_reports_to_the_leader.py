@@ -1,4 +1,4 @@
-"""Reports of what ranks have written."""
+"""Test reports to the leader: one per host, and each layout once."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def whole(driver: MemoryDriver, world: int) -> bool:
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=lambda hosts: "".join(host or "-" for host in hosts))
 def test_the_ranks_of_a_host_report_to_the_leader_as_one(hosts: list[str | None]) -> None:
-    """Its first rank does, for all."""
+    """The host's first rank forwards all; the commit is the same."""
     driver, world = MemoryDriver(), len(hosts)
     store, outcomes = saved(driver, hosts, memories(world))
     assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -134,7 +134,7 @@ def test_the_ranks_of_a_host_report_to_the_leader_as_one(hosts: list[str | None]
 
 
 def test_a_layout_is_sent_once() -> None:
-    """At the next save of the same they go by their names, on every part of the way."""
+    """Later saves send its key only; a rank that forgot makes all send everything."""
     hosts = list("aabbb")
     driver, memory = MemoryDriver(), memories(len(hosts))
     first, *again = [saved(driver, hosts, memory)[0] for _ in range(3)]
@@ -178,7 +178,7 @@ def test_a_layout_of_a_save_that_failed_is_sent_again(monkeypatch: pytest.Monkey
 def test_a_failure_of_a_report_reaches_all_ranks_with_the_name_of_the_rank(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank of a host that cannot join what it hears, or a rank behind it."""
+    """All raise, and the next save collects leftovers."""
     real = save.join if rank == 2 else save.written_fragment
     driver = MemoryDriver()
 

@@ -1,4 +1,4 @@
-"""A manifest may be put twice: the first answer was lost."""
+"""Test manifests that are put twice, because an answer was lost: their data still exists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OLD, NEW, LAST = (
 
 
 def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]) -> HookedDriver:
-    """A saver's way to ``storage``."""
+    """Return a driver to ``storage`` that puts each manifest again after ``meanwhile``."""
 
     async def after(operation: str, key: str) -> None:
         if (operation, key) == ("put", MANIFEST_KEY):
@@ -65,7 +65,7 @@ def with_old() -> MemoryDriver:
 
 
 def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
-    """Each of the two is whole whenever it is the checkpoint."""
+    """Both checkpoints stay whole for the grace period."""
     storage = with_old()
 
     async def meanwhile() -> None:
@@ -80,7 +80,7 @@ def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
 
 
 def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_again() -> None:
-    """Whether the other's leader is done counts as it was before the own put."""
+    """The state before the own put decides."""
     storage = with_old()
 
     async def both() -> None:
@@ -132,7 +132,7 @@ def test_a_put_that_is_repeated_before_the_other_looks_gives_way() -> None:
 
 @pytest.mark.parametrize("grace_over", [False, True])
 def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(grace_over: bool) -> None:
-    """It leaves the checkpoint alone until its saver is done."""
+    """A pruning waits for the saver, or for the hour."""
     root, pruned = fresh_uri(), []
     storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
 
@@ -170,7 +170,7 @@ def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(grace_over: 
 
 
 def test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone() -> None:
-    """Two copies of one checkpoint work on one attempt. One commits it and is done."""
+    """Two copies share an attempt, which becomes the checkpoint."""
     theirs, ours, first = checkpoint(), MemoryDriver(), True
 
     async def overtaken(operation: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What is stored beside a checkpoint of where its save's time went."""
+"""Test the telemetry stored with a checkpoint: complete, bounded, and without consequences."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ async def silent() -> None:
 def test_a_save_does_not_fail_for_it(
     failure: Callable[[], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the storage says to it, or if it says nothing."""
+    """Failing or silent storage of telemetry only logs a warning."""
     monkeypatch.setattr(limits, "TELEMETRY_S", 0.2)
     driver = MemoryDriver(f"failing-{next(_numbers)}")
     with caplog.at_level(logging.WARNING, "holdfast"):

@@ -1,4 +1,4 @@
-"""Rounds over a store."""
+"""Test rounds over a store: statements arrive, failures are reported by name, no key is left."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def repeatedly(
 
 
 def test_every_rank_learns_what_the_leader_made_of_all_statements(store: Any) -> None:
-    """Statements reach the leader in order of rank; its verdict reaches all, round by round."""
+    """Statements arrive in rank order, and no key is left."""
     keys = store.num_keys()
     assert together(store, [stating("a", "b")] * 4) == [[b"a0|a1|a2|a3", b"b0|b1|b2|b3"]] * 4
     assert store.num_keys() == keys + kept(4)
@@ -265,7 +265,7 @@ def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: 
 
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_store: Any) -> None:
-    """Its heart beats, and its storage stands still."""
+    """Heartbeats alone do not count: the others name the stuck rank."""
 
     async def stands_still(team: Team) -> None:
         await team.round(raw("a"), b"", joined)
@@ -305,7 +305,7 @@ def test_who_waits_for_a_third_is_not_blamed(plain_store: Any) -> None:
 
 
 class StrictStore:
-    """A store that is slow at random."""
+    """A store that is slow at random, and raises for a missing key instead of waiting."""
 
     def __init__(self, seed: int) -> None:
         self._inner = dist.HashStore()
@@ -337,7 +337,7 @@ class StrictStore:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_verdict_goes_before_the_failure_of_its_rank(seed: int) -> None:
-    """However slowly a rank looks."""
+    """An error of the decision keeps its type on every rank."""
     store = StrictStore(seed)
 
     async def decide(payloads: Sequence[bytes]) -> bytes:

@@ -157,7 +157,7 @@ def test_one_line_says_all_that_matters(uri: str, log: pytest.LogCaptureFixture)
 
 
 def test_requests_made_again_are_counted(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """A read that failed and was tried again counts as one, with its retry."""
+    """A retried read counts once, with its retries."""
     uri = f"file://{tmp_path}/c"
     holdfast.save(uri, state())
     report = loaded(f"{uri}?faults=seed:3,error:0.5&retries=20")
@@ -216,7 +216,7 @@ def test_rounds_name_the_rank_that_came_last() -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_ranks_exchange_is_counted(apart: bool) -> None:
-    """Each byte is read once, by one of two ranks."""
+    """Each byte is read by one rank and received by the other."""
     weights = torch.arange(1 << 22, dtype=torch.int32)
     driver = MemoryDriver(f"exchange-{next(_numbers)}")
     save_as_ranks(driver, [{"w": weights}, {"w": weights}])
