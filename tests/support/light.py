@@ -52,8 +52,6 @@ FILES = frozenset(
         "unit/test_layers.py",
         "unit/test_objects_failures.py",
         "unit/test_objects_options.py",
-        "unit/test_objects_places.py",
-        "unit/test_objects_runtime.py",
         "unit/test_objects_upload.py",
         "unit/test_parity.py",
         "unit/test_periods.py",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
+from support.drivers import used
+from support.servers.scripted import ScriptedServer, s3_answer
 
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects.names import encoded, split_location
+from holdfast.drivers.objects.s3_place import Place, bucket_and_root, place_of, session_for
 from holdfast.drivers.registry import open_driver, schemes
 from holdfast.drivers.uri import parse
 from holdfast.errors import UriError
@@ -126,3 +132,162 @@ def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(UriError, match=r"\?account="):
         asyncio.run(_get("az://container/run"))
+
+
+# Buckets of AWS, and where they are
+
+
+ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-ap"
+
+
+@pytest.fixture(autouse=True)
+def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The configuration file of a user who has set nothing else."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    return tmp_path / "config"
+
+
+def place(
+    bucket: str = "bucket", region: str = "us-east-1", endpoint: str = "", style: str = "auto"
+) -> Place:
+    """Where requests for ``bucket`` go, as things are now."""
+    return place_of(session_for(""), bucket, region, endpoint, style, "s3://bucket")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "region", "expected"),
+    [
+        ("bucket", "us-east-1", "https://bucket.s3.us-east-1.amazonaws.com"),
+        ("bucket", "eu-central-1", "https://bucket.s3.eu-central-1.amazonaws.com"),
+        ("my.bucket", "us-west-2", "https://s3.us-west-2.amazonaws.com/my.bucket"),
+        ("bucket", "cn-north-1", "https://bucket.s3.cn-north-1.amazonaws.com.cn"),
+        ("bucket", "us-gov-west-1", "https://bucket.s3.us-gov-west-1.amazonaws.com"),
+        ("bucket--use1-az4--x-s3", "us-east-1",
+         "https://bucket--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com"),
+        (ACCESS_POINT, "us-west-2", "https://my-ap-123456789012.s3-accesspoint.us-west-2.amazonaws.com"),
+    ],
+)  # fmt: skip
+def test_buckets_of_aws_are_found(bucket: str, region: str, expected: str) -> None:
+    """Partitions, names with dots, directory buckets and access points."""
+    assert place(bucket, region) == Place(expected, region, "", "auto")
+
+
+def test_an_access_point_is_in_its_own_region() -> None:
+    """Requests are signed for the region that its ARN names."""
+    assert place(ACCESS_POINT, "eu-west-1").region == "us-west-2"
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({"AWS_USE_FIPS_ENDPOINT": "true"}, "bucket.s3-fips.us-east-1.amazonaws.com"),
+        ({"AWS_USE_DUALSTACK_ENDPOINT": "true"}, "bucket.s3.dualstack.us-east-1.amazonaws.com"),
+        (
+            {"AWS_USE_FIPS_ENDPOINT": "true", "AWS_USE_DUALSTACK_ENDPOINT": "true"},
+            "bucket.s3-fips.dualstack.us-east-1.amazonaws.com",
+        ),
+    ],
+)
+def test_fips_and_dual_stack_are_as_the_environment_says(
+    variables: dict[str, str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and together."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert place() == Place(f"https://{host}", "us-east-1", "", "auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("use_fips_endpoint = true", Place("https://bucket.s3-fips.us-east-1.amazonaws.com", "us-east-1", "", "auto")),
+        ("s3 =\n  use_accelerate_endpoint = true",
+         Place("https://bucket.s3-accelerate.amazonaws.com", "us-east-1", "", "auto")),
+        ("endpoint_url = https://h:1", Place("https://h:1/bucket", "us-east-1", "https://h:1", "path")),
+        ("endpoint_url = https://h:1\nservices = " "own\n[services " "own]\ns3 =\n  " "endpoint_url = " "https://i:1/",
+         Place("https://i:1/bucket", "us-east-1", "https://i:1", "path")),
+        ("endpoint_url = https://h.example\ns3 =\n  addressing_style = virtual",
+         Place("https://bucket.h.example", "us-east-1", "https://h.example", "virtual")),
+        ("endpoint_url = https://h:1\nignore_configured_endpoint_urls = true",
+         Place("https://bucket.s3.us-east-1.amazonaws.com", "us-east-1", "", "auto")),
+    ],
+)  # fmt: skip
+def test_a_profile_is_understood(text: str, expected: Place, profile: Path) -> None:
+    """FIPS, acceleration, endpoints for all services and for S3, and how buckets are named."""
+    profile.write_text(f"[default]\n{text}\n")
+    assert place() == expected
+
+
+def test_the_uri_wins_over_the_environment_and_that_over_the_profile(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For endpoints, with and without the bucket in the host's name."""
+    profile.write_text("[default]\nendpoint_url = https://of-profile:1\n")
+    assert place().endpoint == "https://of-profile:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://for-all:1")
+    assert place().endpoint == "https://for-all:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://for-s3.example/below/")
+    assert place().bucket_url == "https://for-s3.example/below/bucket"
+    assert place(style="virtual").bucket_url == "https://bucket.for-s3.example/below"
+    assert place(endpoint="http://of-uri.example/").bucket_url == "http://of-uri.example/bucket"
+    assert (
+        place(endpoint="http://of-uri.example/", style="virtual").bucket_url
+        == "http://bucket.of-uri.example"
+    )
+
+
+@pytest.mark.heavy
+def test_data_goes_where_the_uri_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another endpoint in every variable that is known for one, both clients ask the URI's,
+    and nobody the other."""
+
+    async def use(driver: Driver) -> None:
+        await driver.put("k", b"data")
+        await driver.sweep("k")
+
+    with ScriptedServer(s3_answer) as right, ScriptedServer(s3_answer) as wrong:
+        for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            monkeypatch.setenv(name, wrong.url)
+        used(f"s3://bucket/run?endpoint={right.url}&retries=0", use)
+        assert [request.method for request in right.log] == ["PUT", "GET"]
+        assert wrong.log == []
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        "arn:aws:s3",
+        "arn:aws:s3:us-west-2:123456789012:bucket",
+        "arn:aws:s3::123456789012:accesspoint:mfzwi23gnjvgw.mrap",
+        "arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/x",
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost:op-01ac5d28a6a232904:accesspoint:x",
+        "tenant:bucket",
+        "a b",
+        "b%2Fc",
+        "bücket",
+        "x" * 256,
+    ],
+)
+def test_what_is_no_bucket_is_refused(bucket: str) -> None:
+    """Before anything is asked: kinds of access points that need other signatures, and names that
+    no bucket can have."""
+    with pytest.raises(UriError, match=r"not a bucket name.*accesspoint"):
+        open_driver(f"s3://{bucket}/run")
+
+
+@pytest.mark.parametrize("separator", ["/", ":"])
+def test_a_root_below_an_access_point(separator: str) -> None:
+    """What follows the name of an access point is the root."""
+    uri = f"s3://arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap/run/1"
+    bucket, root = bucket_and_root(parse(uri))
+    assert (bucket, root) == (
+        f"arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap",
+        "run/1",
+    )
+    assert open_driver(uri).uri == uri

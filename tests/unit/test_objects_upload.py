@@ -4,8 +4,11 @@ acknowledges: this one does."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.drivers.contract import ObjectInfo
+from holdfast.drivers.objects import runtime
 from holdfast.drivers.objects.uploads import PARTS_MAX, Cutter, PartsUpload, Target, part_nbytes_for
 from holdfast.errors import NotFoundError, StorageDownError, StorageError
 
@@ -241,3 +245,30 @@ def test_a_part_that_one_write_fills_is_the_callers_memory() -> None:
     assert list(cutter.cut(memoryview(memory)[:5])) == []
     (gathered,) = cutter.cut(memoryview(memory)[5:10])
     assert (bytes(gathered), np.shares_memory(gathered, memory)) == (bytes(range(10)), False)
+
+
+# Threads of the client
+
+
+TASKS = Path("/proc/self/task")
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="threads are told apart by /proc")
+def test_the_end_waits_for_threads_that_may_want_the_lock() -> None:
+    """One of obstore's that is at work, without the interpreter's lock, gets it before the
+    interpreter ends."""
+    runtime.use("s3://bucket")
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        (TASKS / str(threading.get_native_id()) / "comm").write_text("tokio-runtime-worker"[:15])
+        begun.set()
+        hashlib.sha256(bytes(32 << 20)).digest()
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    runtime.settle()
+    assert ended.is_set()
+    thread.join()
