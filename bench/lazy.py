@@ -6,9 +6,8 @@ in place. Steps are longer than the copy of the state. Their length is calibrate
 contestants.
 
 A stall is measured from outside: the call that starts the save, plus the time that an optimizer's
-step waits before it begins. One contestant saves modules and optimizers instead of dicts of
-tensors, so their state has to be collected first. Each contestant runs in its own process. A save
-is durable before the next one begins.
+step waits before it begins. Each contestant runs in its own process. A save is durable before the
+next one begins.
 
 With a save at every step, the result depends on the length of a step: in every library, a step that
 is shorter than a save waits for it. So steps have several lengths, in units of copies of the state,
@@ -161,7 +160,7 @@ CONTESTANTS: dict[str, Callable[[Path], Any]] = {
 
 def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure in a worker: the stalls per save; steps without and during saves, by kind; rounds of
-    a step and a save; and, for Holdfast, stalls with modules."""
+    a step and a save."""
     name: str = task["name"]
     folder = given.folder
     if name != OURS:
@@ -178,12 +177,10 @@ def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     found = [each for kind in _kinds(name) for each in rounds.beside(kind, state, given.runs)]
     steps = 1 if given.tiny else max(LEAST_STEPS, given.runs)
     found += [rounds.every_step(state, steps, copies) for copies in LENGTHS]
-    if name == OURS:
-        found.append(rounds.beside("accelerator", _modules(training, state), given.runs)[0])
-        if given.tiny:
-            _check(folder, training, state)
-    else:
+    if name != OURS:
         dist.destroy_process_group()
+    elif given.tiny:
+        _check(folder, training, state)
     return [vars(series) for series in found]
 
 
@@ -229,31 +226,6 @@ class _Rounds:
         return Series(f"{self._name}, {_every(copies)}", [(time.perf_counter() - began_s) / steps])
 
 
-class _Model(torch.nn.Module):
-    """Parameters in nested modules that follow their names."""
-
-    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        super().__init__()
-        for name, parameter in parameters.items():
-            module: torch.nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, torch.nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(last, parameter)
-
-
-def _modules(training: Training, state: State) -> State:
-    """Return the same tensors, without the bf16 copies, as a module and its optimizer."""
-    model = _Model(training.parameters)
-    optim = torch.optim.AdamW(model.parameters())
-    for name, parameter in training.parameters.items():
-        moments = {kind: state["optim"][name][kind] for kind in ("exp_avg", "exp_avg_sq")}
-        optim.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    return {"model": model, "optim": optim, "step": 1}
-
-
 def _check(folder: Path, training: Training, state: State) -> None:
     """Check that a save during training holds the state at the call, not after the next step."""
     expected = digests(state)
@@ -278,10 +250,7 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
             rows.append([f"{name}, computing {KINDS[kind]}", *_still_ms(still), *steps, "–"])
         for at, copies in enumerate(LENGTHS, 3 * len(kinds)):
             rows.append([f"{name}, {_every(copies)}", *["–"] * 5, f"{series[at].median:.2f}"])
-    return [
-        *rows,
-        ["holdfast, a module and its optimizer", *_still_ms(found[OURS][-1]), *["–"] * 4],
-    ]
+    return rows
 
 
 def _kinds(name: str) -> list[str]:
@@ -311,7 +280,6 @@ def _report(given: Options, folder: Path) -> Report:
     slower = 100 * _inflation(ours[1], ours[2])
     targets = [
         Target("stall per save, ms", 1e3 * ours[0].median, still_ms, at_least=False),
-        Target("stall per save of modules, ms", 1e3 * ours[-1].median, still_ms, at_least=False),
         Target("slowdown of steps during a save, %, accelerator", slower, 3.0, at_least=False),
     ]
     if "DCP" in found:

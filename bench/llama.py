@@ -1,28 +1,35 @@
-"""The state of each rank in a training of Llama-3 405B: names, shapes and placements, without data.
+"""The ranks of a training of Llama-3 405B: their states without data, and their messages at commit.
 
-Besides the bf16 weights it has the fp32 master copy and two moments of Adam, and a random state and
-a data position that differ from rank to rank. Memory for the tensors is allocated but never
-touched, so it costs only address space.
+Besides the bf16 weights a state has the fp32 master copy and two moments of Adam, and a random
+state and a data position that differ from rank to rank. Memory for the tensors is allocated but
+never touched, so it costs only address space.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ..planner.placement import Replicated, Split, local_shape
+from ..planner.layout import MeshLayout
+from ..planner.placement import Replicated, Split, holders, local_pieces, local_shape
+from ..storage.format.fragment import Fragment, Group, StateLayout
+from ..storage.state.flat_state import FlatState
+from ..storage.state.flattening.flatten import flatten
+from ..storage.state.plan import Agreed, plan_image
+from .simulated.fleet import HEAD, fragment_told
 from .workloads.llama_dimensions import LLAMA3, Llama
 from .workloads.sized import MASTER_AND_MOMENTS
 
-__all__ = ["KINDS", "MODEL", "RNG_NBYTES", "TINY", "Job", "placement_of"]
+__all__ = ["KINDS", "MODEL", "TINY", "Job", "agreed_by_mesh", "fragments"]
 
 KINDS = ("ZeRO-1", "ZeRO-3", "HSDP")
 RNG_NBYTES = 5056
@@ -32,6 +39,7 @@ SHARD_GROUP_MAX = 16
 groups."""
 
 
+_Kind = tuple[tuple[int, ...], tuple[Replicated | Split, ...]]
 MODEL = LLAMA3["llama3-405b"]
 TINY = Llama(layers=4, hidden=256, ffn=512, kv=64, vocab=1000)
 
@@ -113,7 +121,7 @@ def _part(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     local = local_shape(
-        shape, tuple(mesh.shape), coordinate, [placement_of(placement) for placement in placements]
+        shape, tuple(mesh.shape), coordinate, [_placement_of(placement) for placement in placements]
     )
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
@@ -126,8 +134,103 @@ def _part(
     )
 
 
-def placement_of(placement: Placement) -> Replicated | Split:
+def _placement_of(placement: Placement) -> Replicated | Split:
     """Convert torch's placement to the planner's."""
     if isinstance(placement, Replicate):
         return Replicated()
     return Split(placement.dim, getattr(placement, "split_factor", 1))  # type: ignore[attr-defined]
+
+
+def agreed_by_mesh(flat: FlatState) -> Agreed:
+    """Return the job's agreement: all tensors are laid out by their mesh, and the random
+    state is each rank's own."""
+    return Agreed({row: layout.holders or () for row, layout in enumerate(flat.layouts)}, {})
+
+
+class _Stage:
+    """The ranks of one pipeline stage, which hold the same tensors. Their state is flattened once
+    and moved from rank to rank."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._flat = flatten(job.state(rank))
+        first = rank // (job.tp * job.dp) * job.tp * job.dp
+        self._ranks = np.arange(first, first + job.tp * job.dp).reshape(job.shape)
+        self._layout: StateLayout | None = None
+        self._parts = dict[object, MeshLayout]()
+        self._kinds = dict[_Kind, int]()  # layers repeat, so there are few kinds
+        self._kind = [self._kind_of(row) for row in range(len(self._flat.names))]
+        self.kind = (tuple(self._kinds), tuple(self._kind))
+        """Key shared by stages that differ only in names."""
+
+    def _kind_of(self, row: int) -> int | None:
+        flat = self._flat
+        if flat.layouts[row].holders is None:
+            return None
+        placements = tuple(_placement_of(p) for p in flat.origins[row].placements)  # type: ignore[union-attr]
+        return self._kinds.setdefault((flat.shapes[row], placements), len(self._kinds))
+
+    def at(self, rank: int) -> FlatState:
+        """Return the flat state of ``rank``."""
+        at = tuple(int(n) for n in np.argwhere(self._ranks == rank)[0])
+        layouts = [self._located(shape, at, placements) for shape, placements in self._kinds]
+        moved_layouts = list(self._flat.layouts)
+        for row, kind in enumerate(self._kind):
+            if kind is not None:
+                moved_layouts[row] = layouts[kind]
+        moved = replace(self._flat, layouts=moved_layouts, layout_id=None)
+        for value in moved.tree.values:
+            if value.key == "position":
+                value.by_rank = [([0], 1000 + rank)]
+        return moved
+
+    def _located(
+        self,
+        shape: tuple[int, ...],
+        at: tuple[int, ...],
+        placements: tuple[Replicated | Split, ...],
+    ) -> MeshLayout:
+        """Return the layout at a mesh position. The coordinate on a replicating axis does not
+        matter."""
+        at = tuple(
+            0 if isinstance(p, Replicated) else n for n, p in zip(at, placements, strict=True)
+        )
+        part = self._parts.get((shape, at, placements))
+        if part is None:
+            pieces = tuple(local_pieces(shape, self._ranks.shape, at, placements))
+            local = local_shape(shape, self._ranks.shape, at, placements)
+            part = MeshLayout(
+                shape, pieces, local, holders(self._ranks, at, placements), self._ranks.size
+            )
+            self._parts[shape, at, placements] = part
+        return part
+
+    def told(self, rank: int, moved: FlatState) -> Fragment:
+        """Return the fragment of ``rank``."""
+        plan = plan_image(moved, rank, agreed_by_mesh(moved))
+        self._layout = self._layout or plan.reported
+        # The layout is the same for all ranks, and is encoded once.
+        return fragment_told(replace(plan, reported=self._layout), rank, moved)
+
+
+def fragments(job: Job) -> Iterator[Fragment]:
+    """Yield the fragments of all ranks of a job.
+
+    Stages with the same number of layers differ only in names, so the plans of the first one serve
+    for the others. Their bytes may be off by a page, where a header is longer.
+    """
+    size = job.tp * job.dp
+    known = dict[object, list[Group]]()
+    for first in range(0, job.world, size):
+        stage = _Stage(job, first)
+        one = stage.told(first, stage.at(first)).groups[0]
+        if stage.kind not in known:
+            known[stage.kind] = [
+                stage.told(first + i, stage.at(first + i)).groups[0] for i in range(size)
+            ]
+        for i, group in enumerate(known[stage.kind]):
+            ranks = np.array([first + i])
+            values = [[([first + i], by[0][1])] for by in group.values]
+            images = replace(group.images, rank=ranks)
+            yield Fragment(
+                HEAD, [replace(group, layout=one.layout, ranks=ranks, images=images, values=values)]
+            )

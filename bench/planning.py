@@ -25,13 +25,11 @@ from ..planner.loading import plan_load
 from ..storage.format.fragment import StateLayout, decode_fragment
 from ..storage.format.manifest import Manifest, VerifiedManifest, check_complete
 from ..storage.format.merge import merge
-from ..storage.runtime.engine import start
 from ..storage.state.filling.targets import match
 from ..storage.state.flattening.flatten import flatten
 from ..storage.state.plan import Agreed, plan_save
-from .llama import KINDS, MODEL, TINY, Job
+from .llama import KINDS, MODEL, TINY, Job, agreed_by_mesh, fragments
 from .machine import PeakMemory, map_large_blocks
-from .planning_ranks import Beginning, agreed_by_mesh, fragments_by_twins, fragments_of
 from .program import Options, Program
 from .report import Report, Series, Target
 from .simulated.fleet import by_host, fragment_told
@@ -41,8 +39,6 @@ __all__: list[str] = []
 DATA_PARALLEL = (8, 70, 128, 781)
 """Data-parallel sizes. With TP 8 and PP 16: 1,024, 8,960, 16,384 and 99,968 ranks."""
 MERGED_RANKS_MAX = 100_000
-APART_RANKS_MAX = 8_960
-"""Limit of jobs in which each rank plans for itself."""
 JUDGED_RANKS = 8_960
 """Size of the jobs with targets."""
 SAMPLES = 5
@@ -64,9 +60,6 @@ class Found:
     again_nbytes: list[int] = field(default_factory=list)
     host_nbytes: int = 0
     """First message of a host to the leader."""
-    stated_nbytes: tuple[int, int] = (0, 0)
-    """Messages of a rank at the start of a save: the first time, and again."""
-    lead_s: tuple[float, float] = (0.0, 0.0)
     merge_s: float = 0.0
     merge_nbytes: int = 0
     decode_s: float = 0.0
@@ -84,7 +77,8 @@ class Found:
 
     def row(self) -> list[str]:
         """Return the columns; zeros are of parts that were not run."""
-        return [self.name, *(f"{figure:.3g}" for _, figure in self.figures())]
+        figures = [figure for _, figure in self.figures()]
+        return [self.name, *(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in figures)]
 
     def figures(self) -> list[tuple[str, float]]:
         """Return the figures with their names and units."""
@@ -95,10 +89,6 @@ class Found:
             ("again ms", max(self.again_s) * 1e3),
             ("fragment kB", max(self.fragment_nbytes) / 1e3),
             ("again kB", max(self.again_nbytes) / 1e3),
-            ("begin kB", self.stated_nbytes[0] / 1e3),
-            ("again kB", self.stated_nbytes[1] / 1e3),
-            ("leader s", self.lead_s[0]),
-            ("again s", self.lead_s[1]),
             ("host kB", self.host_nbytes / 1e3),
             ("merge s", self.merge_s),
             ("merge MiB", self.merge_nbytes / MIB),
@@ -135,7 +125,7 @@ def _targets(all_found: Sequence[Found]) -> list[Target]:
             "load plan ms": 1000.0,
         }
         for name, bound in bounds.items():
-            worst = max(dict(found.figures()[2:4] + found.figures()[8:])[name] for found in judged)
+            worst = max(dict(found.figures())[name] for found in judged)
             title = f"{name}, {JUDGED_RANKS:,} ranks"
             out.append(Target(title, worst, bound, at_least=False))
     merged = sorted((found for found in all_found if found.stored), key=lambda f: -f.job.world)
@@ -146,9 +136,8 @@ def _targets(all_found: Sequence[Found]) -> list[Target]:
     return out
 
 
-def _sample(found: Found, rank: int) -> bytes:
-    """Plan for one rank, from its state to its fragment, a first time and again. Return the
-    fragment."""
+def _sample(found: Found, rank: int) -> None:
+    """Plan for one rank, from its state to its fragment, a first time and again."""
     job = found.job
     kept = job.state(rank)
     agreed = Agreed({}, {})
@@ -173,7 +162,6 @@ def _sample(found: Found, rank: int) -> bytes:
     found.shards.append(shards)
     found.fragment_nbytes.append(len(data))
     found.again_nbytes.append(nbytes)
-    return data
 
 
 def _given(kept: Any) -> Any:
@@ -183,17 +171,17 @@ def _given(kept: Any) -> Any:
     return kept
 
 
-def _commit(found: Found, fragments: Sequence[bytes]) -> bytes:
+def _commit(found: Found, told: Sequence[bytes]) -> bytes:
     """Merge the fragments of all hosts, as the leader does, and return the manifest."""
     known: dict[bytes, StateLayout] = {}
     with PeakMemory() as memory:
         began_s = time.process_time()
-        merged = merge([decode_fragment(data, "a fragment", known) for data in fragments])
+        merged = merge([decode_fragment(data, "a fragment", known) for data in told])
         data = merged.encode()
         found.merge_s = time.process_time() - began_s
     found.merge_nbytes = memory.nbytes
     found.manifest_nbytes = len(data)
-    found.host_nbytes = max(map(len, fragments))
+    found.host_nbytes = max(map(len, told))
     return data
 
 
@@ -244,20 +232,12 @@ def _samples(world: int) -> list[int]:
 
 def _measured(job: Job, target: Job, merged_max: int) -> Found:
     found = Found(job)
-    beginning = Beginning(job)
-    told = {rank: _sample(found, rank) for rank in _samples(job.world)}
+    for rank in _samples(job.world):
+        _sample(found, rank)
     if job.world <= merged_max:
-        by_rank = job.world <= APART_RANKS_MAX
-        if by_rank:
-            fragments = fragments_of(job, told, beginning.state)
-        else:
-            fragments = fragments_by_twins(job)
         with _without_collector():
-            data = [fragment.encode() for fragment in by_host(fragments)]
-        if by_rank:
-            found.lead_s = start(beginning.lead()).result()
-            found.stated_nbytes = max(map(len, beginning.first)), max(map(len, beginning.again))
-        _load(found, _commit(found, data), target)
+            told = [fragment.encode() for fragment in by_host(fragments(job))]
+        _load(found, _commit(found, told), target)
     print("  " + "  ".join(found.row()), flush=True)
     return found
 

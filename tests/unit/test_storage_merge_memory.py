@@ -7,8 +7,7 @@ import tracemalloc
 
 import pytest
 
-from holdfast.bench.llama import TINY, Job
-from holdfast.bench.planning_ranks import fragments_by_twins
+from holdfast.bench.llama import TINY, Job, fragments
 from holdfast.bench.simulated.fleet import by_host
 from holdfast.storage.format.fragment import StateLayout, decode_fragment
 from holdfast.storage.format.merge import merge
@@ -17,16 +16,14 @@ from holdfast.storage.format.merge import merge
 @pytest.mark.parametrize("kind", ["ZeRO-1", "ZeRO-3"])
 def test_a_merge_holds_shards_a_few_times(kind: str) -> None:
     """The peak of a merge is 4.3 times the shards' columns."""
-    told = [
-        fragment.encode() for fragment in by_host(fragments_by_twins(Job(TINY, kind, 2, 2, 64)))
-    ]
+    told = [fragment.encode() for fragment in by_host(fragments(Job(TINY, kind, 2, 2, 64)))]
     known: dict[bytes, StateLayout] = {}
     gc.collect()
     tracemalloc.start()
     try:
-        fragments = [decode_fragment(data, "a fragment", known) for data in told]
+        decoded = [decode_fragment(data, "a fragment", known) for data in told]
         tracemalloc.reset_peak()
-        shards = merge(fragments).shards
+        shards = merge(decoded).shards
         _, peak_nbytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
