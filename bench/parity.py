@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from ..storage.keeper.parity.galois import Bytes, Isal, find_isal, make_pq, make_xor, recover
+from ..storage.keeper.parity.galois import Bytes, make_q, make_xor, recover
 from ..storage.runtime.buffers import HostBuffer
 from .contest import Contestant, contest
 from .program import GIB, Options, Program
@@ -79,34 +79,31 @@ def _allocated(nbytes: int) -> Bytes:
     return memory
 
 
-def _ways(memory: _Memory, isal: Isal | None) -> list[_Way]:
-    xor = _xor_way(memory, None)
-    pq = _pq_way(memory, None)
-    found = [xor, pq, _rebuild_way(memory, pq.run)]
-    if isal is not None:
-        found += [_xor_way(memory, isal), _pq_way(memory, isal)]
-    return found
+def _ways(memory: _Memory) -> list[_Way]:
+    pq = _pq_way(memory)
+    return [_xor_way(memory), pq, _rebuild_way(memory, pq.run)]
 
 
-def _xor_way(memory: _Memory, isal: Isal | None) -> _Way:
+def _xor_way(memory: _Memory) -> _Way:
     blocks = memory.blocks(XOR_BLOCKS)
 
     def run() -> None:
-        make_xor(memory.p, blocks, isal)
+        make_xor(memory.p, blocks)
 
     def check() -> None:
         for ends in _ends(memory.p, *blocks):
             _compare(ends[0], np.bitwise_xor.reduce(ends[1:]))
 
-    return _Way(_named("XOR 3+1", isal), 1.0, run, check)
+    return _Way("XOR 3+1", 1.0, run, check)
 
 
-def _pq_way(memory: _Memory, isal: Isal | None) -> _Way:
+def _pq_way(memory: _Memory) -> _Way:
     blocks = memory.blocks(PQ_BLOCKS)
     size = len(blocks[0])
 
     def run() -> None:
-        make_pq(memory.p[:size], memory.q[:size], blocks, isal)
+        make_xor(memory.p[:size], blocks)
+        make_q(memory.q[:size], blocks)
 
     def check() -> None:
         """Check that two blocks follow from the others, P and Q."""
@@ -115,7 +112,7 @@ def _pq_way(memory: _Memory, isal: Isal | None) -> _Way:
             recover(made, 1, {0: ends[0], 3: ends[3]}, {0: p, 1: q}, (1, 2))
             _compare(made, ends[1])
 
-    return _Way(_named("P+Q 4+2", isal), 0.33 if isal is None else 0.9, run, check)
+    return _Way("P+Q 4+2", 0.33, run, check)
 
 
 def _rebuild_way(memory: _Memory, make_parity: Callable[[], None]) -> _Way:
@@ -131,11 +128,7 @@ def _rebuild_way(memory: _Memory, make_parity: Callable[[], None]) -> _Way:
     def check() -> None:
         _compare(out, blocks[1])
 
-    return _Way("one of two lost of 4+2, numpy", None, run, check, make_parity)
-
-
-def _named(name: str, isal: Isal | None) -> str:
-    return f"{name}, {'numpy' if isal is None else 'ISA-L'}"
+    return _Way("one of two lost of 4+2", None, run, check, make_parity)
 
 
 def _ends(*arrays: Bytes) -> list[list[Bytes]]:
@@ -153,8 +146,7 @@ def _compare(made: Bytes, expected: Bytes) -> None:
 
 def _report(given: Options, folder: Path) -> Report:
     memory = _Memory(int(given.gib * GIB))
-    isal = find_isal()
-    ways = _ways(memory, isal)
+    ways = _ways(memory)
     contestants = [
         Contestant(MEMCPY, memory.copy),
         *(Contestant(way.name, way.run, way.before, way.check) for way in ways),
@@ -172,7 +164,6 @@ def _report(given: Options, folder: Path) -> Report:
         ["", "CPU s", "GB/s", "of memcpy"],
         [_row(series, share, memory.nbytes) for series, share in zip(found, shares, strict=True)],
         targets,
-        [] if isal else ["ISA-L is not installed here (libisal.so.2; Debian: libisal2)."],
         series=found,
     )
 

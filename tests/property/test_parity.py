@@ -16,7 +16,7 @@ from holdfast.planner.parity import (
     lanes,
     protection,
 )
-from holdfast.storage.keeper.parity.galois import Bytes, find_isal, make_pq, make_xor, recover
+from holdfast.storage.keeper.parity.galois import Bytes, make_q, make_xor, recover
 
 IMAGE_NBYTES = st.one_of(st.integers(0, 10), st.integers(0, 60_000))
 
@@ -41,10 +41,9 @@ def guarded(lane: Lane, images: list[Bytes]) -> dict[tuple[int, int], Bytes]:
     for stripe in range(lane.members):
         blocks = [part(images[block.member], block) for block in lane.data(stripe)]
         outputs = [np.empty(parity.nbytes, np.uint8) for parity in lane.parities(stripe)]
-        if len(outputs) == 1:
-            make_xor(outputs[0], blocks, find_isal())
-        else:
-            make_pq(outputs[0], outputs[1], blocks, find_isal())
+        make_xor(outputs[0], blocks)
+        if len(outputs) == 2:
+            make_q(outputs[1], blocks)
         found.update({(stripe, row): output for row, output in enumerate(outputs)})
     return found
 

@@ -1,4 +1,4 @@
-"""Arithmetic of parity: against a plain reference byte by byte, with and without ISA-L."""
+"""Arithmetic of parity, compared with a plain reference byte by byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.storage.keeper.parity import galois
-from holdfast.storage.keeper.parity.galois import Isal, find_isal, make_pq, make_xor, recover
+from holdfast.storage.keeper.parity.galois import make_q, make_xor, recover
 
 ODD_NBYTES = 2 * galois.XOR_PIECE_NBYTES + 12_345
 """Several pieces of every kind, and a part of one that is no multiple of anything."""
@@ -38,19 +38,12 @@ def reference(blocks: Sequence[galois.Bytes], at: int) -> tuple[int, int]:
     return p, q
 
 
-def aligned(nbytes: int, offset: int = 0) -> galois.Bytes:
-    """Memory that begins ``offset`` bytes after a multiple of 64."""
-    whole = np.empty(nbytes + 128, np.uint8)
-    start = -whole.ctypes.data % 64 + offset
-    return whole[start : start + nbytes]
-
-
-def isal() -> Isal:
-    """The library; without it the test is skipped."""
-    found = find_isal()
-    if found is None:
-        pytest.skip("libisal.so.2 is not installed (Debian: libisal2)")
-    return found
+def parity_of(blocks: Sequence[galois.Bytes], nbytes: int) -> tuple[galois.Bytes, galois.Bytes]:
+    """Return P and Q."""
+    p, q = np.full(nbytes, 0xAA, np.uint8), np.full(nbytes, 0xAA, np.uint8)
+    make_xor(p, blocks)
+    make_q(q, blocks)
+    return p, q
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 20])
@@ -58,12 +51,9 @@ def test_parity_is_what_its_definition_says(count: int) -> None:
     """Byte by byte, also of blocks that are shorter, which count as followed by zeros."""
     lengths = [300, 300, 299, 17, 0, 256]
     blocks = [block[: lengths[i % 6]] for i, block in enumerate(noise(count, 300))]
-    p, q, alone = (np.full(300, 0xAA, np.uint8) for _ in range(3))
-    make_pq(p, q, blocks)
-    make_xor(alone, blocks)
+    p, q = parity_of(blocks, 300)
     expected = [reference(blocks, at) for at in range(300)]
     assert list(zip(p.tolist(), q.tolist(), strict=True)) == expected
-    assert alone.tolist() == p.tolist()
 
 
 def test_blocks_of_many_pieces() -> None:
@@ -71,13 +61,10 @@ def test_blocks_of_many_pieces() -> None:
     end."""
     blocks = noise(4, ODD_NBYTES)
     blocks[1] = blocks[1][: ODD_NBYTES - 70_001]
-    p, q, alone = (np.empty(ODD_NBYTES, np.uint8) for _ in range(3))
-    make_pq(p, q, blocks)
-    make_xor(alone, blocks)
+    p, q = parity_of(blocks, ODD_NBYTES)
     borders = [*range(0, ODD_NBYTES, galois.PRODUCT_PIECE_NBYTES), len(blocks[1]), ODD_NBYTES]
     places = [at for border in borders for at in (border - 1, border) if 0 <= at < ODD_NBYTES]
     assert [(p[at], q[at]) for at in places] == [reference(blocks, at) for at in places]
-    assert np.array_equal(alone, p)
 
 
 @pytest.mark.parametrize("nbytes", [1, 2, 255, 4096, ODD_NBYTES])
@@ -85,8 +72,7 @@ def test_any_two_lost_blocks_come_back(nbytes: int) -> None:
     """Of five blocks and two of parity, whichever two are lost; and the other one as well."""
     blocks = noise(5, nbytes)
     blocks[2] = blocks[2][: nbytes // 2]
-    p, q = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    make_pq(p, q, blocks)
+    p, q = parity_of(blocks, nbytes)
     stored = {**dict(enumerate(blocks)), 5: p, 6: q}
     for lost in itertools.combinations(range(7), 2):
         data = {i: block for i, block in stored.items() if i < 5 and i not in lost}
@@ -101,8 +87,7 @@ def test_any_two_lost_blocks_come_back(nbytes: int) -> None:
 def test_one_lost_block_comes_back_by_xor_alone() -> None:
     """P suffices, whichever block is lost; and Q, where P is lost as well."""
     blocks = noise(3, ODD_NBYTES)
-    p, q = np.empty(ODD_NBYTES, np.uint8), np.empty(ODD_NBYTES, np.uint8)
-    make_pq(p, q, blocks)
+    p, q = parity_of(blocks, ODD_NBYTES)
     for lost, (row, parity) in itertools.product(range(3), ((0, p), (1, q))):
         data = {i: block for i, block in enumerate(blocks) if i != lost}
         out = np.empty(ODD_NBYTES, np.uint8)
@@ -113,45 +98,10 @@ def test_one_lost_block_comes_back_by_xor_alone() -> None:
 def test_the_heads_of_blocks_suffice_for_the_head_of_a_lost_one() -> None:
     """Parity and data that are cut off where the wanted bytes end, and data that goes on."""
     blocks = noise(4, 1000)
-    p, q = np.empty(1000, np.uint8), np.empty(1000, np.uint8)
-    make_pq(p, q, blocks)
+    p, q = parity_of(blocks, 1000)
     out = np.empty(333, np.uint8)
     recover(out, 3, {0: blocks[0], 2: blocks[2][:333]}, {0: p[:333], 1: q}, [1, 3])
     assert np.array_equal(out, blocks[3][:333])
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 9])
-@pytest.mark.parametrize("shorter", [0, 64, 1000])
-def test_isa_l_makes_the_same_bytes(count: int, shorter: int) -> None:
-    """Also where the last bytes, or those beyond a shorter block, are left to numpy."""
-    library = isal()
-    blocks = []
-    for number, block in enumerate(noise(count, ODD_NBYTES)):
-        place = aligned(ODD_NBYTES - (shorter if number == 1 else 0))
-        place[:] = block[: len(place)]
-        blocks.append(place)
-    by_numpy, by_isal = ([aligned(ODD_NBYTES) for _ in range(3)] for _ in range(2))
-    for outputs, used in ((by_numpy, None), (by_isal, library)):
-        make_pq(outputs[0], outputs[1], blocks, used)
-        make_xor(outputs[2], blocks, used)
-    assert library.made_nbytes(by_isal[:2], blocks) == (ODD_NBYTES - shorter) // 64 * 64
-    for a, b in zip(by_numpy, by_isal, strict=True):
-        assert np.array_equal(a, b)
-
-
-def test_isa_l_is_not_given_memory_that_it_could_not_read() -> None:
-    """Memory that is not aligned, and single blocks, are left to numpy, with the same outcome."""
-    library = isal()
-    blocks = noise(3, 5000)
-    odd = aligned(5000, offset=8)
-    odd[:] = blocks[0]
-    p, q, expected_p, expected_q = (aligned(5000) for _ in range(4))
-    assert library.made_nbytes((p, q), [odd, *blocks[1:]]) == 0
-    assert library.made_nbytes((p,), blocks[:1]) == 0
-    make_pq(p, q, [odd, *blocks[1:]], library)
-    make_pq(expected_p, expected_q, blocks)
-    assert np.array_equal(p, expected_p)
-    assert np.array_equal(q, expected_q)
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
@@ -167,7 +117,5 @@ def test_what_cannot_be_computed_is_refused() -> None:
         recover(a, 0, {}, {0: b, 1: c[:63]}, [0, 1])
     with pytest.raises(ValueError, match="a block of 64 bytes is longer than parity of 63"):
         make_xor(a[:63], [b, c])
-    with pytest.raises(ValueError, match="P has 64 bytes, and Q 63"):
-        make_pq(a, b[:63], [c])
     with pytest.raises(ValueError, match="256 blocks are more than 255"):
-        make_pq(a, b, [c] * 256)
+        make_q(a, [c] * 256)

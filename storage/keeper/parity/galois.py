@@ -2,8 +2,7 @@
 
 P is the XOR of the blocks of a stripe. Q is their sum weighted by the powers of 2 in GF(2⁸) with
 the polynomial 0x11d, as in RAID-6 (Anvin, The mathematics of RAID-6, 2004). With both, any two lost
-blocks can be recovered. numpy reaches at least a third of the rate of a memcpy; ISA-L, if
-installed, the full rate. Its Q is identical, so hosts with and without it may mix.
+blocks can be recovered. XOR is as fast as a memcpy; Q reaches a third of its rate.
 
 All functions work on byte arrays of the caller, without the GIL, in pieces that fit the CPU cache.
 A block shorter than the output counts as padded with zeros. Outputs must not overlap with inputs.
@@ -13,7 +12,6 @@ A block shorter than the output counts as padded with zeros. Outputs must not ov
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from ....core.units import ceil_div
 
-__all__ = ["XOR_PIECE_NBYTES", "Bytes", "Isal", "find_isal", "make_pq", "make_xor", "recover"]
+__all__ = ["XOR_PIECE_NBYTES", "Bytes", "make_q", "make_xor", "recover"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """One-dimensional contiguous bytes, such as ``np.frombuffer(view, np.uint8)`` of a memoryview."""
@@ -33,86 +31,30 @@ ORDER = 255
 BLOCKS_MAX = ORDER
 """Number of distinct powers of 2 in the field."""
 XOR_PIECE_NBYTES = 256 << 10
-PQ_PIECE_NBYTES = 128 << 10
+Q_PIECE_NBYTES = 128 << 10
 PRODUCT_PIECE_NBYTES = 64 << 10
 _REDUCTION = np.uint8(POLYNOMIAL & 0xFF)
-_ISAL_NAMES = ("libisal.so.2",)
-_ISAL_ALIGN_NBYTES = 64
-"""Alignment of addresses and lengths that the widest implementation in ISA-L needs."""
-_ISAL_CALL_NBYTES = 256 << 20
-"""Limit of one call: ISA-L takes lengths as a C int."""
 
 
-class Isal:
-    """The RAID functions of ISA-L, called without the GIL."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Raise AttributeError if ``library`` lacks these functions."""
-        self._functions = {1: library.xor_gen, 2: library.pq_gen}
-        for function in self._functions.values():
-            function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
-            function.restype = ctypes.c_int
-
-    def made_nbytes(self, outputs: Sequence[Bytes], blocks: Sequence[Bytes]) -> int:
-        """Compute P, or P and Q, in ``outputs``, up to the end of the shortest array and only if
-        all are aligned. Return the number of bytes done; the caller computes the rest."""
-        if len(blocks) < 2:
-            return 0
-        arrays = (*blocks, *outputs)
-        nbytes = min(map(len, arrays)) // _ISAL_ALIGN_NBYTES * _ISAL_ALIGN_NBYTES
-        addresses = [array.ctypes.data for array in arrays]
-        if any(address % _ISAL_ALIGN_NBYTES for address in addresses):
-            return 0
-        make = self._functions[len(outputs)]
-        for start in range(0, nbytes, _ISAL_CALL_NBYTES):
-            pointers = (ctypes.c_void_p * len(arrays))(*(each + start for each in addresses))
-            if make(len(arrays), min(_ISAL_CALL_NBYTES, nbytes - start), pointers):
-                return start
-        return nbytes
-
-
-@functools.cache
-def find_isal() -> Isal | None:
-    """Return ISA-L, or None if this host lacks it or has an unknown version."""
-    for name in _ISAL_NAMES:
-        try:
-            return Isal(ctypes.CDLL(name))
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-def make_xor(out: Bytes, blocks: Sequence[Bytes], isal: Isal | None = None) -> None:
-    """Fill ``out`` with the XOR of ``blocks``; without any, with zeros. Uses ``isal`` where
-    possible."""
+def make_xor(out: Bytes, blocks: Sequence[Bytes]) -> None:
+    """Fill ``out`` with P, the XOR of ``blocks``; without any, with zeros."""
     _check_lengths(len(out), blocks)
     blocks = [block for block in blocks if len(block)]
-    done = 0
-    if isal is not None:
-        done = isal.made_nbytes((out,), blocks)
-    for start in range(done, len(out), XOR_PIECE_NBYTES):
+    for start in range(0, len(out), XOR_PIECE_NBYTES):
         stop = start + XOR_PIECE_NBYTES
         _xor_piece(out[start:stop], [block[start:stop] for block in blocks])
 
 
-def make_pq(p: Bytes, q: Bytes, blocks: Sequence[Bytes], isal: Isal | None = None) -> None:
-    """Fill ``p`` and ``q``, of equal length, with the parity of ``blocks``. The block at position i
-    has weight 2ⁱ in Q. Uses ``isal`` where possible.
-
-    Raises ValueError for more blocks than there are powers.
-    """
-    _check_lengths(len(p), blocks)
-    if len(p) != len(q):
-        raise ValueError(f"P has {len(p)} bytes, and Q {len(q)}")
+def make_q(out: Bytes, blocks: Sequence[Bytes]) -> None:
+    """Fill ``out`` with Q of ``blocks``; the block at position i has weight 2ⁱ. Raises ValueError
+    for more blocks than there are powers."""
+    _check_lengths(len(out), blocks)
     if len(blocks) > BLOCKS_MAX:
         raise ValueError(f"{len(blocks)} blocks are more than {BLOCKS_MAX}")
-    done = 0
-    if isal is not None:
-        done = isal.made_nbytes((p, q), blocks)
-    spare = np.empty(min(PQ_PIECE_NBYTES, len(p) - done), np.uint8)
-    for start in range(done, len(p), PQ_PIECE_NBYTES):
-        stop = start + PQ_PIECE_NBYTES
-        _pq_piece(p[start:stop], q[start:stop], [block[start:stop] for block in blocks], spare)
+    spare = np.empty(min(Q_PIECE_NBYTES, len(out)), np.uint8)
+    for start in range(0, len(out), Q_PIECE_NBYTES):
+        stop = start + Q_PIECE_NBYTES
+        _q_piece(out[start:stop], [block[start:stop] for block in blocks], spare)
 
 
 def recover(
@@ -153,8 +95,8 @@ def _through_q(
     counted in Q at position y, it turns the rest into (2ˣ + 2ʸ)·x."""
     weight = 0
     for position in lost:
-        weight ^= _power(position)
-    product = _Product(_quotient(1, weight), len(out))
+        weight ^= _POWERS[position % ORDER]
+    product = _Product(_POWERS[-_LOGARITHMS[weight] % ORDER], len(out))
     p, q, spare = (np.empty(PRODUCT_PIECE_NBYTES, np.uint8) for _ in range(3))
     count = max((*lost, *known)) + 1
     for start in range(0, len(out), PRODUCT_PIECE_NBYTES):
@@ -203,19 +145,8 @@ def _xor_piece(out: Bytes, blocks: Sequence[Bytes]) -> None:
         _add(out, block)
 
 
-def _pq_piece(p: Bytes, q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None:
-    """Compute P and Q by Horner's scheme, from the last block to the first."""
-    last = blocks[-1] if blocks else p[:0]
-    _copy(p, last)
-    _copy(q, last)
-    for block in reversed(blocks[:-1]):
-        _double(q, spare[: len(q)])
-        _add(q, block)
-        _add(p, block)
-
-
 def _q_piece(q: Bytes, blocks: Sequence[Bytes], spare: Bytes) -> None:
-    _copy(q, blocks[-1])
+    _copy(q, blocks[-1] if blocks else q[:0])
     for block in reversed(blocks[:-1]):
         _double(q, spare[: len(q)])
         _add(q, block)
@@ -255,26 +186,15 @@ def _powers() -> tuple[int, ...]:
 
 
 _POWERS = _powers()
-
-
-def _power(exponent: int) -> int:
-    return _POWERS[exponent % ORDER]
-
-
-def _product(a: int, b: int) -> int:
-    if a == 0 or b == 0:
-        return 0
-    return _power(_POWERS.index(a) + _POWERS.index(b))
-
-
-def _quotient(a: int, b: int) -> int:
-    return _power(_POWERS.index(a) - _POWERS.index(b))
+_LOGARITHMS = {power: exponent for exponent, power in enumerate(_POWERS)}
 
 
 @functools.lru_cache(maxsize=16)
 def _products(factor: int) -> npt.NDArray[np.uint16]:
     """Return a table of 128 KiB that maps each pair of bytes to the pair multiplied by
     ``factor``."""
-    single = np.array([_product(factor, value) for value in range(256)], np.uint16)
+    single = np.zeros(256, np.uint16)
+    for value, exponent in _LOGARITHMS.items():
+        single[value] = _POWERS[(exponent + _LOGARITHMS[factor]) % ORDER]
     table: npt.NDArray[np.uint16] = (single[:, None] << np.uint16(8) | single[None, :]).ravel()
     return table

@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from ....errors import DamagedError, UsageError
 from ....planner.parity import Lane, ParityBlock, StripeRepair
 from ...arenas.hosts import GuardedGroup
@@ -21,7 +19,7 @@ from ...arenas.memory import Memory
 from ...runtime.engine import offload
 from ..sealing import is_sealed
 from .combining import Block, Combine, Pull, Range, make_all
-from .galois import Bytes, find_isal, make_pq, make_xor, recover
+from .galois import Bytes, make_q, make_xor, recover
 
 __all__ = [
     "Block",
@@ -32,9 +30,6 @@ __all__ = [
     "image_nbytes",
     "rebuild",
 ]
-
-_SPARE_ALIGN_NBYTES = 64
-"""Alignment of memory given to ISA-L. All other memory here is aligned to pages."""
 
 
 @dataclass(eq=False)
@@ -230,23 +225,12 @@ def _of_parity(held: HeldParity, lane: Lane) -> Range:
     assert held.memory is not None
     block = held.block
     data = lane.data(block.stripe)
-    combine: Combine | None = _into_q
+    combine: Combine | None = make_q
     if block.row == 0:
         # Empty blocks add nothing to P. In Q they count, by position.
         data = tuple(each for each in data if each.nbytes)
-        combine = None if len(data) == 1 else _into_p
+        combine = None if len(data) == 1 else make_xor
     return Range(held.memory, 0, block.nbytes, held.lane, data, combine)
-
-
-def _into_p(out: Bytes, data: Sequence[Bytes]) -> None:
-    make_xor(out, data, find_isal())
-
-
-def _into_q(out: Bytes, data: Sequence[Bytes]) -> None:
-    # P comes with Q and is discarded: another member holds it.
-    spare = np.empty(len(out) + _SPARE_ALIGN_NBYTES, np.uint8)
-    start = -spare.ctypes.data % _SPARE_ALIGN_NBYTES
-    make_pq(spare[start : start + len(out)], out, data, find_isal())
 
 
 def _of_repair(repair: StripeRepair, lane: int, memory: Memory) -> Range:
