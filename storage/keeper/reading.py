@@ -25,10 +25,7 @@ __all__ = [
     "INVENTORY_KEY",
     "Peers",
     "generation_folder",
-    "image_file",
-    "label_file",
     "opened_peer",
-    "parity_file",
     "parse_held",
 ]
 
@@ -47,21 +44,6 @@ _HELD = re.compile(
 def generation_folder(generation: GenerationId) -> str:
     """Return the name of a generation's folder."""
     return f"{generation.epoch}-{generation.step}"
-
-
-def label_file(rank: int) -> str:
-    """Return the file name of a label."""
-    return f"{rank}.label"
-
-
-def image_file(rank: int) -> str:
-    """Return the file name of an image."""
-    return f"{rank}.safetensors"
-
-
-def parity_file(lane: int, row: int) -> str:
-    """Return the file name of a parity block."""
-    return f"{lane}.{row}.parity"
 
 
 def parse_held(key: str) -> tuple[GenerationId, str, tuple[int, ...]] | None:
@@ -124,7 +106,7 @@ class Peers:
     async def label(self, name: str, rank: int, run: str) -> Label:
         """Read the label of an image. Raises StorageError, and DamagedError if it belongs to
         another one."""
-        label = Label.decode(await self.driver(name).get(label_file(rank)))
+        label = Label.decode(await self.driver(name).get(f"{rank}.label"))
         if (label.run, label.generation, label.rank) != (run, self.generation, rank):
             raise DamagedError(f"the keeper {name} has the label of another image for rank {rank}")
         check_sizes(label)

@@ -24,7 +24,6 @@ from ..format.fragment import join
 from ..format.manifest import MANIFEST_KEY
 from ..format.merge import merge
 from ..runtime.engine import offload
-from .reading import image_file
 
 __all__ = ["LocalImage", "PeerImage", "TiersDriver", "manifest_of"]
 
@@ -94,7 +93,7 @@ class TiersDriver(ReadOnly, Driver):
         _check_range(content, start, len(into), self.uri, key)
         if isinstance(content, PeerImage):
             try:
-                await content.driver.read(image_file(content.label.rank), start, into)
+                await content.driver.read(f"{content.label.rank}.safetensors", start, into)
             except (DamagedError, StorageError) as error:
                 # Use the image's key, so that the caller knows which image to exclude.
                 text = f"the keeper {content.name} cannot provide it: {error}"

@@ -141,12 +141,6 @@ def test_the_newest_generation_that_is_whole_comes_first() -> None:
     assert steps(kept_in_memory([], [], 1, 0, Epochs())) == []
 
 
-def test_of_two_epochs_the_later_one_counts() -> None:
-    """Where both have come to a step."""
-    found, _ = kept_in_memory([stock(held(2, 7, 2), held(3, 7, 2))], [], 1, 0, Epochs())
-    assert found[0].generation == GenerationId(3, 7)
-
-
 def test_an_epoch_is_later_than_all_that_keepers_know_of() -> None:
     """Also where some ranks have none."""
     assert next_epoch([stock(epoch=4), stock(epoch=2)], Epochs()) == 5

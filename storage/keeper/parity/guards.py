@@ -16,7 +16,7 @@ from ...arenas.label import GenerationId, Label
 from ...arenas.memory import Memory
 from ...arenas.messages import ParityEntry, Rebuild
 from ...runtime.engine import offload
-from ..reading import Peers, image_file, parity_file, peers_of
+from ..reading import Peers, peers_of
 from ..slot_memory import spared_memory
 from .guarding import Block, Guarded, guard, rebuild
 
@@ -178,9 +178,9 @@ class _Pull:
         driver = self._peers.driver(self._group.names[member])
         if isinstance(block, DataBlock):
             rank = self._group.ranks[member][lane]
-            await driver.read(image_file(rank), block.start + start, into)
+            await driver.read(f"{rank}.safetensors", block.start + start, into)
         else:
-            await driver.read(parity_file(lane, block.row), start, into)
+            await driver.read(f"{lane}.{block.row}.parity", start, into)
         await self._moved()
 
 
