@@ -408,21 +408,21 @@ class Checkpointer:
         self._keeping.append(PendingSave(step, handle, ended, followed))
         return handle
 
-    def _under_way(self) -> list[PendingSave]:
+    def _in_flight(self) -> list[PendingSave]:
         self._pending = [save for save in self._pending if not save.followed.done()]
         return [save for save in self._pending if not save.ended.done()]
 
     def _is_busy(self, step: int) -> bool:
         """Return the leader's decision whether to skip this save because another is in flight."""
         decision = self._decisions.ask(
-            "busy", step, lambda: Decision(step, int(bool(self._under_way())), step + 1)
+            "busy", step, lambda: Decision(step, int(bool(self._in_flight())), step + 1)
         )
         return decision is None or bool(decision.value)
 
     def _wait_for_room(self) -> None:
         """Block until at most one other save is in flight with a queue, or none without."""
         room = 1 if self._when_busy == "queue" else 0
-        in_flight = self._under_way()
+        in_flight = self._in_flight()
         if len(in_flight) <= room:
             return
         began_s = time.perf_counter()
@@ -442,7 +442,7 @@ class Checkpointer:
     def _begin(self, step: int, state: object, metric: float | None) -> SaveHandle | None:
         began_s = time.perf_counter()
         name = checkpoint_name(step)
-        in_flight = self._under_way()
+        in_flight = self._in_flight()
         after = None
         if in_flight and self._when_busy == "queue":
             after = in_flight[-1].ended
@@ -474,7 +474,7 @@ class Checkpointer:
         self._stats.begun(step, time.perf_counter() - began_s, queued=after is not None)
         retention = self._retention if self._decisions.leads else None
         followed = start(
-            follow(step, handle, metric, self._stats, retention, self._steps_under_way)
+            follow(step, handle, metric, self._stats, retention, self._steps_in_flight)
         )
         self._pending.append(PendingSave(step, handle, ended, followed))
         return handle
@@ -485,7 +485,7 @@ class Checkpointer:
         uri = str(join(self._root.uri, name))
         return self._memory.by(Storage(uri, self._root.options, self._save_options.compression))
 
-    def _steps_under_way(self) -> list[int]:
+    def _steps_in_flight(self) -> list[int]:
         return [save.step for save in list(self._pending) if not save.ended.done()]
 
     def _stops(self, step: int, state: object, metric: SupportsFloat | None) -> bool:

@@ -62,7 +62,7 @@ _ADVICE_EAGER = (
     "copy of the tensor."
 )
 
-_under_way: dict[int, LazyCapture] = {}
+_active: dict[int, LazyCapture] = {}
 _watches: dict[int, Watch] = {}
 _lock = new_lock()
 _hooked = False
@@ -78,7 +78,7 @@ def fence() -> None:
     """
     if is_capturing():
         return
-    for capture in list(_under_way.values()):
+    for capture in list(_active.values()):
         capture.wait()
     _end_watches()
 
@@ -117,7 +117,7 @@ class LazyCapture:
             if self._host is not None:
                 self._host.close()
             raise self._error(error.row) from None
-        _under_way[id(self)] = self
+        _active[id(self)] = self
         switch_interval.shorten(self)
 
     def _take(self, flat: FlatState, rows: _Rows, prove: bool) -> None:
@@ -300,7 +300,7 @@ class LazyCapture:
         self._device = DeviceSnapshot({})
         self._flat = None
         self._captured.set()
-        _under_way.pop(id(self), None)
+        _active.pop(id(self), None)
 
     def _error(self, row: int) -> SaveError:
         assert self._flat is not None
@@ -496,7 +496,7 @@ def _before_step(*_: object) -> None:
 
 def _forget_parent() -> None:
     """Drop all captures in a forked child: it copies nothing, and its memory is not tracked."""
-    _under_way.clear()
+    _active.clear()
     _watches.clear()
 
 
