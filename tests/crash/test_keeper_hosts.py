@@ -190,9 +190,8 @@ def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
     ],
 )
 def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, operations: int) -> None:
-    """The lead keeper, or another one, after so many operations, each of which takes a while: the
-    keeper that takes its place is handed the images, and asked again for what was to be in
-    storage."""
+    """Kill the leader or another keeper after some operations, each of which takes a while. Its
+    successor is handed the images, and asked again to write them."""
     run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
     process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
     wait_until((run.uri / "step-00000008" / "data").exists, 90)
@@ -204,10 +203,6 @@ def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, opera
         with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
             checkpoint.verify()
     assert run.steps() == [4, 8], stderr
-    run.environment.clear()
-    after = run.train(Job(12, every=4, hosts=HOSTS[:2]), 2)
-    check(after, 8, after.resumed["tier"], 12)
-    assert run.steps()[-1] == 12
 
 
 def test_hosts_that_are_too_few_for_what_is_asked_are_refused_by_name(run: KeptRun) -> None:
