@@ -507,13 +507,9 @@ class Generations:
                     self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
                     return number
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is already held")
-        problem = self._beyond_budget(nbytes)
-        if problem is not None:
-            return problem
-        number = next(self._numbers)
-        self._slots[number] = Slot(rank, nbytes, Content.SEALED, id, mappers={client})
-        self._generations.setdefault(id, _Generation(world))
-        self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
+        number = self._add_sealed(Slot(rank, nbytes, Content.SEALED, id, mappers={client}), world)
+        if not isinstance(number, Refusal):
+            self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
         return number
 
     def recall(
@@ -536,22 +532,21 @@ class Generations:
         for slot in self._slots.values():
             if slot.generation == id and slot.rank == rank:
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is already held")
-        problem = self._beyond_budget(nbytes)
-        if problem is not None:
-            return problem
-        if epoch:
+        number = self._add_sealed(Slot(rank, nbytes, Content.SEALED, id, outlived=outlived), world)
+        if epoch and not isinstance(number, Refusal):
             self.epoch = max(self.epoch, id.epoch)
-        number = next(self._numbers)
-        self._slots[number] = Slot(rank, nbytes, Content.SEALED, id, outlived=outlived)
-        self._generations.setdefault(id, _Generation(world))
         return number
 
-    def _beyond_budget(self, nbytes: int) -> Refusal | None:
-        held = sum(slot.nbytes for slot in self._slots.values())
-        if held + nbytes <= self.budget_nbytes:
-            return None
-        text = f"{size_text(held + nbytes)} are more than {size_text(self.budget_nbytes)}"
-        return Refusal(Reason.NO_MEMORY, text)
+    def _add_sealed(self, slot: Slot, world: int) -> int | Refusal:
+        nbytes = slot.nbytes + sum(other.nbytes for other in self._slots.values())
+        if nbytes > self.budget_nbytes:
+            text = f"{size_text(nbytes)} are more than {size_text(self.budget_nbytes)}"
+            return Refusal(Reason.NO_MEMORY, text)
+        assert slot.generation is not None
+        number = next(self._numbers)
+        self._slots[number] = slot
+        self._generations.setdefault(slot.generation, _Generation(world))
+        return number
 
     def restorable(self) -> list[GenerationEntry]:
         """Return the generations with sealed images, newest first."""
