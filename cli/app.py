@@ -149,6 +149,7 @@ def _add_export(commands: Parsers) -> None:
         "export",
         "export a checkpoint as a Hugging Face model, a torch.save file, or a DCP folder",
         "A * in a pattern stands for any text; patterns match whole names.",
+        runs="conversion:run_export",
     )
     parser.add_argument("uri", metavar="CKPT", help="a checkpoint")
     parser.add_argument("dest", metavar="DEST", help="the URI of a folder; for torch, of a file")
@@ -180,7 +181,7 @@ def _add_import(commands: Parsers) -> None:
         "import",
         "make a checkpoint from files of other programs",
         "A * in a pattern stands for any text; patterns match whole names.",
-        runs="imports:run",
+        runs="conversion:run_import",
     )
     parser.add_argument(
         "source",

@@ -13,11 +13,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast_site.api import api_page
-from holdfast_site.commands import commands_page
-from holdfast_site.navigation import contents_of, sections_of, table_of_contents
-from holdfast_site.options import options_page
-from holdfast_site.pages import find_pages, on_site, shown_markers
+from holdfast_site.generated import api_page, commands_page, options_page
+from holdfast_site.pages import (
+    contents_of,
+    find_pages,
+    on_site,
+    sections_of,
+    shown_markers,
+    table_of_contents,
+)
 from sphinx.cmd.build import main as sphinx
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -208,6 +208,6 @@ def test_every_help_has_examples(command: str) -> None:
 
 def test_the_manual_has_every_command() -> None:
     """And no other one."""
-    from holdfast_site.commands import subcommands
+    from holdfast_site.generated import subcommands
 
     assert set(MANUAL) == set(subcommands(command_parser()))

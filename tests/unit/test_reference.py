@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from holdfast_site.commands import subcommands
+from holdfast_site.generated import subcommands
 from prometheus_client import CollectorRegistry
 
 import holdfast

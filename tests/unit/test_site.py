@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from holdfast_site.commands import commands_page, subcommands
-from holdfast_site.navigation import contents_of, sections_of
-from holdfast_site.options import options_page
-from holdfast_site.pages import find_pages, links_in, on_site, shown_markers
+from holdfast_site.generated import commands_page, options_page, subcommands
+from holdfast_site.pages import (
+    contents_of,
+    find_pages,
+    links_in,
+    on_site,
+    sections_of,
+    shown_markers,
+)
 
 from holdfast.cli.app import command_parser
 from holdfast.drivers.registry import driver_class

@@ -1,9 +1,13 @@
-"""The place of each document on the site, and its links rewritten for that place.
+"""The place of each document on the site, its links rewritten for that place, and the navigation.
 
 Documents link to each other as files of the repository, which is what code hosts follow. On the
 site the folder ``docs`` is the root, and documents outside it are in ``project``. A link to any
 other file leads to a copy of it. A link to a folder leads to its README, or is dropped if there is
 none.
+
+The navigation has the links of ``docs/README.md``, in order, under its own headings. So readers of
+the repository and of the site share one list of pages. A page missing from it is in no table of
+contents, and Sphinx warns.
 """
 
 from __future__ import annotations
@@ -11,10 +15,18 @@ from __future__ import annotations
 import html
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
-__all__ = ["LINK", "PROJECT_PAGES", "find_pages", "links_in", "on_site", "shown_markers"]
+__all__ = [
+    "contents_of",
+    "find_pages",
+    "links_in",
+    "on_site",
+    "sections_of",
+    "shown_markers",
+    "table_of_contents",
+]
 
 PROJECT_PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents outside ``docs`` that are pages as well."""
@@ -100,3 +112,33 @@ def _outside_code(text: str, change: Callable[[str], str]) -> str:
 
     changed = change(_CODE.sub(put_aside, text))
     return re.sub("\0(\\d+)\0", lambda number: kept[int(number[1])], changed)
+
+
+_HEADING = re.compile(r"^\*\*(.+)\*\*$", re.MULTILINE)
+
+
+def sections_of(text: str) -> dict[str, list[str]]:
+    """Return the pages under each line ``**Heading**`` of a document, in order, each once."""
+    _, *parts = _HEADING.split(text)
+    found: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for heading, body in zip(parts[::2], parts[1::2], strict=True):
+        found[heading] = [page for page in _pages_of(body) if page not in seen]
+        seen.update(found[heading])
+    return found
+
+
+def contents_of(text: str) -> list[str]:
+    """Return the pages that a document links to, in order, each once."""
+    return list(dict.fromkeys(_pages_of(text)))
+
+
+def table_of_contents(caption: str, pages: Iterable[str]) -> str:
+    """Return a table of contents for the navigation, hidden on its page."""
+    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+
+
+def _pages_of(text: str) -> list[str]:
+    paths = [PurePosixPath(link.partition("#")[0]) for link in links_in(text) if ":" not in link]
+    return [str(path) for path in paths if path.suffix == ".md"]
