@@ -109,11 +109,8 @@ async def manifest_keys(driver: Driver) -> list[str]:
 
 async def read_lineage(driver: Driver, folder: str = "") -> Lineage:
     """Return the lineage of the run in ``folder``; without a record, that of a run that never went
-    back.
-
-    Raises DamagedError if the record cannot be read or its name is taken by something else;
-    StorageError.
-    """
+    back. Raises DamagedError if the record cannot be read or its name is taken by something else;
+    StorageError."""
     key = f"{folder}/{LINEAGE_KEY}".lstrip("/")
     try:
         return Lineage.decode(await driver.get(key))

@@ -417,10 +417,8 @@ async def read_wanted(checkpoint: Checkpoint, wanted: Wanted) -> None:
 async def read_into(
     checkpoint: Checkpoint, ranges: Sequence[FlatRanges], budget_nbytes: int
 ) -> None:
-    """Fill ranges of tensors, verified.
-
-    Raises DamagedError; ReplacedError if a save replaced the checkpoint; StorageError.
-    """
+    """Fill ranges of tensors, verified. Raises DamagedError; ReplacedError if a save replaced the
+    checkpoint; StorageError."""
     try:
         await read_ranges(checkpoint._images, checkpoint._manifest, ranges, budget_nbytes)
     except DamagedError as error:
