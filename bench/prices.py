@@ -20,13 +20,6 @@ class Requests:
     puts: int
     gets: int
 
-    def __add__(self, other: Requests) -> Requests:
-        return Requests(self.puts + other.puts, self.gets + other.gets)
-
-    def times(self, count: int) -> Requests:
-        """Return a multiple of the requests."""
-        return Requests(self.puts * count, self.gets * count)
-
 
 @dataclass(frozen=True)
 class Prices:

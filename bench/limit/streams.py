@@ -16,7 +16,7 @@ from .client import bare_driver
 if TYPE_CHECKING:
     from hdfs_native import Client, WriteOptions
 
-__all__ = ["PIECE_NBYTES", "Streams", "connected_streams", "settings"]
+__all__ = ["Streams", "settings"]
 
 STREAMS = (4, 8, 2)
 PIECE_NBYTES = 4 << 20
@@ -36,7 +36,7 @@ class Streams:
     folder: str
     nbytes: int
     options: WriteOptions
-    streams: int = 4
+    streams: int
     content: Callable[[], Content] = lambda: Noise(PIECE_NBYTES)
 
     @property
@@ -95,23 +95,15 @@ class Streams:
             raise OSError(f"{stop - at} bytes of stream {number} did not come")
 
 
-def connected_streams(uri: Uri, nbytes: int) -> Streams:
-    """Return four streams into the folder ``uri``, with our driver's connection, block size and
-    replication."""
+def settings(uri: Uri, nbytes: int) -> list[Streams]:
+    """Return the settings to try, for writes and reads: streams into the folder ``uri``, with our
+    driver's connection, block size and replication."""
     from hdfs_native import WriteOptions
 
     driver = bare_driver(uri)
     files = driver._files
     given = {"block_size": files.block_nbytes, "replication": files.replication}
-    options = WriteOptions(
-        overwrite=True,
-        create_parent=True,
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    return Streams(driver._client.inner, driver._names.root, nbytes, options)
-
-
-def settings(uri: Uri, nbytes: int) -> list[Streams]:
-    """Return the settings to try, for writes and reads."""
-    connected = connected_streams(uri, nbytes)
-    return [replace(connected, streams=streams) for streams in STREAMS]
+    known = {name: value for name, value in given.items() if value is not None}
+    options = WriteOptions(overwrite=True, create_parent=True, **known)
+    client, root = driver._client.inner, driver._names.root
+    return [Streams(client, root, nbytes, options, streams) for streams in STREAMS]

@@ -25,7 +25,6 @@ __all__ = [
     "COPIES_HELD",
     "Plan",
     "check",
-    "check_here",
     "check_memory",
     "check_runs",
     "check_size",
@@ -130,12 +129,6 @@ def check(
     for a peer that cannot be measured. Raises the storage's error if it cannot be written. ``free``
     returns the free bytes of a local folder.
     """
-    check_here(plan, ranks, hosts)
-    check_storage(plan.parsed, plan.stored_nbytes, free)
-
-
-def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
-    """Run the checks that do not need the storage. Raises UsageError."""
     check_size(plan.nbytes)
     if ranks > 1 and plan.peers:
         raise UsageError(
@@ -155,6 +148,7 @@ def check_here(plan: Plan, ranks: int = 1, hosts: int = 1) -> None:
         plan.memory_nbytes // hosts,
         advice="Give a smaller --size, or fewer --layers of a model.",
     )
+    check_storage(plan.parsed, plan.stored_nbytes, free)
 
 
 def local_folder(uri: Uri) -> str | None:

@@ -28,7 +28,6 @@ __all__ = [
     "LEAST_S",
     "LIMITS",
     "NOTHING",
-    "PHASES",
     "QUANTILES",
     "READ_ALONE",
     "READ_LIMIT",
@@ -67,19 +66,6 @@ LIMITS = {
     "verify": READ_LIMIT,
 }
 """The phases of checkpoints, and the limit of each."""
-PHASES = (
-    WRITE_LIMIT,
-    "save",
-    "async save",
-    "overwrite",
-    READ_LIMIT,
-    "load",
-    "reshard",
-    "verify",
-    "prune",
-    "delete",
-)
-"""Phases of every measurement. "reshard" needs several ranks."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
 """Quantiles of latencies to report."""
 BY_ONE_RANK = ("verify", "prune", "delete")

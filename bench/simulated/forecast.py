@@ -38,7 +38,6 @@ __all__ = [
     "forecast",
     "measured_rates",
     "parse_rate",
-    "upload_shape",
 ]
 
 VERSION = 1
@@ -132,7 +131,7 @@ class UploadShape:
         return 2 if nbytes > self.part_nbytes else 1
 
 
-def upload_shape(uri: Uri, traits: Traits) -> UploadShape:
+def _upload_shape(uri: Uri, traits: Traits) -> UploadShape:
     """Return how the driver of ``uri``, with these traits, sends objects."""
     cls: object = driver_class(serving(uri))
     if isinstance(cls, type) and issubclass(cls, ObjectDriver):
@@ -198,7 +197,7 @@ def forecast(
         raise UsageError(f"{world} ranks, {host_ranks} on each host", advice="Give 1 or more.")
     traits = traits_of(uri)
     fleet = planned_fleet(workload, world, host_ranks, traits.piece_nbytes)
-    shape = upload_shape(uri, traits)
+    shape = _upload_shape(uri, traits)
     saves = _save_requests(fleet, shape)
     # A load into the same layout. Each host reads the manifest once.
     loads = Requests(0, fleet.reads + ceil_div(len(fleet.ranks), host_ranks))

@@ -115,7 +115,6 @@ _SIMULATION: tuple[_Argument, ...] = (
         None,
         "plan a save and a load of all ranks of a job in this process, without data",
     ),
-    ("--dry-run", None, "print what would be measured, and measure nothing"),
     ("--ranks-per-host", int, f"for --simulate (default: {DEFAULT_HOST_RANKS})"),
     ("--rate", "RATE", "throughput of one rank, such as 2GB/s"),
     ("--host-rate", "RATE", "limit of all ranks of a host together"),

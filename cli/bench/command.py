@@ -27,7 +27,7 @@ from .choices import (
     runs_of,
     size_of,
 )
-from .simulation import check_alone, run_dry, run_simulation
+from .simulation import check_simulation, run_simulation
 from .tuning import run_tuning
 
 if TYPE_CHECKING:
@@ -76,13 +76,11 @@ def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: 
         )
     if tuning:
         return run_tuning(uri, asked, output)
-    check_alone(asked)
+    check_simulation(asked)
     if asked["workload"] in DRIVER_WORKLOADS:
         return _deliver(_driver_alone(asked["workload"], uri, asked), output)
     if asked["simulate"]:
         return run_simulation(uri, chosen_workload(asked), asked, json_output=output.json)
-    if asked["dry_run"]:
-        return run_dry(uri, asked, json_output=output.json)
     found = _checkpoints(uri, asked)
     return 0 if found is None else _deliver(found, output)
 

@@ -1,4 +1,4 @@
-"""``holdfast bench --simulate`` and ``--dry-run``: forecasts, and what they print."""
+"""``holdfast bench --simulate``: forecasts of the saves and loads of a job."""
 
 from __future__ import annotations
 
@@ -7,39 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.units import size_text
 from ...errors import UsageError
-from ..commands import print_json
 from ..tables import NONE, Table
 from ..text import one_of, paint, printable
 from .arguments import DEFAULT_HOST_RANKS
-from .choices import plan_of, prices_of, read_measurement
+from .choices import prices_of, read_measurement
 
 if TYPE_CHECKING:
     from ...bench.simulated.forecast import Forecast, Rates
     from ...bench.workloads.spec import Workload
 
-__all__ = ["check_alone", "run_dry", "run_simulation"]
+__all__ = ["check_simulation", "run_simulation"]
 
 
-def check_alone(asked: Mapping[str, Any]) -> None:
-    """Raise UsageError for arguments that exclude each other, or that need ``--simulate`` or
-    ``--dry-run``."""
-    if asked["simulate"] and asked["dry_run"]:
-        raise UsageError("--simulate and --dry-run exclude each other", advice="Give one of them.")
+def check_simulation(asked: Mapping[str, Any]) -> None:
+    """Raise UsageError for arguments that exclude each other, or that need ``--simulate``."""
     if asked["rates_from"] is not None and asked["rate"] is not None:
         raise UsageError("--rates-from and --rate exclude each other", advice="Give one of them.")
-    simulating = ("ranks_per_host", "host_rate", "total_rate")
-    either = ("rate", "rates_from")
-    if not asked["simulate"]:
-        _refuse(asked, simulating, "--simulate")
-        if not asked["dry_run"]:
-            _refuse(asked, either, "--simulate or --dry-run")
-
-
-def _refuse(asked: Mapping[str, Any], names: tuple[str, ...], needed: str) -> None:
-    for name in names:
-        if asked[name] is not None:
+    for name in ("ranks_per_host", "host_rate", "total_rate", "rate", "rates_from"):
+        if asked[name] is not None and not asked["simulate"]:
             option = name.replace("_", "-")
-            raise UsageError(f"--{option} goes with {needed}", advice=f"Give {needed} too.")
+            raise UsageError(f"--{option} goes with --simulate", advice="Give --simulate too.")
 
 
 def run_simulation(
@@ -65,20 +52,6 @@ def run_simulation(
     else:
         _print_forecast(found)
     return 0
-
-
-def run_dry(uri: str, asked: Mapping[str, Any], *, json_output: bool) -> int:
-    """Print what a measurement would do. Return 1 if this host would refuse it."""
-    from ...bench.simulated.dry_run import dry_run
-
-    if asked["ranks"] is not None:
-        raise UsageError("--dry-run plans for one process", advice="Leave --ranks out.")
-    found = dry_run(plan_of(uri, asked, 1), _rates(asked))
-    if json_output:
-        print_json(found)
-    else:
-        _print_dry_run(found)
-    return int(found["refusal"] is not None)
 
 
 def _rates(asked: Mapping[str, Any]) -> Rates:
@@ -138,31 +111,3 @@ def _seconds(seconds: float | None) -> str:
 
 def _usd(usd: float | None) -> str:
     return NONE if usd is None else f"{usd:.4f} USD"
-
-
-def _print_dry_run(found: Mapping[str, Any]) -> None:
-    print(f"{printable(found['uri'])}: {printable(found['workload'])}, {found['content']}: dry run")
-    print(
-        f"{size_text(found['state_nbytes'])} in {one_of(found['tensors'], 'tensor')}; host memory "
-        f"{size_text(found['memory_nbytes'])}, room in storage {size_text(found['stored_nbytes'])}"
-    )
-    print()
-    titles = ("phase", "times", "written", "read", "write requests", "read requests", "time")
-    totals = {**found, "name": "total, with rests", "times": ""}
-    rows = [
-        (
-            phase["name"],
-            str(phase["times"]),
-            size_text(phase["written_nbytes"]),
-            size_text(phase["read_nbytes"]),
-            f"{phase['requests']['puts']:,}",
-            f"{phase['requests']['gets']:,}",
-            _seconds(phase["seconds"]),
-        )
-        for phase in [*found["phases"], totals]
-    ]
-    Table("phases", titles, rows, ("phase",)).print()
-    if found["cost_usd"] is not None:
-        print(f"requests cost {_usd(found['cost_usd'])}")
-    if found["refusal"] is not None:
-        print(paint(f"this host would refuse to measure it: {printable(found['refusal'])}", "red"))

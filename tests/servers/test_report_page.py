@@ -13,7 +13,15 @@ from matplotlib.image import imread
 from support.browser import Browser, browsing, contrast, find_chromium
 from support.recorded import NBYTES, listed, save_of, stage
 
-from holdfast.bench.measured.result import PHASES, Measurement, Operations, Phase
+from holdfast.bench.measured.result import (
+    DELETING,
+    LIMITS,
+    READ_LIMIT,
+    WRITE_LIMIT,
+    Measurement,
+    Operations,
+    Phase,
+)
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.report.html import report_page
 from holdfast.core.histogram import BUCKETS
@@ -99,7 +107,8 @@ def test_a_browser_shows_a_measurement(browser: Browser, dark: bool, tmp_path: P
     seconds = tuple(map(max, rounds))
     writes = Operations(80, 5 * 10**9, tuple(n % 7 if 15 < n < 22 else 0 for n in range(BUCKETS)))
     phases = tuple(
-        Phase(name, 10**9, seconds, ranks_s=rounds, operations={"write": writes}) for name in PHASES
+        Phase(name, 10**9, seconds, ranks_s=rounds, operations={"write": writes})
+        for name in (WRITE_LIMIT, READ_LIMIT, *LIMITS, *DELETING)
     )
     machine = {"cpu": "2 × Intel(R) Xeon(R) Processor @ 2.80GHz", "file system": "ext4"}
     found = Measurement("s3://bucket/x", 1.9e9, CONFIG, machine, phases)

@@ -1,5 +1,4 @@
-"""``holdfast bench --simulate`` and ``--dry-run``: plans of jobs without data, compared with real
-saves."""
+"""``holdfast bench --simulate``: plans of jobs without data, compared with real saves."""
 
 from __future__ import annotations
 
@@ -12,10 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import holdfast
-from holdfast.bench.measured.plan import Plan
-from holdfast.bench.measured.result import PHASES, Measurement, Phase, encoded
+from holdfast.bench.measured.result import Measurement, Phase, encoded
 from holdfast.bench.prices import Prices, Requests, parse_prices
-from holdfast.bench.simulated.dry_run import dry_run
 from holdfast.bench.simulated.fleet import FlatStates, fragment_told, planned_fleet
 from holdfast.bench.simulated.forecast import (
     Limits,
@@ -196,38 +193,6 @@ def test_rates_come_from_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[
         measured_rates(result(Phase("save", GB, (1.0,))), "here")
 
 
-def test_a_dry_run_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints what all phases would move, and take."""
-    target = tmp_path / "target"
-    arguments = ["bench", str(target), "--size", "64MiB", "--runs", "3", "--rate", "1GB/s"]
-    assert app.run([*arguments, "--dry-run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    image_nbytes = found["phases"][0]["written_nbytes"]
-    names = [phase["name"] for phase in found["phases"]]
-    assert names == [
-        "first save",
-        *(name for name in PHASES[:-2] if name != "reshard"),
-        "last save",
-        "prune",
-        "delete",
-    ]
-    assert found["written_nbytes"] == (2 + 4 * 3) * image_nbytes
-    assert found["read_nbytes"] == 3 * 3 * image_nbytes
-    moved_s = (found["written_nbytes"] + found["read_nbytes"]) / 1e9
-    assert found["seconds"] == pytest.approx(moved_s + found["rest_s"])
-    assert found["refusal"] is None
-    assert app.run([*arguments, "--dry-run", "--prices", "put=5e-6"]) == 0
-    assert "first save" in capsys.readouterr().out
-    assert not target.exists()
-
-
-def test_a_dry_run_predicts_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
-    """The status is 1."""
-    arguments = ["--model", "llama3-405b", "--dry-run"]
-    assert app.run(["bench", "file:///x", *arguments]) == 1
-    assert "this host would refuse to measure it: a state of 756 GiB" in capsys.readouterr().out
-
-
 def test_object_stores_are_asked_in_parts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's traits decide; nothing is sent."""
     pytest.importorskip("obstore", reason="obstore is not installed")
@@ -239,15 +204,6 @@ def test_object_stores_are_asked_in_parts_and_cost(monkeypatch: pytest.MonkeyPat
     parts = -(-found.image_nbytes.total // (8 * MIB))
     assert found.save_requests == Requests(parts + 2 + 1, 2)
     assert found.save_usd == pytest.approx((parts + 3) * 5e-6 + 2 * 4e-7)
-    run = dry_run(Plan(str(uri), 64 * MIB, 2, prices=Prices(1e-6, 0.0)), NO_RATES)
-    assert run["cost_usd"] == pytest.approx(run["requests"]["puts"] * 1e-6)
-    by_name = {phase["name"]: phase for phase in run["phases"]}
-    parts = -(-found.state_nbytes.total // (8 * MIB))
-    assert by_name["write limit"]["requests"] == {"puts": 2 * (parts + 2), "gets": 2}
-    assert by_name["read limit"]["requests"] == {"puts": 0, "gets": 2 * parts}
-    assert by_name["save"]["requests"]["puts"] == 2 * found.save_requests.puts
-    assert by_name["verify"]["requests"]["gets"] == 2 * found.load_requests.gets
-    assert by_name["prune"]["requests"] == {"puts": 0, "gets": 0}
 
 
 def test_a_forecast_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
