@@ -228,12 +228,14 @@ BROKEN_ALONE = [
             "inventory",
             offering(agreed=lambda held: True, ranks=lambda held: tuple(range(held.world))),
         ),
+        first=90,
     ),
     keeper("a restart does not verify what it reads", (Promises, "intact", always(True))),
     keeper(
         "images offered to a restart may be overwritten",
         (Generations, "open", unpinned),
         (Generations, "offer", always(None)),
+        first=115,
     ),
     keeper("images being flushed may be overwritten", (Generations, "pin", always(()))),
     keeper("a keeper exceeds its budget", (Generations, "_no_room", unlimited)),
@@ -262,6 +264,7 @@ BROKEN_ALONE = [
             lambda real: lambda self, rank, nbytes, world: real(self, rank, nbytes, RANKS_MAX),
         ),
         (Generations, "_free_foreign", always(None)),
+        first=220,
     ),
     keeper(
         "memory that has outlived a keeper is filled again",
@@ -459,7 +462,9 @@ BROKEN_HOSTS = [
         (Generations, "_drop_later", always(None)),
         first=50,
     ),
-    keeper("a restart does not look for parity", (choice, "_rebuilt", always("it is lost"))),
+    keeper(
+        "a restart does not look for parity", (choice, "_rebuilt", always("it is lost")), first=8
+    ),
     keeper(
         "steps offered to a restart are dropped while it chooses",
         (Generations, "offer", always(None)),
