@@ -88,6 +88,8 @@ def test_impossible_points_are_refused(
     """The error names the argument, and gives the driver's own reason."""
     with pytest.raises(UsageError, match=said):
         grid(S3Driver.OPTIONS, TRAITS, **asked, given=given)
+    with pytest.raises(UsageError, match="--part-sizes 1MiB is less than this storage takes"):
+        grid({}, replace(TRAITS, part_min_nbytes=MIB + 1), [MIB])
 
 
 def test_options_in_the_uri_are_not_varied() -> None:

@@ -336,6 +336,9 @@ def test_percentiles_are_times_of_operations() -> None:
     assert found.quantiles_s == {"p50": 0.05, "p90": 0.09, "p99": 0.099, "longest": 0.1}
     assert (found.count, sum(found.histogram)) == (100, 100)
     assert replace(found, exact_s=()).quantiles_s["longest"] == 2.0**-3
+    stat = Phase("stat", GB, (1.0,), operations={"stat": found})
+    assert stat.data_operations == found
+    assert replace(stat, operations={"stat": found, "put": found}).data_operations is None
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
