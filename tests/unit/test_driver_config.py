@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,48 +196,23 @@ def test_what_was_said_is_not_shown(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "environment", "keywords", "toml", "says"),
+    ("how", "toml", "says"),
     [
-        ("my://b?levle=1", {}, {}, "", r"my:// has no option 'levle' \(in"),
-        ("my://b", {}, {"levle": 1}, "", "no option 'levle', which a keyword sets"),
-        (
-            "my://b",
-            {"HOLDFAST_MY_LEVLE": "1"},
-            {},
-            "",
-            "no option 'levle', which HOLDFAST_MY_LEVLE sets",
-        ),
-        (
-            "my://b",
-            {},
-            {},
-            "[my]\nlevle = 1",
-            r"no option 'levle', which /.*holdfast\.toml \[my\] sets",
-        ),
-        (
-            "my://b",
-            {},
-            {},
-            "['my://b']\nlevle = 1",
-            r"no option 'levle', which /.*holdfast\.toml \[my://b\] sets",
-        ),
+        ({"uri": "my://b?levle=1"}, "", r"my:// has no option 'levle' \(in"),
+        ({"levle": 1}, "", "no option 'levle', which a keyword sets"),
+        ({"environment": {"HOLDFAST_MY_LEVLE": "1"}}, "", "'levle', which HOLDFAST_MY_LEVLE sets"),
+        ({}, "[my]\nlevle = 1", r"no option 'levle', which /.*holdfast\.toml \[my\] sets"),
+        ({}, "['my://bucket']\nlevle = 1", r"'levle', which /.*\.toml \[my://bucket\] sets"),
     ],
 )
 def test_an_unknown_option_is_an_error_wherever_it_stands(
-    file: Path,
-    uri: str,
-    environment: dict[str, str],
-    keywords: dict[str, object],
-    toml: str,
-    says: str,
+    file: Path, how: dict[str, Any], toml: str, says: str
 ) -> None:
     """It names who said it, the driver's options, and those of every scheme."""
     file.write_text(toml)
-    with pytest.raises(
-        UriError,
-        match=(f"{says}.*Known options: level, token; for every scheme: config_profile, .*retries"),
-    ):
-        found(uri, environment, **keywords)
+    known = "Known options: level, token; for every scheme: config_profile, .*retries"
+    with pytest.raises(UriError, match=f"{says}.*{known}"):
+        found(**how)
 
 
 @pytest.mark.parametrize(
