@@ -34,36 +34,6 @@ Path = tuple[str | int, ...]
 _METADATA = "torch.distributed.checkpoint.metadata."
 _PLANNER = "torch.distributed.checkpoint.planner."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_KNOWN = {
-    _STORAGE_INFO,
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib.PurePosixPath",
-    "pathlib._local.PosixPath",
-    *(
-        _METADATA + name
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *(  # Megatron also stores the plans of all ranks, which are not needed here.
-        _PLANNER + name
-        for name in (
-            "BytesIOWriteData",
-            "SavePlan",
-            "TensorWriteData",
-            "WriteItem",
-            "WriteItemType",
-        )
-    ),
-}
 _FIELDS = {
     _METADATA + "BytesStorageMetadata": (),
     _METADATA + "ChunkStorageMetadata": ("offsets", "sizes"),
@@ -79,6 +49,22 @@ _FIELDS = {
 _PROPERTIES = _METADATA + "TensorProperties"
 _LAYOUT = "torch.serialization._get_layout"
 _MEMORY_FORMAT = _METADATA + "_MEM_FORMAT_ENCODING"
+_KNOWN = {
+    *_FIELDS,
+    _PROPERTIES,
+    _LAYOUT,
+    _MEMORY_FORMAT,
+    _METADATA + "StorageMeta",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "pathlib._local.PosixPath",
+    # Megatron also stores the plans of all ranks, which are not needed here.
+    _PLANNER + "BytesIOWriteData",
+    _PLANNER + "SavePlan",
+    _PLANNER + "TensorWriteData",
+    _PLANNER + "WriteItem",
+    _PLANNER + "WriteItemType",
+}
 _MEMORY_FORMATS = (0, 1, 2)
 """Contiguous, channels last, preserve. None affects values: each part records its own strides."""
 _FILE_NAME = re.compile(r"(?!\.\.?$)[^/\\\0]+")
@@ -137,7 +123,6 @@ _Places = Mapping[tuple[str, tuple[int, ...] | None], FilePart]
 
 
 def _places(storage_data: Value) -> _Places:
-    """Return the location of each part, by name and offset."""
     if not isinstance(storage_data, dict):
         raise ValueError("it does not locate its items")
     places = {}

@@ -105,7 +105,6 @@ class _Archive:
         self.nbytes = 0
 
     def add(self, name: str, content: bytes | ModelTensor) -> None:
-        """Append a record."""
         nbytes = len(content) if isinstance(content, bytes) else content.nbytes
         path = f"{_ROOT}/{name}".encode()
         self._central.append(_central(path, nbytes, self.nbytes))
@@ -114,7 +113,6 @@ class _Archive:
             self._put(content)
 
     def end(self) -> None:
-        """Append the directory of all records."""
         start = self.nbytes
         self._put(b"".join(self._central))
         count = len(self._central)
@@ -163,7 +161,6 @@ def _local(path: bytes, nbytes: int, at: int) -> bytes:
 
 
 def _central(path: bytes, nbytes: int, at: int) -> bytes:
-    """Return a record's entry in the directory."""
     large = b""
     short = nbytes
     short_at = at
@@ -187,13 +184,11 @@ def _central(path: bytes, nbytes: int, at: int) -> bytes:
 
 
 def _pickle(items: Sequence[tuple[str, ModelTensor]], records: Mapping[str, str]) -> bytes:
-    """Return the pickle of a dict of tensors."""
     texts = [_text(name) + _tensor(tensor, records[tensor.name]) for name, tensor in items]
     return b"\x80\x02}(" + b"".join(texts) + b"u."
 
 
 def _tensor(tensor: ModelTensor, record: str) -> bytes:
-    """Return the opcodes that construct a tensor, as torch writes them."""
     head, tail = _around_record(tensor.dtype, tensor.itemsize, tensor.shape)
     return head + _text(record) + tail
 

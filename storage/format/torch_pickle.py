@@ -19,6 +19,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["NEW_DTYPES", "STORAGES", "Name", "Record", "StoredTensor", "leaves", "read_pickle"]
 
@@ -44,6 +45,7 @@ _UINT8 = struct.Struct("<B")
 _UINT16 = struct.Struct("<H")
 _UINT32 = struct.Struct("<I")
 _INT32 = struct.Struct("<i")
+_FLOAT64 = struct.Struct(">d")
 _MEMOIZE = 0x94
 _GET = ord("h")
 _GET_ANY = ord("j")
@@ -189,15 +191,10 @@ class _Machine:
         self._at += nbytes
         return taken
 
-    def _byte(self) -> int:
-        number = self._data[self._at]
-        self._at += 1
-        return number
-
-    def _unpack(self, form: struct.Struct) -> int:
+    def _unpack(self, form: struct.Struct) -> Any:
         (number,) = form.unpack_from(self._data, self._at)
         self._at += form.size
-        return number  # type: ignore[no-any-return]
+        return number
 
     def _line(self) -> str:
         end = self._data.index(b"\n", self._at)
@@ -212,45 +209,16 @@ class _Machine:
                 return items
         raise ValueError("the pickle has no mark")
 
-    def proto(self) -> None:
-        """Skip the protocol number: opcodes mean the same in all protocols."""
-        self._take(1)
-
-    def frame(self) -> None:
-        """Skip the frame length, which is not needed."""
-        self._take(8)
-
     def text(self, form: struct.Struct) -> None:
-        """Push a str with a length prefix."""
         self._push(self._take(self._unpack(form)).decode("utf-8", "surrogatepass"))
 
-    def raw(self, form: struct.Struct) -> None:
-        """Push bytes with a length prefix."""
-        self._push(self._take(self._unpack(form)))
-
-    def number(self, form: struct.Struct) -> None:
-        """Push an int."""
-        self._push(self._unpack(form))
-
-    def long(self) -> None:
-        """Push a long int."""
-        self._push(int.from_bytes(self._take(self._byte()), "little", signed=True))
-
-    def decimal(self) -> None:
-        """Push a float."""
-        (number,) = struct.unpack(">d", self._take(8))
-        self._push(number)
-
     def put(self, form: struct.Struct) -> None:
-        """Memoize the topmost value under a number."""
         self._memo[self._unpack(form)] = self._stack[-1]
 
     def name(self) -> None:
-        """Push a global, given by module and name."""
         self._push(self._known(f"{self._line()}.{self._line()}"))
 
     def stacked_name(self) -> None:
-        """Push a global whose module and name are on the stack."""
         name = self._stack.pop()
         module = self._stack.pop()
         self._push(self._known(f"{module}.{name}"))
@@ -266,43 +234,29 @@ class _Machine:
         return name
 
     def tuple_of(self, count: int) -> None:
-        """Replace the topmost values by a tuple of them."""
         items = self._stack[-count:]
         if len(items) != count or _MARK in items:
             raise ValueError("the pickle has too few values for a tuple")
         self._stack[-count:] = [tuple(items)]
 
-    def tuple(self) -> None:
-        """Push the items above the mark as a tuple."""
-        self._push(tuple(self._to_mark()))
-
     def append(self) -> None:
-        """Append one item to a list."""
         item = self._stack.pop()
         _list_of(self._stack[-1]).append(item)
 
     def appends(self) -> None:
-        """Append the items above the mark to a list."""
         items = self._to_mark()
         _list_of(self._stack[-1]).extend(items)
 
     def set_item(self) -> None:
-        """Set one item of a dict."""
         value = self._stack.pop()
         key = self._stack.pop()
         _set_items(self._stack[-1], [key, value])
 
     def set_items(self) -> None:
-        """Set the items above the mark in a dict."""
         items = self._to_mark()
         _set_items(self._stack[-1], items)
 
-    def persistent(self) -> None:
-        """Push a storage, given by its persistent id."""
-        self._push(_storage_of(self._stack.pop()))
-
     def reduce(self) -> None:
-        """Apply a known function to its arguments."""
         arguments = self._stack.pop()
         function = self._stack.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
@@ -314,7 +268,6 @@ class _Machine:
             self._push(self._record(function, arguments))
 
     def new(self) -> None:
-        """Push an object of a class, with its arguments."""
         arguments = self._stack.pop()
         kind = self._stack.pop()
         if not isinstance(kind, Name) or not isinstance(arguments, tuple):
@@ -339,19 +292,19 @@ class _Machine:
             raise ValueError(f"a dict has an attribute {min(map(str, others))!r:.100}")
 
 
-_Handler = Callable[[_Machine], None]
+_Handler = Callable[[_Machine], object]
 _OPCODES: dict[bytes, _Handler] = {
-    b"\x80": _Machine.proto,
-    b"\x95": _Machine.frame,
+    b"\x80": lambda m: m._take(1),  # the protocol number: opcodes mean the same in all protocols
+    b"\x95": lambda m: m._take(8),  # the length of a frame
     b"X": lambda m: m.text(_UINT32),
     b"U": lambda m: m.text(_UINT8),
     b"T": lambda m: m.text(_INT32),
-    b"C": lambda m: m.raw(_UINT8),
-    b"B": lambda m: m.raw(_UINT32),
-    b"J": lambda m: m.number(_INT32),
-    b"M": lambda m: m.number(_UINT16),
-    b"\x8a": _Machine.long,
-    b"G": _Machine.decimal,
+    b"C": lambda m: m._push(m._take(m._unpack(_UINT8))),
+    b"B": lambda m: m._push(m._take(m._unpack(_UINT32))),
+    b"J": lambda m: m._push(m._unpack(_INT32)),
+    b"M": lambda m: m._push(m._unpack(_UINT16)),
+    b"\x8a": lambda m: m._push(int.from_bytes(m._take(m._unpack(_UINT8)), "little", signed=True)),
+    b"G": lambda m: m._push(m._unpack(_FLOAT64)),
     b"N": lambda m: m._push(None),
     b"\x88": lambda m: m._push(True),
     b"\x89": lambda m: m._push(False),
@@ -365,12 +318,12 @@ _OPCODES: dict[bytes, _Handler] = {
     b"\x85": lambda m: m.tuple_of(1),
     b"\x86": lambda m: m.tuple_of(2),
     b"\x87": lambda m: m.tuple_of(3),
-    b"t": _Machine.tuple,
+    b"t": lambda m: m._push(tuple(m._to_mark())),
     b"a": _Machine.append,
     b"e": _Machine.appends,
     b"s": _Machine.set_item,
     b"u": _Machine.set_items,
-    b"Q": _Machine.persistent,
+    b"Q": lambda m: m._push(_storage_of(m._stack.pop())),
     b"R": _Machine.reduce,
     b"\x81": _Machine.new,
     b"b": _Machine.build,

@@ -89,7 +89,6 @@ def content_start(header: bytes | memoryview, record: ZipRecord) -> int:
 
 
 def _extent(tail: bytes, tail_start: int) -> tuple[int, int]:
-    """Return the file offsets at which the directory begins and ends."""
     end = tail.rfind(b"PK\x05\x06", max(0, len(tail) - _END.size - _COMMENT_NBYTES_MAX))
     if end < 0:
         raise ZipError("it has no directory")
@@ -106,7 +105,6 @@ def _extent(tail: bytes, tail_start: int) -> tuple[int, int]:
 
 
 def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, ZipRecord]:
-    """Return the records listed in bytes [start, stop) of the file."""
     found: dict[str, ZipRecord] = {}
     at = start - tail_start
     end = stop - tail_start

@@ -72,7 +72,6 @@ class _File:
         return len(self.head) + self.nbytes
 
     def range(self, begin: int, end: int) -> bytes:
-        """Return bytes [begin, end), clipped to the file."""
         begin = max(0, min(begin, self.size))
         end = max(0, min(end, self.size))
         start = max(0, begin - len(self.head))

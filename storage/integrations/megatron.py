@@ -270,11 +270,9 @@ class _Common:
         self._optimizers = optimizers
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state by number of the optimizer."""
         return {str(number): _common_of(each) for number, each in enumerate(self._optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state of all optimizers."""
         for number, optimizer in enumerate(self._optimizers):
             _take_common(optimizer, state_dict[str(number)])
 

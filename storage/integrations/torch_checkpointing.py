@@ -223,7 +223,6 @@ async def _listed(driver: Driver, key: str) -> list[ObjectInfo]:
 
 
 async def _read(driver: Driver, key: str, start: int, into: memoryview) -> None:
-    """Fill ``into``, by several concurrent requests."""
     step = driver.traits.part_nbytes
     await at_most(
         driver.traits.concurrency,

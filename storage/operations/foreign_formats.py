@@ -140,7 +140,6 @@ async def found_at(place: Place) -> Finding | None:
 
 
 async def _names(place: Place) -> list[str]:
-    """Return some keys below the place; empty if it is a file."""
     names: list[str] = []
     with contextlib.suppress(StorageError):
         async with place.opened() as driver, contextlib.aclosing(_listed(driver)) as listed:
@@ -219,7 +218,6 @@ async def _of_file(place: Place) -> Finding | None:
 
 
 def _of_head(head: bytes, name: str) -> Finding:
-    """Identify a file by its first bytes."""
     if name == MANIFEST_KEY:
         return Finding(
             "it is the manifest of a checkpoint",

@@ -10,7 +10,6 @@ from support.foreign_jobs import (
     hooked_tensors,
     sharded_tensors,
     uneven_tensors,
-    vescale_tensors,
     warned_of,
 )
 from support.rank_processes import RankProcesses
@@ -32,13 +31,6 @@ def test_sharded_tensors_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_path
     """Several parts a rank, on two ranks and on three, of which one has fewer."""
     for world in (2, 3):
         assert all(ranks.run(sharded_tensors, str(tmp_path / str(world)), world=world))
-
-
-def test_tensors_of_vescale_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Rows, sections and copies, on two ranks and on three, into other placements and whole."""
-    for world in (2, 3):
-        found = ranks.run(vescale_tensors, str(tmp_path / str(world)), world=world)
-        assert found == [[True] * 3] * world
 
 
 def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+import holdfast
+
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _counter = itertools.count()
 
@@ -18,6 +20,13 @@ _counter = itertools.count()
 def fresh_uri() -> str:
     """A store in memory that nobody else uses."""
     return f"memory://test-{next(_counter)}"
+
+
+def saved(state: Any) -> str:
+    """Return a new checkpoint of ``state``, in memory."""
+    uri = fresh_uri()
+    holdfast.save(uri, state)
+    return uri
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import holdfast
-from support import vescale_standin
 
 __all__ = [
     "Refusals",
@@ -32,7 +31,6 @@ __all__ = [
     "hooked_tensors",
     "sharded_tensors",
     "uneven_tensors",
-    "vescale_tensors",
     "warned_of",
 ]
 
@@ -352,32 +350,3 @@ def messages() -> Iterator[list[str]]:
         yield told
     finally:
         logger.removeHandler(handler)
-
-
-def vescale_tensors(uri: str) -> list[bool]:
-    """Save tensors of veScale's shape; load them into others, of other placements, and as they
-    are. For each tensor, whether it is what it was."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    line = vescale_standin.DeviceMesh(list(range(world)), rank)
-    shard, interleaved = vescale_standin.Shard, vescale_standin.InterleavedShard
-    placed = {
-        "rows": (torch.arange(35.0).reshape(7, 5), shard(0)),
-        "qkv": (torch.arange(72.0).reshape(18, 4), interleaved(0, 3)),
-        "same": (torch.arange(9.0), vescale_standin.Replicate()),
-    }
-    state = {n: vescale_standin.distributed(w, line, [p]) for n, (w, p) in placed.items()}
-    holdfast.save(uri, state)
-    others = {"rows": shard(1), "qkv": interleaved(0, 1), "same": shard(0)}
-    into = {
-        n: vescale_standin.distributed(torch.zeros_like(w), line, [others[n]])
-        for n, (w, _) in placed.items()
-    }
-    holdfast.load(uri, into=into)
-    whole = {n: torch.zeros_like(w) for n, (w, _) in placed.items()}
-    holdfast.load(uri, into=whole)
-    return [
-        torch.equal(into[n].to_local(), vescale_standin.share_of(w, line, [others[n]]))
-        and torch.equal(whole[n], w)
-        for n, (w, _) in placed.items()
-    ]

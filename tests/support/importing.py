@@ -1,20 +1,58 @@
-"""What becomes of files and folders of others when they are imported."""
+"""Sources of imports, and what becomes of them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import holdfast
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.memory import MemoryDriver
 from support.bits import fresh_uri
+from support.drivers import HookedDriver
+from support.given import Serve
 
-__all__ = ["imported"]
+__all__ = ["LAUGHS", "Canary", "imported", "noted", "objects_at"]
 
 
 def imported(source: Path | str, **options: Any) -> Any:
-    """The state of the checkpoint that is made of ``source``, and is whole."""
+    """Return the state of the checkpoint that an import makes, after verifying it."""
     uri = fresh_uri()
     holdfast.import_(source, uri, **options)
     with holdfast.open(uri) as c:
         assert c.verify().ok
     return holdfast.load(uri)
+
+
+def objects_at(uri: str) -> dict[str, Any]:
+    """Return the objects in a storage in memory."""
+    return MemoryDriver(uri.removeprefix("memory://")).objects
+
+
+def noted(serve: Serve, folder: Path) -> tuple[str, list[str]]:
+    """Return a URI of ``folder``, and a list that gets the key of each read and stat."""
+    keys: list[str] = []
+
+    async def note(operation: str, key: str) -> None:
+        if operation in ("read", "stat"):
+            keys.append(key)
+
+    return serve(lambda path: HookedDriver(LocalDriver(folder), before=note)), keys
+
+
+class Canary:
+    """Pickled as a call that leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.trace}",)
+
+
+LAUGHS = b"\x80\x02]q\x00" + b"".join(
+    b"]q%c(h%ch%ce" % (number + 1, number, number) for number in range(200)
+)
+"""A pickle of lists of lists, each twice as large as the one before; without its end."""

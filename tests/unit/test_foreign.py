@@ -244,17 +244,6 @@ def test_tensors_around_other_tensors_are_refused_with_a_way_out(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_module_made_on_meta_is_loaded_after_to_empty(tmp_path: Path) -> None:
-    """As the error says."""
-    model = nn.Linear(2, 2)
-    holdfast.save(tmp_path / "c", {"m": model})
-    with torch.device("meta"):
-        fresh = nn.Linear(2, 2)
-    fresh.to_empty(device="cpu")
-    holdfast.load(tmp_path / "c", into={"m": fresh})
-    assert torch.equal(fresh.weight, model.weight)
-
-
 def without_weights() -> nn.Module:
     """A module of placeholders that nothing marks."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))

@@ -1,4 +1,5 @@
-"""``holdfast.export`` and ``holdfast export``: models of Hugging Face's, bit for bit, and never torn."""
+"""``holdfast.export`` and ``holdfast export``: models of Hugging Face's, files of ``torch.save`` and
+folders of torch's distributed checkpoint (DCP), bit for bit, and never torn."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import io
 import json
 import math
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,41 +15,46 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.bits import difference, fresh_uri, random_bits
+from support.bits import difference, fresh_uri, random_bits, saved
 from support.copies import flipped, images
+from support.dcp_tasks import in_order
 from support.drivers import HookedDriver
 from support.given import Serve
 from support.ranks import save_as_ranks, save_cut
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast.cli import app
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
+from holdfast.storage.format import torch_archive
+from holdfast.storage.format.model_folder import ModelTensor
+from holdfast.storage.operations.conversion import dcp_export
 from holdfast.storage.operations.reading.selection import chosen, renamed, rules_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float8_e4m3fn,
     torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 ]  # fmt: skip
+TORCH_DTYPES = [*DTYPES, torch.uint32, torch.uint64, torch.complex64]
+DCP_DTYPES = [*DTYPES[1:], torch.complex64]
 INDEX = "model.safetensors.index.json"
 
 
-def saved(state: Any) -> str:
-    """A new checkpoint of ``state``."""
-    uri = fresh_uri()
-    holdfast.save(uri, state)
-    return uri
-
-
 def store(uri: str) -> MemoryDriver:
-    """The storage of a checkpoint."""
+    """Return the storage of a checkpoint."""
     return MemoryDriver(uri.removeprefix("memory://"))
 
 
 def model_in(folder: Path) -> dict[str, torch.Tensor]:
-    """What a reader of such folders finds, by way of the index if there is one."""
+    """Return what a reader of a model finds, through the index if there is one."""
     if not (folder / INDEX).exists():
         return load_file(folder / "model.safetensors")
     index = json.loads((folder / INDEX).read_text())
@@ -63,7 +70,7 @@ def model_in(folder: Path) -> dict[str, torch.Tensor]:
 def test_safetensors_reads_the_same_bits(
     tmp_path: Path, rng: np.random.Generator, file_nbytes: int
 ) -> None:
-    """Of every dtype, of any shape, in one file or many."""
+    """Tensors of every dtype and shape are exported, in one file or many."""
     model = {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
     model |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "odd": torch.ones(3).bool()}
     report = holdfast.export(saved({"m": model}), tmp_path, file_nbytes=file_nbytes)
@@ -75,10 +82,8 @@ def test_safetensors_reads_the_same_bits(
         assert all((tmp_path / name).stat().st_size < 20_000 + 8192 for name in report.files)
 
 
-def test_tensors_larger_than_the_windows_are_merged(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
-    """Whole again, from columns that ranks have stored; also where they are converted meanwhile."""
+def test_tensors_larger_than_a_window_are_merged(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Columns that ranks have stored become whole tensors again, also if they are converted."""
     array = rng.random((6, 1_500_001))
     uri = fresh_uri()
     columns = [(0, 500_000), (500_000, 500_000), (1_000_000, 500_001)]
@@ -96,11 +101,10 @@ def test_tensors_larger_than_the_windows_are_merged(
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_whole_chunks_are_read_where_they_are_written_from(
+def test_whole_chunks_are_read_in_place(
     tmp_path: Path, rng: np.random.Generator, scheme: str
 ) -> None:
-    """From a storage that reads into given memory, and from one that hands over its own. Damage of
-    such a chunk is found, and leaves no model."""
+    """Chunks are read into the memory they are written from; damage is found, and leaves no model."""
     model = {f"w{i}": random_bits(rng, torch.int32, (1 << 20, 3)) for i in range(4)}
     uri = saved(model)
     if scheme == "file":
@@ -119,7 +123,7 @@ def test_whole_chunks_are_read_where_they_are_written_from(
 
 
 def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
-    """By patterns of whole names; the first rule that matches applies."""
+    """Patterns match whole names, and the first matching rule applies."""
     state = {"model": {"a._orig_mod.w": torch.ones(1), "b": torch.zeros(1)}, "step": 1}
     uri = saved(state)
     rules = {"model.*._orig_mod.*": "*.*", "model.*": "x.*"}
@@ -141,10 +145,10 @@ def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
         (("complex",), {}, "'complex' is of dtype complex128"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_by_name(
+def test_unsuitable_selection_is_refused(
     tmp_path: Path, only: Sequence[str], rename: dict[str, str], message: str
 ) -> None:
-    """Before anything is written."""
+    """The error names the tensor, before anything is written."""
     uri = fresh_uri()
     state = {
         "step": 1,
@@ -158,8 +162,8 @@ def test_what_cannot_be_exported_is_refused_by_name(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_reserved_name_is_refused_and_may_be_changed(tmp_path: Path) -> None:
-    """A file with a tensor named __metadata__ would be opened by no reader."""
+def test_reserved_name_is_refused(tmp_path: Path) -> None:
+    """No reader opens a file with a tensor named __metadata__, but a rename helps."""
     uri = saved({"__metadata__": torch.ones(2), "w": torch.zeros(2)})
     with pytest.raises(holdfast.UsageError, match=r"named '__metadata__'.* rename="):
         holdfast.export(uri, tmp_path / "x")
@@ -172,8 +176,8 @@ def test_a_reserved_name_is_refused_and_may_be_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
-def test_a_dtype_that_is_not_converted_is_refused_by_name(tmp_path: Path, form: Any) -> None:
-    """Before anything is written; scales are converted."""
+def test_unconvertible_dtype_is_refused(tmp_path: Path, form: Any) -> None:
+    """The error names the tensor before anything is written; scales are converted."""
     one = torch.full((3,), 127, dtype=torch.uint8)
     uri = saved({"s": one.view(torch.float8_e8m0fnu), "q": one.view(torch.float4_e2m1fn_x2)})
     with pytest.raises(holdfast.UsageError, match=r"'q' is of dtype float4_e2m1fn_x2.* bfloat16"):
@@ -183,16 +187,15 @@ def test_a_dtype_that_is_not_converted_is_refused_by_name(tmp_path: Path, form: 
     assert model_in(tmp_path / "y")["s"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_two_values_of_no_dimension_are_refused(tmp_path: Path) -> None:
-    """safetensors counts values of four bits, and they would need a dimension."""
+def test_packed_scalar_is_refused(tmp_path: Path) -> None:
+    """safetensors counts values of four bits, so two of them would need a dimension."""
     uri = saved({"q": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
     with pytest.raises(holdfast.UsageError, match="tensor 'q' is two values"):
         holdfast.export(uri, tmp_path)
 
 
 def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
-    """Under the first name that is chosen; the report and the metadata say which names are left
-    out."""
+    """The first selected name is written; report and metadata name the others."""
     tensor = torch.randn(5)
     uri = saved({"embed": tensor, "head": tensor, "other": tensor[:2].clone()})
     report = holdfast.export(uri, tmp_path / "a")
@@ -208,9 +211,8 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert report.tied == {}
 
 
-def test_only_floats_are_converted_and_none_becomes_infinite(tmp_path: Path) -> None:
-    """What is infinite stays so; what would become so is an error that names the tensor, and leaves
-    no file."""
+def test_only_floats_are_converted(tmp_path: Path) -> None:
+    """A number that would become infinite is an error that names the tensor and leaves no file."""
     state = {
         "f": torch.tensor([1.0, math.inf, -0.0, 1e-9]),
         "i": torch.arange(3),
@@ -228,7 +230,7 @@ def test_only_floats_are_converted_and_none_becomes_infinite(tmp_path: Path) -> 
 
 
 def test_damage_is_not_exported(tmp_path: Path) -> None:
-    """The error names the tensor; what was written before is removed."""
+    """The error names the tensor, and files written before are removed."""
     uri = saved({"a": torch.ones(1000), "b": torch.ones(200_000)})
     flipped(store(uri), images(store(uri))[0], 800_000)
     with pytest.raises(holdfast.DamagedError, match="'b'"):
@@ -236,9 +238,8 @@ def test_damage_is_not_exported(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
-    """Unless an earlier export is to be replaced: of which nothing is left then. A checkpoint is
-    never touched."""
+def test_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    """With overwrite, nothing of the earlier export is left; a checkpoint is never touched."""
     many = saved({str(i): torch.ones(2) for i in range(3)})
     one = saved({"x": torch.zeros(1)})
     holdfast.export(many, tmp_path, file_nbytes=1)
@@ -256,8 +257,8 @@ def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert holdfast.load(tmp_path / "c")["x"] == 1
 
 
-def test_the_index_is_written_last_and_goes_first(serve: Serve) -> None:
-    """Whenever a process ends, a reader that follows an index finds all of one model."""
+def test_index_is_written_last_and_deleted_first(serve: Serve) -> None:
+    """A reader that follows an index finds all files of one model at any moment."""
     many = saved({str(i): torch.full((2,), i) for i in range(3)})
     events: list[str] = []
 
@@ -274,24 +275,15 @@ def test_the_index_is_written_last_and_goes_first(serve: Serve) -> None:
     assert len(events) == 1 + 4 + 3 + 1
 
 
-def test_any_storage_will_do() -> None:
-    """The destination is a URI as any other."""
-    uri = saved({"x": torch.ones(3)})
-    dest = fresh_uri()
-    report = holdfast.export(uri, dest)
-    assert report.files == ("model.safetensors",)
-    assert report.uri == dest
-
-
 @pytest.mark.parametrize("text", ["", "a", "=b", "a=", "a=*", "*=**"])
-def test_a_rule_that_is_none_is_refused(text: str) -> None:
-    """A rule is OLD=NEW; NEW has no star that OLD has not."""
+def test_malformed_rule_is_refused(text: str) -> None:
+    """A rule is OLD=NEW, and NEW has no more stars than OLD."""
     with pytest.raises(holdfast.UsageError):
         rules_of([text])
 
 
 def test_patterns_match_whole_names() -> None:
-    """A star is any text, also none and with dots; all else is what it is."""
+    """A star stands for any text, with dots or empty; everything else is literal."""
     names = ["a.b", "a", "xa.b", "a+b"]
     assert chosen(names, ["a.*"]) == ["a.b"]
     assert chosen(names, ["*a*"]) == names
@@ -302,22 +294,22 @@ def test_patterns_match_whole_names() -> None:
     }
 
 
-def test_two_names_may_be_exchanged() -> None:
-    """A clash is one among new names only."""
+def test_names_may_be_swapped() -> None:
+    """Only new names can collide."""
     assert renamed(["a", "b"], {"a": "b", "b": "a"}) == {"a": "b", "b": "a"}
 
 
 def run(*arguments: str, status: int) -> str:
-    """What a command prints."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    """Return what a command prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         ended = app.run(arguments)
-    assert ended == status, out.getvalue() + err.getvalue()
-    return out.getvalue() + err.getvalue()
+    assert ended == status, out.getvalue()
+    return out.getvalue()
 
 
-def test_the_command_exports(tmp_path: Path) -> None:
-    """It says what it wrote, and what is tied; or why it did not."""
+def test_command(tmp_path: Path) -> None:
+    """The command says what it wrote and what is tied, or why it did not."""
     tensor = torch.randn(100)
     uri = saved({"model": {"w": tensor, "v": tensor}, "step": 1})
     chosen = ["export", uri, str(tmp_path), "--only", "model.*", "--rename", "model.*=*"]
@@ -335,3 +327,247 @@ def test_the_command_exports(tmp_path: Path) -> None:
     )
     with pytest.raises(SystemExit):
         run(*chosen, "--shard", "much", status=2)
+
+
+# Files of torch.save
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_reads_the_same_bits(tmp_path: Path, rng: np.random.Generator, mmap: bool) -> None:
+    """Tensors of every dtype and shape, also large ones, are exported under new names."""
+    model = {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in TORCH_DTYPES}
+    model |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "é": torch.ones(1).bool()}
+    model |= {"big": random_bits(rng, torch.int16, (9_000_001,))}
+    uri = saved({"model": model, "step": 1})
+    file = tmp_path / "new" / "model.pt"
+    rules = {"model.*": "*"}
+    report = holdfast.export(
+        uri, file, format="torch", only=["model.*"], rename=rules, budget_nbytes=1 << 20
+    )
+    assert difference(model, torch.load(file, weights_only=True, mmap=mmap)) is None
+    assert (report.files, report.nbytes) == (("model.pt",), file.stat().st_size)
+
+
+def test_large_records_are_page_aligned(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Page-aligned records are read without a copy, in a torch file and in a DCP folder."""
+    model = {f"small {i}": random_bits(rng, torch.uint8, (i * 37,)) for i in range(1, 5)}
+    model |= {f"large {i}": random_bits(rng, torch.int16, (33_000 + i,)) for i in range(5)}
+    uri = saved(model)
+    holdfast.export(uri, tmp_path / "x.pt", format="torch")
+    holdfast.export(uri, tmp_path / "x", format="dcp")
+    assert difference(model, torch.load(tmp_path / "x.pt", weights_only=True)) is None
+    for file in (tmp_path / "x.pt", tmp_path / "x" / "holdfast-0.distcp"):
+        content = file.read_bytes()
+        for name, tensor in model.items():
+            begin = content.find(tensor.numpy().tobytes())
+            assert begin >= 0
+            assert begin % (4096 if "large" in name else 64) == 0, name
+
+
+def test_tied_tensors_share_memory_in_a_torch_file(tmp_path: Path) -> None:
+    """All names are in the file, as if torch had saved it."""
+    tensor = torch.randn(5, 3)
+    report = holdfast.export(saved({"a": tensor, "b": tensor}), tmp_path / "x.pt", format="torch")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert difference({"a": tensor, "b": tensor}, loaded) is None
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    assert report.tied == {"b": "a"}
+
+
+def test_torch_file_is_imported_again(tmp_path: Path, rng: np.random.Generator) -> None:
+    """An import makes the same state again; tensors are converted if asked."""
+    state = {str(dtype): random_bits(rng, dtype, (7, 11)) for dtype in TORCH_DTYPES}
+    uri = saved(state)
+    holdfast.export(uri, tmp_path / "x.pt", format="torch")
+    back = fresh_uri()
+    holdfast.import_(tmp_path / "x.pt", back)
+    assert holdfast.diff(uri, back).equal
+    holdfast.export(saved({"w": torch.ones(3)}), tmp_path / "y.pt", format="torch", dtype="fp16")
+    assert torch.load(tmp_path / "y.pt", weights_only=True)["w"].dtype == torch.float16
+
+
+def test_torch_files_are_reproducible(tmp_path: Path) -> None:
+    """Equal tensors make equal files, and elements begin at multiples of 64."""
+    for name in ("a.pt", "b.pt"):
+        uri = saved({"w": torch.arange(3), "v": torch.arange(100)})
+        holdfast.export(uri, tmp_path / name, format="torch")
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    data = (tmp_path / "a.pt").read_bytes()
+    assert data.index(torch.arange(100).numpy().tobytes()) % 64 == 0
+
+
+def test_records_of_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sizes above four gigabytes are written in 64 bits; here above 300 bytes."""
+    monkeypatch.setattr(torch_archive, "_FULL32_FROM", 300)
+    state = {str(i): torch.full((i * 40,), float(i)) for i in range(1, 5)}
+    holdfast.export(saved(state), tmp_path / "x.pt", format="torch")
+    assert difference(state, torch.load(tmp_path / "x.pt", weights_only=True)) is None
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        sizes = [archive.getinfo(f"archive/data/{i}").file_size for i in range(4)]
+    assert sizes == [160, 320, 480, 640]
+
+
+def test_layout_of_terabytes() -> None:
+    """A layout takes no memory for the elements."""
+    tensors = [ModelTensor(str(i), "float32", 4, (1 << 38,)) for i in range(3)]
+    file = torch_archive.torch_file("x.pt", tensors, {})
+    assert file.nbytes > 3 << 40
+
+
+def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    """The new file replaces the old one at once; after an error the old one is still there."""
+    file = tmp_path / "x.pt"
+    holdfast.export(saved({"w": torch.ones(1)}), file, format="torch")
+    uri = saved({"w": torch.zeros(100_000)})
+    with pytest.raises(holdfast.ExistsError, match="the file already exists"):
+        holdfast.export(uri, file, format="torch")
+    damaged = saved({"w": torch.zeros(100_000)})
+    storage = store(damaged)
+    flipped(storage, images(storage)[0], 100_000)
+    with pytest.raises(holdfast.DamagedError):
+        holdfast.export(damaged, file, format="torch", overwrite=True)
+    assert torch.load(file, weights_only=True)["w"].tolist() == [1.0]
+    holdfast.export(uri, file, format="torch", overwrite=True)
+    assert torch.load(file, weights_only=True)["w"].numel() == 100_000
+
+
+def test_unsupported_dtype_or_format_is_refused(tmp_path: Path) -> None:
+    """The error names the tensor and its dtype, or the format."""
+    with pytest.raises(holdfast.UsageError, match="'w' is of dtype bits8"):
+        holdfast.export(
+            saved({"w": torch.ones(1, dtype=torch.uint8).view(torch.bits8)}),
+            tmp_path / "x",
+            format="torch",
+        )
+    with pytest.raises(holdfast.UsageError, match="not a format"):
+        holdfast.export(saved({"w": torch.ones(1)}), tmp_path / "x", format="onnx")  # type: ignore[arg-type]
+
+
+# Folders of torch's distributed checkpoint
+
+
+def loaded_by_dcp(folder: Path) -> dict[str, Any]:
+    """Return everything that DCP finds in a folder."""
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, FileSystemReader(folder), planner=planner, no_dist=True)
+    return state
+
+
+def test_dcp_reads_the_same_bits(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Tensors of every dtype and shape, lists, tuples and values come back where they were."""
+    state = {
+        "model": {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in DCP_DTYPES},
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "optim": {
+            "groups": [{"lr": 0.5, "params": [0, 1]}],
+            "state": [torch.ones(2), torch.ones(3)],
+        },
+        "pair": (1, [2.5, True]),
+        "array": np.arange(5),
+        "step": 7,
+    }
+    report = holdfast.export(saved(state), tmp_path / "new", format="dcp")
+    found = loaded_by_dcp(tmp_path / "new")
+    assert difference(in_order(state), in_order(found)) is None
+    assert (report.files, report.tensors) == (("holdfast-0.distcp",), len(DCP_DTYPES) + 5)
+    assert report.nbytes == (tmp_path / "new" / "holdfast-0.distcp").stat().st_size
+
+
+def test_large_tensors_become_several_items(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items consist of whole rows, and DCP loads them into one tensor."""
+    monkeypatch.setattr(dcp_export, "ITEM_NBYTES", 1000)
+    state = {
+        "a": random_bits(rng, torch.float32, (77, 13)),
+        "b": random_bits(rng, torch.int16, (5, 999)),
+    }
+    report = holdfast.export(saved(state), tmp_path, format="dcp", file_nbytes=3000)
+    sizes = [(tmp_path / file).stat().st_size for file in report.files]
+    assert len(sizes) > 1
+    assert max(sizes) <= 3000
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    assert difference(state, into) is None
+    chunks = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["a"].chunks
+    assert [tuple(chunk.sizes) for chunk in chunks] == [(19, 13)] * 4 + [(1, 13)]
+
+
+def test_dcp_items_are_renamed_and_converted(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Selection, names and dtypes work as in other exports, wherever windows cut items."""
+    monkeypatch.setattr(dcp_export, "ITEM_NBYTES", 1 << 20)
+    model = {
+        "w": torch.from_numpy(rng.standard_normal((3_000_001, 3), np.float32)),
+        "n": torch.ones(3).long(),
+    }
+    uri = saved({"model": model, "optim": {"lr": 1}, "step": 3})
+    names = ["model.*", "step"]
+    holdfast.export(uri, tmp_path, format="dcp", only=names, rename={"model.*": "*"}, dtype="bf16")
+    expected = {"w": model["w"].bfloat16(), "n": model["n"], "step": 3}
+    assert difference(in_order(expected), in_order(loaded_by_dcp(tmp_path))) is None
+
+
+def test_tied_tensors_share_data_in_a_dcp_folder(tmp_path: Path) -> None:
+    """All names are in the folder, and the data only once."""
+    tensor = torch.randn(500, 3)
+    report = holdfast.export(saved({"a": tensor, "b": tensor}), tmp_path, format="dcp")
+    assert difference({"a": tensor, "b": tensor}, loaded_by_dcp(tmp_path)) is None
+    assert report.tied == {"b": "a"}
+    assert report.nbytes < 2 * 6000
+
+
+def test_dcp_folder_is_imported_again(tmp_path: Path) -> None:
+    """DCP loads a model and its optimizer, and an import makes the same checkpoint again."""
+    model = torch.nn.Linear(30, 50)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(30)).sum().backward()
+    optim.step()
+    uri = saved({"model": model, "optim": optim})
+    holdfast.export(uri, tmp_path, format="dcp")
+    other = torch.nn.Linear(30, 50)
+    other_optim = torch.optim.AdamW(other.parameters())
+    model_state, optim_state = dcp.state_dict.get_state_dict(other, other_optim)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.state_dict.set_state_dict(
+        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
+    assert difference(optim.state_dict()["state"], other_optim.state_dict()["state"]) is None
+    back = fresh_uri()
+    holdfast.import_(tmp_path, back)
+    assert holdfast.diff(uri, back).equal
+
+
+def test_dcp_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    """Nothing of the earlier export is left; other files stay, and a folder of DCP's own is refused."""
+    uri = saved({"w": torch.ones(300), "v": torch.ones(300)})
+    (tmp_path / "notes.txt").write_text("mine")
+    holdfast.export(uri, tmp_path, format="dcp", file_nbytes=1)
+    with pytest.raises(holdfast.ExistsError, match="already has a model"):
+        holdfast.export(uri, tmp_path, format="dcp")
+    holdfast.export(uri, tmp_path, format="dcp", only=["w"], overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".metadata",
+        "holdfast-0.distcp",
+        "notes.txt",
+    ]
+    theirs = tmp_path / "theirs"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=theirs, no_dist=True)
+    with pytest.raises(holdfast.ExistsError, match="already has a model"):
+        holdfast.export(uri, theirs, format="dcp", overwrite=True)
+
+
+def test_commands_export_and_import_values(tmp_path: Path) -> None:
+    """The commands handle values, and --skip leaves some out."""
+    uri = saved({"w": torch.ones(256), "step": 3, "lr": 0.5})
+    assert app.run(["export", uri, str(tmp_path / "dcp"), "--format", "dcp"]) == 0
+    back = fresh_uri()
+    assert app.run(["import", str(tmp_path / "dcp"), back, "--skip", "lr"]) == 0
+    expected = {"w": torch.ones(256), "step": 3}
+    assert difference(in_order(expected), in_order(holdfast.load(back))) is None

@@ -1,12 +1,10 @@
-"""Importing folders of Megatron-core, built by hand: what of ``common.pt`` and of objects comes over,
-where it lies then, and what is refused. With Megatron itself: tests/frameworks."""
+"""Imports of Megatron-core's folders, built by hand: ``common.pt``, objects, and refusals. With Megatron
+itself: tests/frameworks."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.bits import difference, fresh_uri
 from support.dcp_tasks import in_order
-from support.importing import imported
+from support.importing import Canary, imported, objects_at
 from torch.distributed.checkpoint import FileSystemWriter
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -29,7 +26,7 @@ GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "wd_mult": 1.0, "step": 3.0}
 
 
 def optimizer(**changed: Any) -> dict[str, Any]:
-    """What a distributed optimizer gives, without its tensors."""
+    """Return the state of a distributed optimizer without its tensors."""
     return {
         "optimizer": {"param_groups": [GROUP]},
         "grad_scaler": {"scale": 4.0},
@@ -38,7 +35,7 @@ def optimizer(**changed: Any) -> dict[str, Any]:
 
 
 def written(folder: Path, common: object, **items: object) -> Path:
-    """A folder as Megatron lays it out: items by their keys, in no dicts."""
+    """Return a folder as Megatron lays it out: items by their keys, in no dicts."""
     state = {WEIGHT: torch.arange(6.0).view(2, 3), OBJECT: [None], **items}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
@@ -47,9 +44,9 @@ def written(folder: Path, common: object, **items: object) -> Path:
     return folder
 
 
-def test_what_all_ranks_have_in_common_comes_over(tmp_path: Path) -> None:
-    """Values at their paths, tensors among them; what an optimizer has is where a job that loads
-    looks for it, and the value of an object where one that Holdfast has saved would be."""
+def test_common_state_is_imported(tmp_path: Path) -> None:
+    """Values and tensors keep their paths; an optimizer and objects go where a loading job
+    expects them."""
     common = {
         "iteration": 7,
         "optimizer": optimizer(),
@@ -67,13 +64,13 @@ def test_what_all_ranks_have_in_common_comes_over(tmp_path: Path) -> None:
     assert difference(in_order(expected), in_order(imported(written(tmp_path, common)))) is None
 
 
-def test_tensors_alone(tmp_path: Path) -> None:
-    """Where nothing is in common."""
+def test_nothing_in_common(tmp_path: Path) -> None:
+    """Tensors are imported without any common state."""
     assert sorted(imported(written(tmp_path, {}))) == [OBJECT, WEIGHT]
 
 
-def test_a_chain_of_optimizers_comes_over(tmp_path: Path) -> None:
-    """By number."""
+def test_chain_of_optimizers(tmp_path: Path) -> None:
+    """Chained optimizers are imported by number."""
     folder = written(tmp_path, {"optimizer": {0: optimizer(), 1: optimizer()}})
     assert sorted(imported(folder)["optim"]["common"]) == ["0", "1"]
 
@@ -89,8 +86,8 @@ def test_a_chain_of_optimizers_comes_over(tmp_path: Path) -> None:
         {"optimizer": {}},
     ],
 )
-def test_other_optimizers_stay_as_they_are(tmp_path: Path, other: dict[str, Any]) -> None:
-    """Those of which nothing would be found by the names of parameters."""
+def test_other_optimizers_are_unchanged(tmp_path: Path, other: dict[str, Any]) -> None:
+    """State that does not follow the names of parameters keeps its path."""
     found = imported(written(tmp_path, other))
     assert difference(in_order(other), in_order({name: found[name] for name in other})) is None
 
@@ -105,10 +102,8 @@ def test_other_optimizers_stay_as_they_are(tmp_path: Path, other: dict[str, Any]
         ([torch.ones(1)], "a tensor at 0"),
     ],
 )
-def test_values_that_are_objects_are_refused_by_name_or_skipped(
-    tmp_path: Path, value: object, message: str
-) -> None:
-    """The error says how to leave them out."""
+def test_objects_are_refused_or_skipped(tmp_path: Path, value: object, message: str) -> None:
+    """The error says how to leave an object out."""
     folder = written(tmp_path, {"iteration": 7, "odd": {"one": value}})
     with pytest.raises(holdfast.UnsupportedFormatError, match=message) as caught:
         imported(folder)
@@ -119,15 +114,15 @@ def test_values_that_are_objects_are_refused_by_name_or_skipped(
     assert difference({WEIGHT: torch.arange(6.0).view(2, 3)}, found) is None
 
 
-def test_a_key_that_is_an_object_is_refused(tmp_path: Path) -> None:
-    """By the name of its class."""
+def test_object_as_key_is_refused(tmp_path: Path) -> None:
+    """The error names the class of the key."""
     folder = written(tmp_path, {"odd": {argparse.ArgumentError(None, "x"): 1}})
     with pytest.raises(holdfast.UnsupportedFormatError, match=r"argparse\.ArgumentError"):
         imported(folder)
 
 
-def test_objects_that_need_pickle_are_refused_by_name_or_skipped(tmp_path: Path) -> None:
-    """As older versions of Transformer Engine have them."""
+def test_pickled_items_are_refused_or_skipped(tmp_path: Path) -> None:
+    """Older versions of Transformer Engine write such items."""
     extra = f"{OBJECT}0"
     folder = written(tmp_path, {"iteration": 7}, **{extra: [io.BytesIO(b"x")]})
     with pytest.raises(holdfast.UnsupportedFormatError, match=r"_io\.BytesIO") as caught:
@@ -136,19 +131,9 @@ def test_objects_that_need_pickle_are_refused_by_name_or_skipped(tmp_path: Path)
     assert OBJECT in imported(folder, skip=[extra])
 
 
-class Canary:
-    """Pickled as a call that leaves a trace."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.trace}",)
-
-
 @pytest.mark.parametrize("place", ["value", "list", "all of it", "key"])
-def test_a_file_that_asks_for_anything_is_refused(tmp_path: Path, place: str) -> None:
-    """Megatron unpickles it; the import does not, and makes nothing."""
+def test_hostile_common_state_is_refused(tmp_path: Path, place: str) -> None:
+    """Megatron unpickles the file; the import does not, and makes nothing."""
     trace = tmp_path / "trace"
     common: dict[str, Any] = {
         "value": {"bad": Canary(trace)},
@@ -161,14 +146,11 @@ def test_a_file_that_asks_for_anything_is_refused(tmp_path: Path, place: str) ->
     with pytest.raises(holdfast.UnsupportedFormatError, match=r"posix\.system|not a dict of names"):
         holdfast.import_(folder, uri)
     assert not trace.exists()
-    assert not MemoryDriver(uri.removeprefix("memory://")).objects
-    function, arguments = Canary(trace).__reduce__()
-    function(*arguments)
-    assert trace.exists()  # it would be seen
+    assert not objects_at(uri)
 
 
 def cyclic() -> dict[str, Any]:
-    """Contains itself."""
+    """Return a state that contains itself."""
     state: dict[str, Any] = {"a": {}}
     state["a"]["b"] = state
     return state
@@ -183,14 +165,14 @@ def cyclic() -> dict[str, Any]:
         ({WEIGHT: 1}, "is in common.pt and elsewhere in the folder"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused(tmp_path: Path, common: object, message: str) -> None:
-    """Before a tensor is read."""
+def test_impossible_common_state_is_refused(tmp_path: Path, common: object, message: str) -> None:
+    """Cycles, colliding names and anything but a dict of names are errors."""
     with pytest.raises(holdfast.UnsupportedFormatError, match=message):
         imported(written(tmp_path, common))
 
 
-def test_a_file_that_was_cut_is_damage(tmp_path: Path) -> None:
-    """As every file of a folder."""
+def test_cut_file_is_damage(tmp_path: Path) -> None:
+    """A cut common.pt is an error."""
     folder = written(tmp_path, {"iteration": 7})
     whole = (folder / "common.pt").read_bytes()
     (folder / "common.pt").write_bytes(whole[:-40])

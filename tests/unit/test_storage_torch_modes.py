@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, fresh_uri, saved
 from support.held import Held
 from torch import nn
 
@@ -149,16 +149,14 @@ def test_inference_tensors_are_filled(
     assert torch.equal(into["net"][0].weight, state["net"][0].weight.to(dtype))
     assert torch.equal(into["strided"], state["strided"].to(dtype))
     assert difference(state["held"].state_dict(), into["held"].state_dict()) is None
-    again = fresh_uri()
-    holdfast.save(again, into)
+    again = saved(into)
     holdfast.async_save(again, into, lazy=True).wait()
     assert difference(dict(into["net"].state_dict()), holdfast.load(again)["net"]) is None
 
 
 def test_inference_tensors_that_share_memory_are_filled() -> None:
     """From tensors that are stored apart."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"a": torch.ones(3), "b": torch.ones(3)})
+    uri = saved({"a": torch.ones(3), "b": torch.ones(3)})
     with torch.inference_mode():
         shared = torch.zeros(3)
     holdfast.load(uri, into={"a": shared, "b": shared})

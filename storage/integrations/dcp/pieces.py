@@ -80,7 +80,6 @@ def _part_of(item: WriteItem, planner: SavePlanner) -> Shard:
 
 
 def _value_of(item: WriteItem, planner: SavePlanner, path: Path, allow_opaque: bool) -> object:
-    """Return the value in the form to store."""
     refused: StateError | None = None
     if isinstance(planner, DefaultSavePlanner):
         value = planner.lookup_object(item.index)
@@ -117,7 +116,6 @@ def _serialized(planner: SavePlanner, item: WriteItem) -> bytes:
 
 
 def _saved(value: object) -> bytes:
-    """Return a value as DCP's own planner serializes it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

@@ -63,7 +63,6 @@ class Task:
 
 
 def _arriving(uri: str, attempt: str, rank: int, world: int, created_s: float) -> Task:
-    """Create a task when it is unpickled, and deliver it."""
     task = Task(uri, attempt, rank, world, created_s)
     task.deliver()
     return task

@@ -227,7 +227,6 @@ class HoldfastWriter(AtUri, StorageWriter):
                 raise
 
     async def _commit(self, team: Team | None, fragments: Sequence[Fragment]) -> None:
-        """Commit ``fragments``: of all ranks, or with a team only of this rank."""
         driver = self._driver(len(fragments))
         async with closing(driver):
             if team is not None:
@@ -242,7 +241,6 @@ class HoldfastWriter(AtUri, StorageWriter):
 
 
 def _box_name(item: WriteItem) -> str:
-    """Return the name of an item, the same on all ranks that have it."""
     return f"{item.index.fqn} {item.index.offset}"
 
 
@@ -271,7 +269,6 @@ def _for_all_ranks(fragments: Sequence[Fragment]) -> list[Fragment]:
 
 
 def _of_ranks(group: Group, ranks: list[int]) -> Group:
-    """Return the group with all values assigned to ``ranks``."""
     values: list[ByRank] = [
         [(ranks, encoded) for _, encoded in by_rank] for by_rank in group.values
     ]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from ....core.aio import at_most, side_by_side
 from ....core.garbage import collector_paused
@@ -29,8 +30,12 @@ from ...format.torch_records import (
 from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ...runtime.engine import offload
 
-__all__ = ["ArchiveForm", "ArchiveReader", "WholeArchive"]
+__all__ = ["ArchiveForm", "ArchiveReader", "WholeArchive", "any_record", "read_archive"]
 
+T = TypeVar("T")
+
+_TAIL_NBYTES = 1 << 20
+"""Enough for the directory of a file with thousands of tensors."""
 _HEAD_NBYTES = 4096
 _SMALL_NBYTES = 64 << 10
 """Files up to this size are read in one request."""
@@ -50,6 +55,31 @@ def _no_record(name: str) -> bool:
     return False
 
 
+def any_record(name: str) -> bool:
+    """Accept a class of any name; see :func:`read_pickle`."""
+    return True
+
+
+async def read_archive(
+    driver: Driver,
+    key: str,
+    read: Callable[[Value], T],
+    is_record: Callable[[str], bool] = _no_record,
+) -> tuple[ArchiveReader, T]:
+    """Return a file, and what ``read`` makes of its contents.
+
+    Raises UnsupportedFormatError if ``read`` raises ValueError; otherwise like
+    :meth:`ArchiveReader.value`.
+    """
+    nbytes = (await driver.stat(key)).nbytes
+    archive = ArchiveReader(driver, Stretch(key, 0, nbytes), _TAIL_NBYTES)
+    value = await archive.value(is_record)
+    try:
+        return archive, await offload(read, value)
+    except ValueError as error:
+        raise archive.refused(str(error)) from error
+
+
 class _Archive:
     """A ``torch.save`` archive at ``where``.
 
@@ -62,11 +92,9 @@ class _Archive:
         self._records: dict[str, ZipRecord] = {}
 
     def damaged(self, what: str) -> DamagedError:
-        """Build the error for malformed bytes."""
         return DamagedError(what, uri=self._uri, key=self._where.key, advice="Get the file again.")
 
     def refused(self, what: str) -> UnsupportedFormatError:
-        """Build the error for unsupported content."""
         return UnsupportedFormatError(
             f"this torch.save file cannot be imported: {what}",
             uri=self._uri,
@@ -324,7 +352,6 @@ class WholeArchive(_Archive):
         return ArchiveForm(begin, found), is_apart and is_small
 
     def _extent(self, name: str) -> tuple[int, int]:
-        """Return the range of a record, header included."""
         record = self._records[name]
         return record.start, self._start(name) + record.nbytes
 

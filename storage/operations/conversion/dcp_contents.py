@@ -183,7 +183,6 @@ class Contents:
         return self.manifest.tensors.names[row] not in self.manifest.tree.arrays
 
     def _paths(self) -> list[Path]:
-        """Return each container's path in DCP's notation."""
         paths: list[Path] = [()]
         for container in self.manifest.tree.containers[1:]:
             parent = container.parent
@@ -226,14 +225,12 @@ class Contents:
         return made
 
     def _new(self, row: int, wanted: Wanted) -> object:
-        """Return a new tensor or array for a row."""
         made = self._new_tensor(row, wanted)
         if self._is_plain(row):
             return made
         return made.numpy()
 
     def _assembled(self, number: int, wanted: Wanted) -> tuple[object, Items]:
-        """Return a container with its contents, and its :class:`Items`."""
         tree = self.manifest.tree
         items = Items()
         for row in self._rows_in[number]:

@@ -90,7 +90,6 @@ def plan_dcp_folder(
 
 
 def _values(checkpoint: Checkpoint, contents: Contents, names: Sequence[str]) -> dict[str, bytes]:
-    """Return values as DCP stores them."""
     wanted = Wanted()
     values = {name: contents.value(name, wanted) for name in names}
     run(read_wanted(checkpoint, wanted))
@@ -116,17 +115,14 @@ class _Folder:
 
     @property
     def files(self) -> list[ModelFile]:
-        """All files."""
         return [
             ModelFile(_key(number), joined(pieces)) for number, pieces in enumerate(self._pieces)
         ]
 
     def add_value(self, name: str, data: bytes) -> None:
-        """Add a serialized value."""
         self.values[name] = self._placed([data], len(data))
 
     def add_tensor(self, tensor: ModelTensor, source: Source) -> None:
-        """Add a tensor."""
         items = []
         for box, start in _boxes(tensor):
             part = ModelTensor(f"{tensor.name}@{start}", tensor.dtype, tensor.itemsize, box.lengths)
@@ -201,7 +197,6 @@ class _MetadataWriter(FileSystemWriter):
         self._meta = meta
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the origin of the checkpoint."""
         return self._meta
 
 

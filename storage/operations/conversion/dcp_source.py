@@ -134,7 +134,6 @@ def check_plain(value: Value) -> None:
 
 
 async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[SourceTensor]:
-    """Locate all boxes of all tensors, in order."""
     boxes = [
         (name, stored, box, place)
         for name, stored in tensors.items()

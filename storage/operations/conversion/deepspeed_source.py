@@ -21,10 +21,8 @@ from ....drivers.contract import Driver
 from ....errors import DamagedError, NotFoundError, UnsupportedFormatError
 from ...format.torch_pickle import Record, StoredTensor, Value, leaves
 from ...pipeline.file_chunks import Stretch
-from ...runtime.engine import offload
-from .archive_reader import ArchiveReader
+from .archive_reader import any_record, read_archive
 from .model_source import Model, Path, SourceTensor, stamps_of
-from .torch_source import TAIL_NBYTES
 
 __all__ = ["deepspeed_folder", "read_deepspeed_model"]
 
@@ -81,8 +79,9 @@ async def read_deepspeed_model(driver: Driver, folder: str) -> Model:
     async def read(key: str) -> None:
         files[key] = await _read_file(driver, prefix + key)
 
-    await at_most(driver.traits.concurrency, map(read, [*optim_keys, *model_keys]))
-    stamps = await stamps_of(driver, [prefix + key for key in files])
+    keys = [*optim_keys, *model_keys]
+    stamps = await stamps_of(driver, [prefix + key for key in keys])
+    await at_most(driver.traits.concurrency, map(read, keys))
     try:
         zero = _Zero([files[key] for key in optim_keys], [files[key] for key in model_keys])
         return zero.model(stamps)
@@ -101,7 +100,6 @@ def _unsupported(driver: Driver, folder: str, what: str) -> UnsupportedFormatErr
 
 
 def _of_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    """Return the matching names, ordered by the rank in them."""
     found = [(int(match[1] or 0), name) for name in names if (match := pattern.fullmatch(name))]
     return [name for _, name in sorted(found)]
 
@@ -114,24 +112,21 @@ class _File:
     places: Mapping[StoredTensor, Stretch]
 
     def whole(self, name: str, value: Value) -> SourceTensor:
-        """Return a tensor of the file, under ``name``."""
         tensor = _tensor(value)
         return SourceTensor(name, tensor.dtype, tensor.shape, self.places[tensor])
 
 
 async def _read_file(driver: Driver, key: str) -> _File:
-    nbytes = (await driver.stat(key)).nbytes
-    archive = ArchiveReader(driver, Stretch(key, 0, nbytes), TAIL_NBYTES)
-    value = await archive.value(lambda name: True)
-    try:
-        found = await offload(list, leaves(value))
-    except ValueError as error:
-        raise archive.refused(str(error)) from error
-    stored = {leaf for _, leaf in found if isinstance(leaf, StoredTensor)}
-    tensors = {tensor for tensor in stored if tensor.is_contiguous and not tensor.bits}
+    archive, (value, tensors) = await read_archive(driver, key, _with_tensors, any_record)
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     places = await archive.places(numbered)
     return _File(_dict(value), {tensor: places[number] for number, tensor in numbered.items()})
+
+
+def _with_tensors(value: Value) -> tuple[Value, set[StoredTensor]]:
+    """Return the contents of a file, and the tensors in them that can be located."""
+    stored = {leaf for _, leaf in leaves(value) if isinstance(leaf, StoredTensor)}
+    return value, {tensor for tensor in stored if tensor.is_contiguous and not tensor.bits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +183,6 @@ class _Zero:
         self._masters = self._partitions()
 
     def model(self, stamps: Mapping[str, tuple[int, float]]) -> Model:
-        """Return the model to import."""
         weights = [*self._buffers(), *self._frozen()]
         weights += self._of_groups(self._masters, "model.{}")
         for name, other in _dict(self._info.get("shared_params", {})).items():
@@ -231,7 +225,6 @@ class _Zero:
         return found
 
     def _partitions(self) -> list[list[_Flat]]:
-        """Return each rank's partition of each group."""
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         return [
             [_flat(file.whole("", group)) for group in _list(state[key])]
@@ -239,7 +232,6 @@ class _Zero:
         ]
 
     def _of_groups(self, rows: Sequence[Sequence[_Flat]], name: str) -> Iterator[SourceTensor]:
-        """Yield all parameters from the partitions of all ranks."""
         if self._stage == 3:
             at = 0
             for parameter, shape in itertools.chain(*(g.items() for g in self._shapes)):
@@ -294,7 +286,6 @@ class _Zero:
         ]
 
     def _moment(self, key: str) -> Iterator[SourceTensor]:
-        """Yield one optimizer tensor of every parameter."""
         name = f"optim.state.{{}}.{key}"
         first = _tensor(_dict(self._optimizer(0)[0])[key])
         if not first.shape:
@@ -324,7 +315,6 @@ def _flat(tensor: SourceTensor) -> _Flat:
 
 
 def _shapes(value: Value) -> dict[str, tuple[int, ...]]:
-    """Return shapes by parameter name."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in _dict(value).items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):

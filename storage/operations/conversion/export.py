@@ -165,7 +165,6 @@ class _Request:
             return self._plan_of_tensors(manifest_of(checkpoint), key)
 
     def _plan_of_tensors(self, m: Manifest, key: str) -> ExportPlan:
-        """Plan the files for a format that holds only tensors."""
         names = chosen(m.tensors.rows, self.only)
         refuse_values(_names_of_values(m.tree), self.only)
         known = TORCH_DTYPES if self.format == "torch" else safetensors.EXPORTED_DTYPES
@@ -268,7 +267,6 @@ async def _export(
 
 
 async def _check_free(driver: Driver, key: str, overwrite: bool) -> None:
-    """Raise ExistsError if the file exists and may not be replaced."""
     if overwrite:
         return
     with contextlib.suppress(NotFoundError):
@@ -325,7 +323,6 @@ async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> Non
 
 
 async def _remove(driver: Driver, keys: Sequence[str]) -> None:
-    """Delete files, ignoring storage errors."""
 
     async def remove(key: str) -> None:
         with contextlib.suppress(StorageError):

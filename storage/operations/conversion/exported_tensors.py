@@ -111,7 +111,6 @@ class ExportedTensors:
 
 
 def _refuse_own(tensors: TensorTable, rows: Ints) -> None:
-    """Raise UsageError if ranks have different tensors under one name."""
     for row in rows[tensors.owner[rows] >= 0].tolist():
         raise UsageError(
             f"tensor {tensors.names[row]!r} differs from rank to rank",

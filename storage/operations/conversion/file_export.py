@@ -54,7 +54,6 @@ class _Held:
 
     @property
     def content(self) -> Bytes:
-        """The memory as an array."""
         return np.frombuffer(self.buffer.view, np.uint8)
 
 
@@ -154,7 +153,6 @@ class FileExport:
         await read_into(self._checkpoint, wanted, _CHUNKS_READ * self._chunk_nbytes)
 
     def _wanted(self, window: Window, held: _Held) -> list[FlatRanges]:
-        """Return the ranges to read for a window; copy bytes that are not tensors into place."""
         as_they_are = []
         found = []
         for part in window.slices:

@@ -1,4 +1,6 @@
-"""Writes the images of an import and commits them: image by image, resumable.
+"""Writes the state of an import as images and commits them: image by image, resumable.
+
+No tensor of the state is in memory: chunks are read from the source files.
 
 An interrupted import leaves its complete images in its attempt. The attempt's marker identifies
 which bytes of which files make up the images (``commit.begin_import``). A later import of the same
@@ -13,16 +15,20 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from ....core.aio import at_most
+from ....core.garbage import collector_paused
 from ....drivers.contract import Driver
 from ....errors import CheckpointError, DamagedError, NotFoundError, SaveError, UsageError
-from ....planner.columns import Ints
+from ....planner.box import Box
+from ....planner.columns import Ints, volumes
 from ....planner.image import DIGEST_NBYTES, ImageLayout
+from ....planner.layout import BoxLayout, Layout
 from ....planner.table import ShardTable
 from ...format.digest import digest, page_of
 from ...format.fragment import Fragment, Group
@@ -35,10 +41,12 @@ from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage, check
 from ...protocol.attempt import Attempt, check_marker, delete_attempt
 from ...protocol.commit import abandon, abandon_failed, begin_import, commit, settle
 from ...runtime.engine import offload
+from ...state.adapters.shards import Shard
+from ...state.dtypes import dtype_of
 from ...state.flat_state import FlatState
+from ...state.flattening.by_path import Path, flat_state_at, sound_paths
 from ...state.plan import ImagePlan, plan_images
 from .model_source import Model, SourceTensor, check_unchanged
-from .source_state import places_of
 
 __all__ = ["ImagesJob", "write_and_commit"]
 
@@ -55,14 +63,10 @@ Place = tuple[Stretch | Enclosed, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ImagesJob:
-    """An import: row i of ``flat`` is ``sources[i]``, from the files of ``model``.
-
-    ``image_nbytes``: see :func:`.importing.import_`.
-    """
+    """An import of ``model`` under new names. ``image_nbytes``: see :func:`.importing.import_`."""
 
     model: Model
-    flat: FlatState
-    sources: Sequence[SourceTensor]
+    new_names: Mapping[str, str]
     step: int | None
     budget_nbytes: int
     image_nbytes: int
@@ -77,15 +81,18 @@ async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tupl
     cannot be stored. Raises like :func:`.importing.import_`.
     """
     created_s = time.time()
-    plans = await offload(plan_images, job.flat, job.image_nbytes)
+    with collector_paused():
+        flat, sources = _source_state(job.model, job.new_names)
+    plans = await offload(plan_images, flat, job.image_nbytes)
     for plan in plans:
         check_image_size(ours, plan.layout.nbytes)
-    images = _Images(theirs, ours, job, plans)
+    places = [_places_of(plan, sources) for plan in plans]
+    images = _Images(theirs, ours, job, plans, places)
     attempt, resumed = await begin_import(ours, await images.identity())
     try:
         written = await images.write(attempt, resumed)
         head = (attempt.id, job.step, created_s)
-        manifest = await offload(_manifest, head, job.flat, plans, written)
+        manifest = await offload(_manifest, head, flat, plans, written)
         manifest = replace(manifest, metadata=job.model.metadata)
         obsolete = await commit(ours, attempt, manifest)
     except (NotFoundError, SaveError):
@@ -103,17 +110,98 @@ async def write_and_commit(theirs: Driver, ours: Driver, job: ImagesJob) -> tupl
     return attempt.id, images.reused_nbytes
 
 
+_STAND_IN = torch.empty(0)
+"""Stands for every tensor, because none is in memory."""
+
+
+def _source_state(
+    model: Model, new_names: Mapping[str, str]
+) -> tuple[FlatState, Sequence[SourceTensor]]:
+    """Return a state with the contents of ``model`` under new names, and the source of each row.
+
+    An item that keeps its name also keeps its path in the state, if known; otherwise its name is a
+    top-level key. Raises StateError for a value that cannot be stored.
+    """
+    parts: defaultdict[str, list[SourceTensor]] = defaultdict(list)
+    for tensor in model.tensors:
+        parts[new_names[tensor.name]].append(tensor)
+    values = {new_names[name]: value for name, value in model.values.items()}
+    items = {**values, **dict.fromkeys(parts, _STAND_IN)}
+    flat = flat_state_at(_paths_of(model, new_names), items)
+    flat.placeholders = {}  # tensors without elements are imported as such: no module holds them
+    sources = [parts[name][0] for name in flat.names]
+    for name, container in list(zip(flat.names, flat.containers, strict=True)):
+        further = parts[name][1:]
+        flat.names += [name] * len(further)
+        flat.containers += [container] * len(further)
+        sources += further
+    flat.shapes = [tensor.shape for tensor in sources]
+    flat.dtypes = [dtype_of(tensor.dtype, tensor.itemsize) for tensor in sources]
+    flat.layouts = [_layout_of(tensor) for tensor in sources]
+    flat.locals = [_STAND_IN] * len(sources)
+    flat.origins = [_STAND_IN] * len(sources)
+    flat.alias = _aliases(sources)
+    return flat, sources
+
+
+def _places_of(plan: ImagePlan, sources: Sequence[SourceTensor]) -> list[Place]:
+    """Return the source of each shard of an image: a place, the offset in it, and a size in
+    bytes."""
+    held = plan.held
+    starts = (held.local_start * held.itemsize).tolist()
+    sizes = (volumes(held.lengths) * held.itemsize).tolist()
+    places = [sources[row].where for row in held.tensor.tolist()]
+    return list(zip(places, starts, sizes, strict=True))
+
+
+def _paths_of(model: Model, new_names: Mapping[str, str]) -> dict[str, Path]:
+    if not model.paths:
+        return {new_name: (new_name,) for new_name in new_names.values()}
+    paths: dict[str, Path] = {}
+    for name, new_name in new_names.items():
+        path = model.paths.get(name, ())
+        if new_name != name or ".".join(map(str, path)) != name:
+            path = (new_name,)
+        paths[new_name] = path
+    return sound_paths(paths)
+
+
+def _layout_of(tensor: SourceTensor) -> Layout:
+    if not isinstance(tensor.part, tuple):
+        box = tensor.part or Box((0,) * len(tensor.shape), tensor.shape)
+        return BoxLayout(tensor.shape, box)
+    start, stop = tensor.part
+    return Shard(torch.empty(()).expand(stop - start), shape=tensor.shape, flat=tensor.part).layout
+
+
+def _aliases(sources: Sequence[SourceTensor]) -> list[int]:
+    """Return per row an earlier row that is the same whole tensor in the same file range, or -1."""
+    first: dict[object, int] = {}
+    aliases = []
+    for row, tensor in enumerate(sources):
+        before = row
+        if tensor.where.nbytes and tensor.part is None:
+            before = first.setdefault((tensor.where, tensor.dtype, tensor.shape), row)
+        aliases.append(before if before != row else -1)
+    return aliases
+
+
 class _Images:
     """The images of one import."""
 
     def __init__(
-        self, theirs: Driver, ours: Driver, job: ImagesJob, plans: Sequence[ImagePlan]
+        self,
+        theirs: Driver,
+        ours: Driver,
+        job: ImagesJob,
+        plans: Sequence[ImagePlan],
+        places: Sequence[Sequence[Place]],
     ) -> None:
         self._theirs = theirs
         self._ours = ours
         self._job = job
         self._plans = plans
-        self._places = [places_of(plan, job.sources) for plan in plans]
+        self._places = places
         self._total_nbytes = sum(plan.layout.hashed_end for plan in plans)
         self._done_nbytes = 0
         self.reused_nbytes = 0
@@ -125,7 +213,6 @@ class _Images:
         return await offload(self._digest, samples)
 
     async def write(self, attempt: Attempt, resumed: bool) -> list[WrittenImage]:
-        """Write the missing images, each durable and visible when written."""
         written: list[WrittenImage] = []
         for number, plan in enumerate(self._plans):
             key = image_key(attempt.id, number)
@@ -229,7 +316,6 @@ def _samples(places: Iterable[Place]) -> list[Stretch]:
 
 
 def _around(place: Place) -> Stretch:
-    """Return the range that is read for a place."""
     if isinstance(place[0], Enclosed):
         return place[0].around
     return place[0]

@@ -14,24 +14,34 @@ from ....drivers.contract import Driver
 from ....errors import DamagedError, ExistsError, UsageError
 from ...format.dcp_metadata import DCP_METADATA_KEY
 from ...format.manifest import MANIFEST_KEY
+from ...format.torch_pickle import StoredTensor, Value, leaves
 from ...protocol.current import current_attempt
 from ...runtime.engine import run
 from ...runtime.progress import ProgressCallback, ProgressReporter
 from ..location import Place
 from ..reading.selection import chosen, refuse_values, renamed, without
+from .archive_reader import read_archive
 from .dcp_source import read_dcp_model
 from .deepspeed_source import deepspeed_folder, read_deepspeed_model
 from .imported_images import ImagesJob, write_and_commit
 from .megatron_source import MEGATRON_COMMON_KEY, read_megatron_model
-from .model_source import Files, Model, find_files, indexed_files, is_index, read_model
-from .source_state import source_state
-from .torch_source import TORCH_SUFFIXES, read_torch_model
+from .model_source import (
+    Files,
+    Model,
+    SourceTensor,
+    find_files,
+    indexed_files,
+    is_index,
+    read_model,
+    stamps_of,
+)
 
 __all__ = ["ImportReport", "import_"]
 
 BUDGET_NBYTES = 512 << 20
 IMAGE_NBYTES = 4 << 30
-_FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_FILE_SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
 
 UriLike = str | os.PathLike[str]
 
@@ -135,11 +145,9 @@ class _Request:
     image_nbytes: int
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """Return the selected names. Raises UsageError."""
         return without(chosen(names, self.only), self.skip)
 
     def new_names(self, model: Model) -> dict[str, str]:
-        """Return the new name of each selected item. Raises UsageError."""
         refuse_values(without(model.left, self.skip), self.only)
         return renamed(self.chosen(model.names), self.rules)
 
@@ -156,21 +164,18 @@ async def _import(
         new_names = request.new_names(model)
         await _check_free(ours, request.overwrite)
         model = model.of(new_names)
-        flat, sources = source_state(model, new_names)
         budget_nbytes = request.budget_nbytes // (1 + theirs.traits.read_copies)
-        wrote = reporter.report
         job = ImagesJob(
-            model, flat, sources, request.step, budget_nbytes, request.image_nbytes, wrote
+            model, new_names, request.step, budget_nbytes, request.image_nbytes, reporter.report
         )
         return model, *await write_and_commit(theirs, ours, job)
 
 
 async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Model:
-    """Read the model in a file, or in the folder."""
     if file is None:
         return await _model_of_folder(theirs, request)
-    if file.endswith(TORCH_SUFFIXES):
-        return await read_torch_model(theirs, file)
+    if file.endswith(_TORCH_SUFFIXES):
+        return await _torch_model(theirs, file)
     if is_index(file):
         return await read_model(theirs, await indexed_files(theirs, file))
     return await read_model(theirs, Files([file]))
@@ -188,8 +193,28 @@ async def _model_of_folder(theirs: Driver, request: _Request) -> Model:
     return await read_model(theirs, await find_files(theirs, keys))
 
 
+async def _torch_model(driver: Driver, key: str) -> Model:
+    """Read the tensors in a ``torch.save`` file, named by their paths."""
+    stamps = await stamps_of(driver, [key])
+    archive, found = await read_archive(driver, key, _by_path)
+    tensors = {name: value for name, value in found.items() if isinstance(value, StoredTensor)}
+    places = await archive.places_or_records(tensors)
+    return Model(
+        tuple(SourceTensor(name, t.dtype, t.shape, places[name]) for name, t in tensors.items()),
+        stamps,
+        tuple(name for name in found if name not in tensors),
+    )
+
+
+def _by_path(value: Value) -> dict[str, Value]:
+    found = list(leaves(value))
+    by_path = dict(found)
+    if len(by_path) < len(found):
+        raise ValueError("two of its values have the same dotted path")
+    return by_path
+
+
 async def _check_free(ours: Driver, overwrite: bool) -> None:
-    """Raise ExistsError if a checkpoint exists and may not be replaced."""
     if overwrite:
         return
     try:

@@ -20,12 +20,9 @@ from typing import TypeGuard
 
 from ....drivers.contract import Driver
 from ...format.torch_pickle import StoredTensor, Value, leaves
-from ...pipeline.file_chunks import Stretch
-from ...runtime.engine import offload
-from .archive_reader import ArchiveReader
+from .archive_reader import ArchiveReader, any_record, read_archive
 from .dcp_source import check_plain, no_plain_value, read_contents, read_items
 from .model_source import Model, Path, SourceTensor, stamps_of
-from .torch_source import TAIL_NBYTES
 
 __all__ = ["MEGATRON_COMMON_KEY", "read_megatron_model"]
 
@@ -44,6 +41,7 @@ async def read_megatron_model(
     :func:`.dcp_source.read_items`.
     """
     contents = await read_contents(driver)
+    stamps = await stamps_of(driver, [MEGATRON_COMMON_KEY])
     common = await _Common.read(driver)
     names = [*contents.tensors, *contents.values, *common.items]
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -56,7 +54,7 @@ async def read_megatron_model(
     tensors, values = await common.picked(driver, picked)
     return Model(
         (*model.tensors, *tensors),
-        {**model.stamps, **await stamps_of(driver, [MEGATRON_COMMON_KEY])},
+        {**model.stamps, **stamps},
         values={**{n: _unpacked(n, value) for n, value in model.values.items()}, **values},
         paths={**model.paths, **{name: common.items[name][0] for name in common.items}},
     )
@@ -81,13 +79,7 @@ class _Common:
     async def read(cls, driver: Driver) -> _Common:
         """Read the file. Raises DamagedError; UnsupportedFormatError unless it is an acyclic
         dict."""
-        nbytes = (await driver.stat(MEGATRON_COMMON_KEY)).nbytes
-        archive = ArchiveReader(driver, Stretch(MEGATRON_COMMON_KEY, 0, nbytes), TAIL_NBYTES)
-        value = await archive.value(lambda name: True)
-        try:
-            return cls(archive, await offload(_by_name, value))
-        except ValueError as error:
-            raise archive.refused(str(error)) from error
+        return cls(*await read_archive(driver, MEGATRON_COMMON_KEY, _by_name, any_record))
 
     async def picked(
         self, driver: Driver, names: Iterable[str]

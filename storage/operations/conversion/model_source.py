@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....core import safetensors
@@ -182,7 +182,6 @@ def _is_variant(key: str, stems: Container[str]) -> bool:
 
 
 def _no_model(driver: Driver, keys: Sequence[str]) -> NotFoundError | UnsupportedFormatError:
-    """Return the error for a folder without a safetensors file."""
     of_torch = [key for key in keys if _TORCH_INDEX.fullmatch(key)]
     if of_torch:
         return UnsupportedFormatError(
@@ -226,21 +225,18 @@ async def read_model(driver: Driver, files: Files) -> Model:
     Raises DamagedError if a file contradicts its header or the index; NotFoundError and
     StorageError.
     """
+    stamps = await stamps_of(driver, files.keys)
     found: dict[str, list[SourceTensor]] = {}
-    stamps: dict[str, tuple[int, float]] = {}
     said: dict[str, Mapping[str, str]] = {}
 
     async def read(key: str) -> None:
-        info = await driver.stat(key)
-        stamps[key] = (info.nbytes, info.modified_s)
-        found[key], said[key] = await _read_header(driver, key, info.nbytes)
+        found[key], said[key] = await _read_header(driver, key, stamps[key][0])
 
-    await at_most(driver.traits.concurrency, map(read, files.keys))
+    await at_most(driver.traits.concurrency, map(read, stamps))
     if files.by_name is not None:
         _check_index(driver, found, files.by_name)
-    tensors = tuple(tensor for key in files.keys for tensor in found[key])
-    metadata = _united(driver, {key: said[key] for key in files.keys})
-    return Model(tensors, {key: stamps[key] for key in files.keys}, metadata=metadata)
+    tensors = tuple(tensor for key in stamps for tensor in found[key])
+    return Model(tensors, stamps, metadata=_united(driver, {key: said[key] for key in stamps}))
 
 
 def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -264,8 +260,8 @@ def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, 
     return united
 
 
-async def stamps_of(driver: Driver, keys: Iterable[str]) -> dict[str, tuple[int, float]]:
-    """Return (size, modification time) of each file. Raises NotFoundError."""
+async def stamps_of(driver: Driver, keys: Collection[str]) -> dict[str, tuple[int, float]]:
+    """Return (size, modification time) of each file, in order. Raises NotFoundError."""
     stamps: dict[str, tuple[int, float]] = {}
 
     async def look(key: str) -> None:
@@ -273,15 +269,13 @@ async def stamps_of(driver: Driver, keys: Iterable[str]) -> dict[str, tuple[int,
         stamps[key] = (info.nbytes, info.modified_s)
 
     await at_most(driver.traits.concurrency, map(look, keys))
-    return stamps
+    return {key: stamps[key] for key in keys}
 
 
 async def check_unchanged(driver: Driver, model: Model) -> None:
     """Raise DamagedError if a file has changed since its header was read."""
-
-    async def check(key: str, stamp: tuple[int, float]) -> None:
-        info = await driver.stat(key)
-        if (info.nbytes, info.modified_s) != stamp:
+    for key, stamp in (await stamps_of(driver, model.stamps)).items():
+        if stamp != model.stamps[key]:
             raise DamagedError(
                 "the file was changed while it was read",
                 uri=driver.uri,
@@ -289,13 +283,10 @@ async def check_unchanged(driver: Driver, model: Model) -> None:
                 advice="Import it again, when no process writes to it.",
             )
 
-    await at_most(driver.traits.concurrency, (check(*item) for item in model.stamps.items()))
-
 
 async def _read_header(
     driver: Driver, key: str, file_nbytes: int
 ) -> tuple[list[SourceTensor], Mapping[str, str]]:
-    """Return the tensors and the metadata of a file."""
     try:
         first = bytearray(min(safetensors.LENGTH_NBYTES, file_nbytes))
         await driver.read(key, 0, memoryview(first))

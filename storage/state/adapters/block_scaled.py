@@ -63,7 +63,6 @@ def inner_of_blocks(tensor: DTensor, name: str, path: Callable[[], str]) -> torc
 
 
 def _offsets(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> tuple[int, ...]:
-    """Return the offsets of the local part."""
     whole = tuple(tensor.shape)
     pieces = layouts_on(tensor.device_mesh).of(tensor, path).pieces
     of_rows = [piece for piece in pieces if piece.box.lengths == (local.shape[0], *whole[1:])]
@@ -78,6 +77,5 @@ def _offsets(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> t
 
 
 def _parts(tensor: DTensor) -> int:
-    """Return the number of parts that the placements make of the whole."""
     sizes = zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placed in sizes if not isinstance(placed, Replicate))

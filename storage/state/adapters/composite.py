@@ -24,7 +24,6 @@ from ..compat import stored_local
 from .block_scaled import inner_of_blocks, is_block_scaled
 from .shards import Shard
 from .tensors import TensorLike, local_of
-from .vescale import is_vescale
 
 __all__ = [
     "DESCRIPTION",
@@ -46,7 +45,6 @@ def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
         isinstance(value, torch.Tensor)
         and hasattr(type(value), "__tensor_flatten__")
         and not isinstance(value, DTensor)
-        and not is_vescale(type(value))
         and not hasattr(value, "wait")  # a pending result
         and value.layout is torch.strided
         and not value.is_nested
@@ -201,7 +199,6 @@ def _problem(state: object, present: object) -> str | None:
 
 
 def _is_filled(state: object, part: object) -> bool:
-    """Return whether the value built for an inner tensor is that tensor."""
     if is_made_of(part):
         return _problem(state, part) is None
     return (

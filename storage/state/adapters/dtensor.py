@@ -26,7 +26,6 @@ __all__ = [
     "MeshLayouts",
     "check_layout",
     "hooked",
-    "layout_on_mesh",
     "layouts_on",
     "local_part",
     "mesh_layout",
@@ -111,10 +110,7 @@ class DTensorAdapter:
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
-    """Return ``tensor.to_local()`` without a node in the autograd graph.
-
-    ``tensor``: torch's DTensor, or an object with the same method.
-    """
+    """Return ``tensor.to_local()`` without a node in the autograd graph."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return local_part(tensor)
@@ -230,22 +226,11 @@ def mesh_layout(
 
     Raises StateError for a placement that is not a layout.
     """
-    if _coordinate(mesh) is None:  # nothing to translate
-        placements = ()
-    return layout_on_mesh(mesh, shape, tuple(_placement(p, path) for p in placements))
-
-
-def layout_on_mesh(
-    mesh: DeviceMesh, shape: tuple[int, ...], splits: Sequence[Placement]
-) -> MeshLayout:
-    """Return this rank's layout for translated placements.
-
-    ``mesh``: torch's, or an object with the same methods.
-    """
     coordinate = _coordinate(mesh)
     ranks = mesh.mesh.numpy()
-    if coordinate is None:
+    if coordinate is None:  # no placement to translate
         return MeshLayout(shape, (), (0,) * len(shape), (), ranks.size)
+    splits = [_placement(placement, path) for placement in placements]
     return MeshLayout(
         shape,
         tuple(local_pieces(shape, ranks.shape, coordinate, splits)),

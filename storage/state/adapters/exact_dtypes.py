@@ -62,7 +62,6 @@ def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Opt
 
 
 def _items(value: object) -> Iterable[object]:
-    """Return the values of a mapping, the items of a list or tuple, or else ``value`` alone."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):
@@ -91,7 +90,6 @@ class _Around:
         return {**state_dict, "state": state}
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the values that torch has converted."""
         for parameter, given in self._given:
             if parameter in optimizer.state:
                 optimizer.state[parameter] = _restored(
@@ -131,7 +129,6 @@ def _restored(parameter: torch.Tensor, given: object, now: object, key: object) 
 
 
 def _is_sequence(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
-    """Return whether ``value`` has a type that torch rebuilds item by item."""
     return type(value) in (list, tuple)
 
 

@@ -243,7 +243,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_unusual(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter or buffer needs a closer look."""
     if type(tensor) is DTensor:
         local = stored_local(tensor)
         return type(local) not in _PLAIN or is_suspect(local) or is_suspect(tensor)

@@ -196,7 +196,6 @@ def _built_by(factory: Any, path: Callable[[], str], loading: bool) -> list[Keye
 
 
 def _leaves(built: object) -> Iterator[object]:
-    """Yield the leaves of nested dicts and lists."""
     if isinstance(built, Mapping):
         built = list(built.values())
     if not isinstance(built, list):

@@ -304,7 +304,6 @@ def optimizer_allocator(
 def _filled(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, present: object, entry: Entry
 ) -> torch.Tensor | Shard:
-    """Return the tensor to fill with ``entry``: ``present`` if it fits, else a new one."""
     if isinstance(present, Shard):
         return fitting(present, entry)
     if fits(present, entry):
@@ -363,7 +362,6 @@ def _is_misshapen(
 
 
 def _by_key(held: OptimizerParameters, matched: Matched) -> dict[ParameterKey, Held]:
-    """Return the parameters by their keys in the checkpoint."""
     return {matched.keys[id(p)]: p for group in held.groups for p in group if id(p) in matched.keys}
 
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from ....planner.layout import Layout, local_layout
 from .dtensor import DTensorAdapter
 from .shards import Shard, ShardAdapter
-from .vescale import VescaleAdapter, is_vescale
 
 __all__ = [
     "ADAPTERS",
@@ -102,8 +101,6 @@ class Adapters:
 
 def _adapter_of(kind: type) -> Callable[[], TensorAdapter[Never]]:
     known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
-    if is_vescale(kind):  # never imported, so not in a table of types
-        return next(known, VescaleAdapter)
     return next(known, _PlainAdapter)
 
 
