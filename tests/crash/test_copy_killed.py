@@ -59,6 +59,7 @@ def whole_images(uri: Path) -> int:
     )
 
 
+@pytest.mark.nightly(18)
 @pytest.mark.parametrize("over", [False, True], ids=["to an empty place", "over another"])
 @pytest.mark.timeout(300)
 def test_a_copy_killed_before_one_of_its_system_calls(

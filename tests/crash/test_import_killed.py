@@ -42,6 +42,7 @@ def undecided_images(uri: Path) -> list[Path]:
     return [image for image in found if not image.name.startswith(".")]
 
 
+@pytest.mark.nightly(17)
 @pytest.mark.timeout(300)
 def test_an_import_killed_before_one_of_its_system_calls(tmp_path: Path, seed: int) -> None:
     """Every thirteenth of them: a reader finds what was there, and from the commit on the import.

@@ -52,6 +52,7 @@ def killed_at(step: int, **options: object) -> Job:
     return Job(step, accident=Accident(step, "kill"), guards=True, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly(22)
 def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
     """Its image is made again out of parity; nothing is lost but the step at hand."""
     hosts = HOSTS[:3]
@@ -81,6 +82,7 @@ def test_a_bit_that_flips_on_a_host_that_lives_is_made_good(
     assert sum(run.status_of(host)["counters"]["rebuilt"] for host in hosts) == 1
 
 
+@pytest.mark.nightly(8)
 def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
     """As a scheduler tells them; with the usual grace period, the step at hand is in storage."""
     accident = Accident(3, "sigterm to all")
@@ -92,6 +94,7 @@ def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
         checkpoint.verify()
 
 
+@pytest.mark.nightly(30)
 def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> None:
     """For as long as its keeper may take, which is longer than they wait for a rank that does
     nothing."""
@@ -102,6 +105,7 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
     assert found.resumed["seconds"] > 4  # else it took no longer than they wait in any case
 
 
+@pytest.mark.nightly(12)
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
     """What they say before that may not fit together: a keeper that is asked late may have given up
     a step, since all had parity of the next one, which one that was asked early did not say."""
@@ -175,6 +179,7 @@ def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
     check(after, after.resumed["step"], "memory", 32)
 
 
+@pytest.mark.nightly(78)
 @pytest.mark.parametrize(
     ("name", "operations"),
     [
@@ -205,6 +210,7 @@ def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, opera
     assert run.steps() == [4, 8], stderr
 
 
+@pytest.mark.nightly(9)
 def test_hosts_that_are_too_few_for_what_is_asked_are_refused_by_name(run: KeptRun) -> None:
     """Before the first step."""
     found = run.train(Job(3, hosts=HOSTS[:2], protect="pq"), 2)

@@ -62,6 +62,7 @@ def is_anew(run: KeptRun, pid: int) -> bool:
     return status["pid"] != pid and bool(status["ready"])
 
 
+@pytest.mark.nightly(29)
 def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
     """Nobody is left who could hand them over: systemd has kept the memory. The job goes on from
     there, and what it keeps then is kept as well."""
@@ -80,6 +81,7 @@ def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
     assert after.losses == {step: expected[step] for step in range(11, 16)}
 
 
+@pytest.mark.nightly(17)
 def test_training_goes_on_beside_a_service_that_is_started_anew(run: KeptRun) -> None:
     """Trainers wait for it, rather than start another one, and hand over what they have mapped."""
     job = Job(15, starts=False, accident=Accident(5, "kill keeper"), pause_s=0.5)

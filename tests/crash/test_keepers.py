@@ -58,6 +58,7 @@ def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
     check_losses(found, 9)
 
 
+@pytest.mark.nightly(13)
 @pytest.mark.parametrize(
     "point",
     [pytest.param(point, marks=[pytest.mark.drill] * (point != "copy")) for point in POINTS],
@@ -73,6 +74,7 @@ def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) 
     assert len(run.status()["generations"]) <= 3
 
 
+@pytest.mark.nightly(11)
 @pytest.mark.clocked
 def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> None:
     """As where the workers of a data loader outlive it, and keep its line open."""
@@ -87,6 +89,7 @@ def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> Non
     assert found.counters["not_kept"] == 0
 
 
+@pytest.mark.nightly(23)
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     run: KeptRun, world: int
@@ -104,6 +107,7 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     check_losses(after, 14)
 
 
+@pytest.mark.nightly(16)
 def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRun) -> None:
     """Steps are left out; what is due in storage is written by the trainer itself."""
     job = Job(8, every=8, accident=Accident(3, "stop keeper"), deadline_s=6.0)
@@ -116,6 +120,7 @@ def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRu
     check_losses(found, 8)
 
 
+@pytest.mark.nightly(18)
 def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted(
     run: KeptRun,
 ) -> None:
@@ -167,6 +172,7 @@ def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run:
     check_losses(found, 80)
 
 
+@pytest.mark.nightly(7)
 def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) -> None:
     """Before the first step is kept."""
     found = run.train(Job(4, every=4, memory="500KiB"))
@@ -179,6 +185,7 @@ def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) ->
     assert run.steps() == [4]
 
 
+@pytest.mark.nightly(9)
 def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
     """The job goes on from the step before it. (Nobody can write to a label.)"""
     run.train(Job(5, accident=Accident(5, "kill")))
@@ -229,6 +236,7 @@ def test_a_folder_that_was_emptied_does_not_get_its_old_memory_back(run: KeptRun
     check_losses(found, 3)
 
 
+@pytest.mark.nightly(5)
 def test_a_trainer_that_is_told_to_end_leaves_its_step_in_storage(run: KeptRun) -> None:
     """SIGTERM, with the usual grace period: the step at hand is flushed."""
     found = run.train(Job(30, accident=Accident(3, "sigterm"), pause_s=0.05))

@@ -15,6 +15,7 @@ DEADLINE_S = 2.0
 POINTS = 2
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "another rank"])
 def test_one_rank_of_two_dies_before_a_system_call(tmp_path: Path, victim: int, seed: int) -> None:

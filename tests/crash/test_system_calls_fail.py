@@ -56,6 +56,7 @@ def cases(uri: Path, seed: int) -> list[tuple[str, str, int]]:
     return some(every, POINTS, seed)
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.timeout(3600)
 def test_a_system_call_that_fails_is_an_error_or_does_no_harm(uri: Path, seed: int) -> None:
     """It raises the error of its kind and the old checkpoint is there, or the new one, whole."""
@@ -108,6 +109,7 @@ def test_a_device_that_takes_nothing_and_says_nothing_is_an_error(uri: Path) -> 
     check(uri, {1})
 
 
+@pytest.mark.nightly(4)
 def test_a_write_that_lies_is_found_out(uri: Path) -> None:
     """The kernel says that it has written, and has not. Whichever write that is."""
     told = []
@@ -145,6 +147,7 @@ READS: list[tuple[str, type[BaseException] | None]] = [
 ]
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize(("inject", "kind"), READS, ids=[inject for inject, _ in READS])
 def test_a_read_that_fails_is_an_error_and_never_a_value(
     uri: Path, inject: str, kind: type[BaseException] | None

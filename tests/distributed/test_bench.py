@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.bench_job import HOLDFAST, assert_interrupted_cleanly, bench_by_torchrun
 
 SIZE = ["--size", "4MiB", "--runs", "1"]
@@ -19,6 +20,7 @@ def by_name(document: dict[str, Any]) -> dict[str, Any]:
     return {phase["name"]: phase for phase in document["phases"]}
 
 
+@pytest.mark.nightly(21)
 def test_four_ranks_under_torchrun(tmp_path: Path) -> None:
     """Each has a time in every round, they reshard, and nothing is left."""
     document = bench_by_torchrun(tmp_path.as_uri(), 4)
@@ -30,6 +32,7 @@ def test_four_ranks_under_torchrun(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly(13)
 def test_ranks_of_this_host_need_no_launcher(tmp_path: Path) -> None:
     """``--ranks`` starts them; all save different parts of one state."""
     command = [*HOLDFAST, "bench", tmp_path, *SIZE, "--ranks", "2", "--json"]
@@ -57,6 +60,7 @@ def test_a_rank_that_fails_ends_all_of_them(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly(16)
 def test_interrupted_ranks_leave_nothing(tmp_path: Path) -> None:
     """Neither files nor processes, after a SIGTERM in the middle of a round."""
     assert_interrupted_cleanly(tmp_path, "--ranks", "2", how=signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from support.bits import difference
 from support.rank_processes import RankProcesses
 from support.runs import back_run, damaged_run, fsdp_run, skewed_run, stopped_run, timed_run
@@ -17,6 +18,7 @@ def steps(uri: Path) -> list[int | None]:
     return [c.step for c in holdfast.list_checkpoints(uri)]
 
 
+@pytest.mark.nightly(8)
 def test_a_sharded_run_goes_on_where_it_was(ranks: RankProcesses, tmp_path: Path) -> None:
     """A resumed FSDP2 run equals one that never stopped, on fewer ranks too."""
     _, expected, _ = ranks.run(fsdp_run, str(tmp_path / "whole"), 8, 8)[0]
@@ -88,6 +90,7 @@ def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path:
     assert [c["saved"] for _, _, c in found] == [1] * 4
 
 
+@pytest.mark.nightly(3)
 def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
     ranks.run(each_alone, str(tmp_path), world=2)
 
 
+@pytest.mark.nightly(25)
 @needs_processes
 def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
     """Under torchrun: DCP saves from a process beside each rank."""

@@ -25,6 +25,7 @@ def uri(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize(
     ("exchange", "hosts"),
     [("auto", None), (True, [0, 1, 2, 3]), (True, [0, 0, 1, 1])],
@@ -66,6 +67,7 @@ def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, ranks: Ran
         assert wanted <= sum(rank["read"] for rank in host) <= 1.01 * wanted
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize(
     ("exchange", "hosts", "cannot", "strangers"),
     [
@@ -91,6 +93,7 @@ def test_ranks_that_cannot_exchange_read_for_themselves(
     assert [rank["left"] for rank in found] == [0] * 4
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize(
     ("exchange", "hosts", "cannot", "expected"),
     [
@@ -150,6 +153,7 @@ def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(
     assert all("not what was written" in str(e) for e in raised)
 
 
+@pytest.mark.nightly(11)
 @pytest.mark.parametrize("how", ["killed", "halted"])
 def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(
     how: str, uri: str, tmp_path: Path

@@ -207,6 +207,7 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
+@pytest.mark.nightly(17)
 def test_training_goes_on_while_earlier_steps_are_saved(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

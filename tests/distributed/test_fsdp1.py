@@ -39,6 +39,7 @@ def world_of(layout: Layout) -> int:
     return {"plain": 1, "HYBRID_SHARD": 4}.get(layout.kind, 2)
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize("layout", FORMS, ids=str)
 def test_a_job_goes_on_from_its_checkpoint(
     layout: Layout, ranks: RankProcesses, tmp_path: Path
@@ -73,6 +74,7 @@ def test_what_fsdp1_saves_any_other_layout_loads(
     assert len({step.data_ptr() for step in steps}) == len(steps)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP", "plain"])
 def test_what_another_layout_saves_fsdp1_loads(
     kind: str, ranks: RankProcesses, tmp_path: Path

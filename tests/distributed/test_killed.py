@@ -40,6 +40,7 @@ DRILLED = [
 """More of them, of which both layouts are in others."""
 
 
+@pytest.mark.nightly(37)
 @pytest.mark.parametrize(
     ("kind", "world", "other", "others", "tolerance"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.drill) for case in DRILLED)],

@@ -35,6 +35,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.nightly(32)
 @pytest.mark.parametrize(
     "what",
     [
@@ -69,6 +70,7 @@ def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: 
         assert c.verify().ok
 
 
+@pytest.mark.nightly(21)
 def test_a_job_that_torchrun_starts_again_begins_afresh(tmp_path: Path) -> None:
     """A rank dies between two calls, while the other waits for it in a save."""
     job = [restarted_job.__file__, str(tmp_path)]

@@ -36,6 +36,7 @@ def trained(
     return made
 
 
+@pytest.mark.nightly(14)
 @pytest.mark.parametrize(
     ("layout", "world"),
     [("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("fsdp", 1), ("hsdp", 4), ("tp", 4), ("tp", 2)],
@@ -73,6 +74,7 @@ def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_thei
     assert "head.weight" in holdfast.load(uri)["optim"]["state"]
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize(
     ("layout", "world"), [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.drill), ("tp", 4)]
 )
@@ -85,6 +87,7 @@ def test_a_model_that_was_sharded_on_meta_is_given_memory_by_a_load(
         assert difference(ranks.run(fsdp_load, uri, layout, 2, world=world)[0], found) is None
 
 
+@pytest.mark.nightly(6)
 def test_layers_that_tensor_parallel_left_alone_are_stored_once(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
@@ -153,6 +156,7 @@ def test_every_placement_is_loaded_into_every_other(ranks: RankProcesses, tmp_pa
     )
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("world", [3, 2, 1])
 def test_placements_are_loaded_on_fewer_ranks(
     world: int, ranks: RankProcesses, tmp_path: Path

@@ -25,6 +25,7 @@ from support.wrapped import (
 import holdfast
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
     kind: str, ranks: RankProcesses, tmp_path: Path
@@ -38,6 +39,7 @@ def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
         assert largest == 26 // 2 * 10
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize(
     ("kind", "layout", "world"), [("app", "fsdp", 3), ("container", "tp", 4), ("plain", "hsdp", 4)]
 )
@@ -71,6 +73,7 @@ def test_plain_states_of_sharded_parameters_stay_plain(
     assert ranks.run(local_states, str(tmp_path / "c"), world=2) == [True, True]
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.parametrize(("stored", "layout", "world"), [("fsdp", "tp", 4), ("tp", "fsdp", 3)])
 def test_states_of_another_shape_go_to_another_mesh(
     stored: str, layout: str, world: int, ranks: RankProcesses, tmp_path: Path

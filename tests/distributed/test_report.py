@@ -17,6 +17,7 @@ NOISE_S = 0.4
 """By so much ranks differ on a busy machine."""
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.clocked
 @pytest.mark.parametrize(
     "troubles", [["none", "slow", "late", "retries"], ["late", "throttled", "none", "none"]]

@@ -22,6 +22,7 @@ JOB = Path(__file__).parents[1] / "support" / "accelerate_job.py"
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
+@pytest.mark.nightly(55)
 @pytest.mark.parametrize(
     ("world", "sharded"),
     [

@@ -64,6 +64,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly(31)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("stage", "dtype", "world"), [(1, "fp32", 2), (2, "bf16", 3), (3, "fp32", 2), (3, "bf16", 3)]

@@ -86,6 +86,7 @@ def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
         assert (c.step, c.world) == (14, 1)
 
 
+@pytest.mark.nightly(84)
 @pytest.mark.parametrize(
     ("uninterrupted", "strategy", "plugin"),
     [
@@ -176,6 +177,7 @@ def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.nightly(60)
 @pytest.mark.parametrize(
     ("uninterrupted", "world", "strategy"),
     [

@@ -30,6 +30,7 @@ JOB = Path(__file__).parents[1] / "support" / "ray_job.py"
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
+@pytest.mark.nightly(34)
 def test_a_job_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     """It computes the same losses as one that never stopped; what it reports is a checkpoint."""
     for name in ("whole", "cut"):

@@ -97,6 +97,7 @@ def losses(model: nn.Module, optimizer: Any, first: int, last: int) -> list[floa
     return found
 
 
+@pytest.mark.nightly(52)
 def test_adamw_of_8_bits_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     """Its moments are filled in place, so it needs some: a step that is undone by the load makes
     them. Without one, the error says so."""

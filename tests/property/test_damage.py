@@ -173,6 +173,7 @@ def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(
             checkpoint.verify(grown)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("reader", READERS)
 def test_pages_that_are_not_theirs_are_refused(checkpoint: Tiny, reader: str) -> None:
     """Zeroed, filled, torn and misplaced pages are refused."""

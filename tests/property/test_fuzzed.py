@@ -10,6 +10,7 @@ from support.effort import tried
 from support.fuzzed import TARGETS, seeds
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_any_bytes_are_refused_or_used(target: str) -> None:
     """Bytes of no kind, and ones that are a few steps from right."""

@@ -130,6 +130,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.nightly(4)
 @examples(300)
 @given(st.sampled_from(KINDS), st.lists(JSON, max_size=9), st.binary(max_size=9))
 def test_any_fields_are_a_message_of_the_right_types_or_a_clear_error(

@@ -75,6 +75,7 @@ def how(request: pytest.FixtureRequest) -> dict[str, Any]:
 SIZES = st.sampled_from([1, 700, 2048, 4096, 9000, 20_000])
 
 
+@pytest.mark.nightly(5)
 @examples(12, HealthCheck.function_scoped_fixture)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4),

@@ -14,6 +14,7 @@ from holdfast.drivers.registry import resolved_options
 from holdfast.drivers.uri import parse
 
 
+@pytest.mark.nightly(11)
 @pytest.mark.parametrize("kind", ["s3", pytest.param("hdfs", marks=pytest.mark.drill)])
 def test_a_server_is_measured_without_checkpoints(
     kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
@@ -35,6 +36,7 @@ def test_a_server_is_measured_without_checkpoints(
     assert keys_at(uri) == []
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("kind", ["s3", pytest.param("hdfs", marks=pytest.mark.drill)])
 def test_a_server_is_tuned_for(
     kind: str,

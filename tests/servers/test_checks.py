@@ -76,6 +76,7 @@ def test_radosgw_is_fit(s3_url: str) -> None:
     assert left(s3_url) == []
 
 
+@pytest.mark.nightly(18)
 def test_hdfs_is_fit(hdfs_url: str) -> None:
     """Likewise."""
     report = checked(hdfs_url)

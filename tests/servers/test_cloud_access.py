@@ -62,6 +62,7 @@ async def may_write_and_delete(driver: Driver) -> None:
     await driver.delete("claim")
 
 
+@pytest.mark.nightly(6)
 @asynchronous
 async def test_the_account_is_named_by_an_option(
     root: str, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ def bare(root: Uri, **options: str) -> Driver:
     return open_driver(uri, retries=0, op_timeout_s="off")
 
 
+@pytest.mark.nightly(14)
 def test_a_checkpoint_goes_there_and_back(root: Uri, tmp_path: Path) -> None:
     """Saved, replaced, loaded, read in part, copied to a disk and from it, listed, verified by the
     command, and pruned."""
@@ -133,6 +134,7 @@ async def test_an_upload_in_parts_that_is_interrupted_is_not_visible(root: Uri) 
     await driver.close()
 
 
+@pytest.mark.nightly(13)
 def test_no_socket_outlives_a_listing(root: Uri) -> None:
     """However often a driver is opened, asked for a listing and closed: the client's threads close
     its connections."""

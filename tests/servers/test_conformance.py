@@ -18,11 +18,13 @@ S3_PROBE = ("--driver-probe", "support.servers.s3_probe:S3Probe")
 NONE_DEVIATED = "deviations      0 declared, 0 cases deviated"
 
 
+@pytest.mark.nightly(49)
 def test_the_kit_passes_on_s3(s3_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes, and nothing is declared as a deviation."""
     assert NONE_DEVIATED in run_conformance(s3_url, *S3_PROBE, cwd=tmp_path, timeout_s=KIT_S)
 
 
+@pytest.mark.nightly(61)
 def test_the_kit_passes_on_hdfs(hdfs_url: str, tmp_path: Path) -> None:
     """Every trial that applies passes; one deviation is declared."""
     probe = ("--driver-probe", "support.servers.hdfs_probe:HdfsProbe")

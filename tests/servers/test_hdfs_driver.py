@@ -65,6 +65,7 @@ async def fill(upload: Upload, content: memoryview, order: list[int]) -> None:
     await upload.commit()
 
 
+@pytest.mark.nightly(28)
 @pytest.mark.parametrize("webhdfs", ["joined", "off", "127.0.0.1:1"])
 @pytest.mark.parametrize("interleaved", [True, False])
 @asynchronous
@@ -149,6 +150,7 @@ async def test_block_size_replication_and_sync(hadoop: Hadoop, hdfs_url: str) ->
     await driver.close()
 
 
+@pytest.mark.nightly(5)
 @asynchronous
 async def test_a_quota_is_a_full_error(hadoop: Hadoop, hdfs_url: str) -> None:
     """Of space or of names; what was begun is gone, and with the quota raised it works."""
@@ -186,6 +188,7 @@ async def test_a_stranger_is_refused(
     await driver.close()
 
 
+@pytest.mark.nightly(5)
 @asynchronous
 async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
     """A name node that asks to be left alone is told from one that is down; reading goes on."""
@@ -202,6 +205,7 @@ async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
     await driver.close()
 
 
+@pytest.mark.nightly(4)
 @asynchronous
 async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> None:
     """A host that accepts and never answers: each call ends in time, and so does close(); likewise

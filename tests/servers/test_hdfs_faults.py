@@ -191,6 +191,7 @@ def test_the_name_node_is_gone_mid_save(
     one_save_tidies_up(uri, state)
 
 
+@pytest.mark.nightly(6)
 def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
     """Again and again, for a while, as a save asks it for files and blocks: the save finishes, or
     fails and says so."""
@@ -213,6 +214,7 @@ def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, sta
     one_save_tidies_up(hdfs_url, state)
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.drill
 def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
     hadoop: Hadoop, hdfs_url: str, state: State
@@ -239,6 +241,7 @@ def test_connections_that_are_cut_for_ever_end_with_the_time_of_the_save(
     one_save_tidies_up(hdfs_url, state)
 
 
+@pytest.mark.nightly(7)
 def test_slow_servers_are_only_slow(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
     """DataNodes that are halted most of the time, in turns, and a name node at the end of a slow
     line: the save finishes, and so does the load."""
@@ -327,6 +330,7 @@ def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.nightly(7)
 def test_a_quota_that_is_used_up_fails_the_save(
     hadoop: Hadoop, hdfs_url: str, state: State
 ) -> None:
@@ -342,6 +346,7 @@ def test_a_quota_that_is_used_up_fails_the_save(
     one_save_tidies_up(hdfs_url, changed(state))
 
 
+@pytest.mark.nightly(41)
 def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: State) -> None:
     """The active name node dies and the other one takes over: the save goes on there, and so does
     what follows."""

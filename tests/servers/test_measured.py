@@ -18,6 +18,7 @@ from holdfast.cli import app
 from holdfast.drivers.uri import parse
 
 
+@pytest.mark.nightly(10)
 def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each phase has a time, those of checkpoints a share of their limit, which is that of a client
     that is not ours; and nothing is left."""
@@ -54,6 +55,7 @@ def test_four_ranks_measure_a_server(
     assert keys_at(uri) == []
 
 
+@pytest.mark.nightly(16)
 def test_a_peer_saves_to_a_server_and_is_checked(
     s3_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

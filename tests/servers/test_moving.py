@@ -61,6 +61,7 @@ def keys(url: str) -> list[str]:
     return run(listed(open_driver(url)))
 
 
+@pytest.mark.nightly(10)
 def test_there_and_back(server: str, tmp_path: Path) -> None:
     """The same to the bit, and every byte of it verifies there; listing and showing work there as
     anywhere."""
@@ -134,6 +135,7 @@ def test_a_copy_that_stops_goes_on(server: str, tmp_path: Path) -> None:
     assert len(keys(server)) == 4 + 2
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.parametrize(
     "server", ["s3", pytest.param("hdfs", marks=pytest.mark.drill)], indirect=True
 )
@@ -192,6 +194,7 @@ def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     assert attempts() == {last}
 
 
+@pytest.mark.nightly(4)
 def test_checkpoints_are_pruned(server: str) -> None:
     """With all of their files; the others stay whole."""
     for step in (1, 2, 3):

@@ -76,6 +76,7 @@ def pages() -> dict[str, list[SaveTelemetry]]:
     }
 
 
+@pytest.mark.nightly(13)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", pages())
 def test_a_browser_shows_the_page(browser: Browser, name: str, dark: bool, tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def test_no_credentials_at_all_are_explained(s3_url: str, monkeypatch: pytest.Mo
     asyncio.run(driver.close())
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("faults", [Faults(mute=True), Faults(refuse=True)])
 @asynchronous
 async def test_a_store_that_does_not_answer_is_given_up(

@@ -107,6 +107,7 @@ def parts_left(server: Radosgw, root: str) -> list[int]:
     return [part["Size"] for some in parts for part in some]
 
 
+@pytest.mark.nightly(5)
 def test_a_server_that_restarts_is_waited_for(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_server_that_stays_away_fails_the_save(
     assert leftovers(radosgw, root) == []
 
 
+@pytest.mark.nightly(4)
 def test_connections_that_are_cut_are_made_again(
     radosgw: Radosgw, proxy: FaultProxy, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -170,6 +172,7 @@ def test_connections_that_are_cut_are_made_again(
     assert leftovers(radosgw, root) == []
 
 
+@pytest.mark.nightly(4)
 def test_an_upload_whose_beginning_nobody_heard_of_is_dropped_by_the_next_save(
     radosgw: Radosgw, root: str, states: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -198,6 +201,7 @@ LOSING = {
 }
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize("losing", LOSING)
 def test_a_save_survives_that_one_answer_is_lost(
     radosgw: Radosgw,

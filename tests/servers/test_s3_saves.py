@@ -42,6 +42,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["step"] == expected["step"]
 
 
+@pytest.mark.nightly(4)
 def test_what_was_saved_is_loaded(s3_url: str) -> None:
     """Saved, loaded into tensors and built anew, read in slices, verified, listed, and saved again
     over itself."""
@@ -61,6 +62,7 @@ def test_what_was_saved_is_loaded(s3_url: str) -> None:
         assert not checkpoint.verify().damages
 
 
+@pytest.mark.nightly(3)
 def test_a_damaged_object_is_found(s3_url: str, request: pytest.FixtureRequest) -> None:
     """One flipped byte in the bucket is an error on load, and never a value."""
     if "HOLDFAST_TEST_S3_URL" in os.environ:

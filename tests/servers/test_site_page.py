@@ -43,6 +43,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield running
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("page", PAGES)
 def test_a_browser_shows_the_site(browser: Browser, page: str, dark: bool, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_a_seed_replays_exactly() -> None:
     assert json.loads(run.stdout) == found
 
 
+@pytest.mark.nightly(11)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("run", "broken"),

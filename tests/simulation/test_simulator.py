@@ -84,6 +84,7 @@ def logged(schedule: Schedule) -> list[str]:
     return lines
 
 
+@pytest.mark.nightly(4)
 def test_a_seed_replays_exactly() -> None:
     """Two runs of one seed do the same, operation by operation; so does one with its delays written
     down."""
@@ -98,6 +99,7 @@ def test_a_broken_engine_breaks_what_is_there(broken: Broken) -> None:
         pass
 
 
+@pytest.mark.nightly(18)
 @pytest.mark.parametrize("broken", QUICK, ids=lambda broken: broken.name)
 def test_a_broken_engine_is_caught(broken: Broken) -> None:
     """Each engine that is wrong on purpose breaks a promise: in a schedule that has shown it

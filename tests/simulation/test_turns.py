@@ -117,6 +117,7 @@ def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
     return choose
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.parametrize(
     ("order", "every"),
     [
@@ -147,6 +148,7 @@ def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str, every:
         run_inline(run([first, second]))
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) -> None:
     """And so does one that begins at any step of it."""

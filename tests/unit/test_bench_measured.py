@@ -256,6 +256,7 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
         check(Plan(f"file://{tmp_path}/file/below", 1 << 20, 1))
 
 
+@pytest.mark.nightly(4)
 def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The result has all phases, those of peers and of our driver alone among them, as a document,
     as lines and as a page, and nothing is left. Rounds this short are invalid."""

@@ -130,6 +130,7 @@ def test_only_a_significant_gain_is_kept(gain: Gain | None, said: str) -> None:
         assert found.profile().options == {"threads": "32"}
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.clocked
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_gain_is_found_and_shown(reverse: bool) -> None:

@@ -13,6 +13,7 @@ TESTS = Path(__file__).parents[1]
 SIGNS = ("cAnArY", "Y0FuQXJZQXp1cmU=")
 
 
+@pytest.mark.nightly(34)
 @pytest.mark.timeout(300)
 def test_no_secret_comes_out_whatever_fails(tmp_path: Path) -> None:
     """Not in output, errors, causes, reprs, tracebacks, logs, JSON, nor in any file that is

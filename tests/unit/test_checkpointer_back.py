@@ -250,6 +250,7 @@ def test_a_damaged_record_is_an_error(data: bytes, tmp_path: Path) -> None:
     assert holdfast.prune(tmp_path, keep_last=1).checkpoints == ()
 
 
+@pytest.mark.nightly(4)
 def test_a_run_goes_on_after_a_kill_right_after_it_went_back(tmp_path: Path) -> None:
     """Going back is durable when ``resume`` returns."""
     run_of(tmp_path, 1, 2, 3)
@@ -311,6 +312,7 @@ def went_back(uri: str, back: dict[str, int]) -> None:
         ckpt.save(5, state(5, 0.5))
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_storage_that_dies_at_any_access_leaves_one_line_or_the_other(after: bool) -> None:
     """The next run resumes the newest of either branch, whole."""

@@ -94,6 +94,7 @@ def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: 
         assert checkpoint.verify().ok
 
 
+@pytest.mark.nightly(4)
 def test_a_handler_that_was_there_before_is_called(tmp_path: Path) -> None:
     """After the saving; it may let the loop end by itself."""
 
@@ -120,6 +121,7 @@ def locked() -> tuple[Any, Any]:
     return libc, mutex
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("compiled", [False, True], ids=["in Python", "in compiled code"])
 def test_a_step_that_never_comes_is_not_waited_for(compiled: bool, tmp_path: Path) -> None:
     """The process ends after the grace period; saves in flight are committed."""
@@ -139,6 +141,7 @@ def test_a_step_that_never_comes_is_not_waited_for(compiled: bool, tmp_path: Pat
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.nightly(5)
 def test_the_grace_period_begins_also_within_compiled_code(tmp_path: Path) -> None:
     """The next step is saved, and the previous handler is called."""
 
@@ -219,6 +222,7 @@ def test_two_checkpointers_may_be_closed_in_any_order() -> None:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.nightly(3)
 def test_a_second_signal_is_not_kept_waiting(tmp_path: Path) -> None:
     """A second SIGTERM ends the process at once, with any number of Checkpointers."""
 
@@ -322,6 +326,7 @@ def both(folder: Path, stepped: str, graces: tuple[float, float]) -> Callable[[T
     return work
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("stepped", ["ab", pytest.param("ba", marks=pytest.mark.drill)])
 def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> None:
     """Each the step at hand, in whatever order; then the process ends by the signal."""
@@ -332,6 +337,7 @@ def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> No
         assert steps(tmp_path / name) in ([int(told[-1])], [int(told[-1]) + 1])
 
 
+@pytest.mark.nightly(6)
 def test_a_checkpointer_that_never_steps_keeps_the_others_no_longer_than_its_grace(
     tmp_path: Path,
 ) -> None:

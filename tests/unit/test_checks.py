@@ -108,6 +108,7 @@ def test_bulk_deletes_that_fail_leave_nothing_of_the_check(opened: Any) -> None:
     assert STORES["RefusesBulk"] == {}
 
 
+@pytest.mark.nightly(5)
 def test_a_clean_up_that_fails_is_told_with_the_place(opened: Any) -> None:
     """By the report, and by a call, which hears of it also where the check is cancelled."""
 

@@ -31,6 +31,7 @@ def test_it():
 """
 
 
+@pytest.mark.nightly(6)
 @pytest.mark.parametrize(
     ("mark", "when", "stall", "runs", "passes"),
     [

@@ -63,6 +63,7 @@ def outcomes(site: Path) -> Outcomes:
     return found
 
 
+@pytest.mark.nightly(25)
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_a_broken_driver_is_caught(outcomes: Outcomes, kind: type[Healthy]) -> None:
     """The named trial fails."""

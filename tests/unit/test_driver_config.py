@@ -516,6 +516,7 @@ def test_nothing_is_read_at_import(tmp_path: Path) -> None:
     assert f"{tmp_path}/holdfast/holdfast.toml cannot be used" in done.stdout
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.heavy
 @pytest.mark.parametrize("way", ["library", "command"])
 def test_a_folder_from_elsewhere_sends_nothing_elsewhere(tmp_path: Path, way: str) -> None:

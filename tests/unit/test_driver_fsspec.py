@@ -261,6 +261,7 @@ def test_objects_are_where_fsspec_says(driver: FsspecDriver, tmp_path: Path) -> 
     asyncio.run(run())
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.parametrize("nbytes", [0, 5, 3 << 20])
 def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nbytes: int) -> None:
     """Aborted, incomplete, or simply left: no object, and no file of any name, also once the

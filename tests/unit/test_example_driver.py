@@ -19,6 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install("holdfast-sqlite", tmp_path_factory.mktemp("example"))
 
 
+@pytest.mark.nightly(28)
 def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None:
     """Every trial of the conformance kit passes that is not about streams or small objects; nothing is declared as a
     deviation."""
@@ -32,6 +33,7 @@ def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None
     assert "deviations      0 declared, 0 cases deviated" in output
 
 
+@pytest.mark.nightly(6)
 def test_the_example_saves_and_loads(installed: Path, tmp_path: Path) -> None:
     """Nothing but the URI tells Holdfast where to go."""
     run(

@@ -215,6 +215,7 @@ sys.exit(str(bad) if bad else 0)
 """
 
 
+@pytest.mark.nightly(8)
 def test_forks_at_random_moments_of_saves(tmp_path: Path, seed: int) -> None:
     """Every child saves and loads, even if forked while Holdfast is being imported."""
     assert run(FORKS, tmp_path, 25, seed) == ""
@@ -309,6 +310,7 @@ def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
     assert handle.done()
 
 
+@pytest.mark.nightly(6)
 def test_a_parent_goes_on_after_a_child_has_cleaned_up(tmp_path: Path) -> None:
     """A child that exits normally does not disturb its parent's engine."""
     code = """

@@ -32,6 +32,7 @@ def zipped(contents: dict[str, bytes], comment: bytes = b"") -> bytes:
 SMALL = zipped({"data.pkl": b"pickle", "data/0": bytes(100)})
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize(("count", "comment"), [(0, b""), (3, b"a comment"), (66_000, b"")])
 def test_records_are_where_zipfile_finds_them(count: int, comment: bytes) -> None:
     """Also where there are more than 16 bits count, and before a comment."""

@@ -134,6 +134,7 @@ def test_flipped_bits_on_the_way_are_found(mode: str, at: int) -> None:
     with_members(mode, [[100_000]] * (2 if mode == "copy" else 4), body)
 
 
+@pytest.mark.nightly(73)
 @pytest.mark.parametrize("doing", ["guard", "rebuild"])
 @pytest.mark.parametrize("end", ["fails", "is cancelled", "cancels itself"])
 @pytest.mark.parametrize(("mode", "after"), [("copy", 1), ("pq", 0), ("pq", 4), ("xor", 9)])

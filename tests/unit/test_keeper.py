@@ -543,6 +543,7 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
         checkpoint.verify()
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.clocked
 @in_loop
 async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:

@@ -80,6 +80,7 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
         checkpoint.verify()
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize(
     ("mode", "count", "lost"),
     [("copy", 2, "a"), ("xor", 3, "b"), ("pq", 4, "bd")],
@@ -253,6 +254,7 @@ async def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path
         assert pinned(b.keeper.pool.generations) == []
 
 
+@pytest.mark.nightly(10)
 @in_loop
 async def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> None:
     """Its trainer had no image to hand over. Those of other hosts do not wait for it until their

@@ -255,6 +255,7 @@ def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
     assert sys.getswitchinterval() == pytest.approx(before_s)
 
 
+@pytest.mark.nightly(4)
 def test_the_collector_of_garbage_rests_while_a_state_is_looked_at(gate: Gate) -> None:
     """The garbage collector would scan all objects again and again, and find nothing."""
     state = {str(i): torch.zeros(1) for i in range(5_000)}
@@ -395,6 +396,7 @@ def test_copies_of_optimizers_and_the_hook_go_together(gate: Gate) -> None:
     assert len(optim.state) == 6
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 )  # torch's own

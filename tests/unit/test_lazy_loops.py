@@ -230,6 +230,7 @@ else:
 """
 
 
+@pytest.mark.nightly(7)
 def test_memory_that_is_freed_after_the_call_is_not_read(tmp_path: Any) -> None:
     """The save fails by name, or had copied it before. The process lives."""
     child = subprocess.run(

@@ -97,6 +97,7 @@ def test_a_renewed_file_is_read_by_the_next_driver(code: str, file: Path) -> Non
         used(uri(server), OPERATIONS["put"])
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_a_renewed_file_is_read_by_a_driver_that_is_open(operation: str, file: Path) -> None:
     """Whichever operation comes first after the renewal works, though the store says no once more."""

@@ -129,6 +129,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.nightly(14)
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [

@@ -88,6 +88,7 @@ CALLS = {
 }
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("before", [False, True], ids=["from the start", "later"])
 @pytest.mark.parametrize("status", [200, 404])
 @pytest.mark.parametrize("call", CALLS)
@@ -225,6 +226,7 @@ def test_credentials_renewed_during_an_upload_sign_its_next_part(
     assert difference(holdfast.load(below(root, "step-1")), LARGE) is None
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_credentials_that_expire_under_a_part_begin_the_image_again(
     lazy: bool, root: str, store: OddStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

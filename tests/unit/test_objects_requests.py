@@ -229,6 +229,7 @@ def test_a_bucket_that_no_host_can_be_named_after_is_an_error_of_ours(bucket: st
         )
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_line_that_is_slow_is_only_slow(cloud: str) -> None:
     """Sending takes longer than ``read_timeout``, and so does receiving: nothing is sent twice, and

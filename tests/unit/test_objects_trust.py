@@ -94,6 +94,7 @@ def by_openssl(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return ""
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize("name", [by_option, by_variable, by_profile, by_openssl])
 def test_one_name_of_a_private_authority_serves_both_clients(
     name: Callable[[Path, pytest.MonkeyPatch], str],

@@ -139,6 +139,7 @@ ODD: dict[str, Callable[[Path], str | None]] = {
 }
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_one_odd_entry_leaves_everything_else_working(
     odd: Callable[[Path], str | None], folder: Path
@@ -220,6 +221,7 @@ def put_lineage(folder: Path, make: Callable[[Path], object]) -> None:
     hand_over(folder)
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("make", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_lineage_that_cannot_be_read(
     folder: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
@@ -308,6 +310,7 @@ FAILING: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("odd", FAILING.values(), ids=FAILING)
 def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
     folder: Path, odd: Callable[[Path], None], caplog: pytest.LogCaptureFixture

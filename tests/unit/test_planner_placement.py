@@ -88,6 +88,7 @@ def test_fsdp_over_tensor_parallel_agrees_with_torch(dp: int, tp: int) -> None:
         assert_like_torch((nrows, 2), (dp, tp), [Split(0, stride=tp), Split(0)])
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize("mesh_shape", [(2, 3, 2)], ids=str)
 def test_strided_splits_in_any_position_agree_with_torch(mesh_shape: Shape) -> None:
     """Strided splits compose with the placements before and after them."""

@@ -51,6 +51,7 @@ def test_a_curve_is_flat_unless_it_rises(values: list[float], flat: bool) -> Non
     assert Curve("c", "MiB", 2, 0.1, values).target().met == flat
 
 
+@pytest.mark.nightly(6)
 def test_the_seed_decides_what_is_done(world: World, tmp_path: Path) -> None:
     """Another world with the same seed goes the same way, to the same end."""
     other = world_in(tmp_path / "other")

@@ -50,6 +50,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return ended
 
 
+@pytest.mark.nightly(15)
 @pytest.mark.parametrize("name", [*BOMBS, "manifest of a terabyte", "image of a terabyte"])
 def test_a_bomb_is_an_error_of_ours_within_bounds(
     name: str, endings: dict[str, dict[str, Any]]

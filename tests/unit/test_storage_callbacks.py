@@ -67,6 +67,7 @@ def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation)
     assert not worker.is_alive()
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize(
     "error", [KeyError("mine"), SystemExit(3), holdfast.UsageError("mine")], ids=repr
 )
@@ -206,6 +207,7 @@ WAITING = {
 }
 
 
+@pytest.mark.nightly(6)
 @pytest.mark.parametrize("name", WAITING)
 def test_a_call_that_waits_is_refused_on_the_engines_thread(uri: str, name: str) -> None:
     """It would wait for itself for ever, and every save of the process with it."""

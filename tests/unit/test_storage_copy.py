@@ -18,6 +18,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
 
 
+@pytest.mark.nightly(6)
 @pytest.mark.parametrize("destination", ["memory", "file"])
 def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None:
     """Copies from memory to disk and back are equal and verify."""

@@ -65,6 +65,7 @@ def large() -> MemoryDriver:
     return checkpoint((40 << 20) // 4)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriver) -> None:
     """``ascending`` parts may overlap, ``serial`` ones may not; uploads may."""

@@ -55,6 +55,7 @@ def accesses() -> int:
 N_ACCESSES = accesses()
 
 
+@pytest.mark.nightly(27)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("n", range(N_ACCESSES))

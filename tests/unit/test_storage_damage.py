@@ -51,6 +51,7 @@ def changed(path: Path, alter: Callable[[bytearray], None]) -> Callable[[], None
     return lambda: image.write_bytes(whole) and None
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.parametrize(
     "position",
     [4096, 4096 + (16 << 20) - 4097, (16 << 20) + 70_000, (32 << 20) + 5, 4096 + (40 << 20) - 1],

@@ -128,6 +128,7 @@ def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
     yield 600.0 if deadline.until_s is not None and time.monotonic() < deadline.until_s else None
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("n", range(20))
 def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that hangs anywhere fails in time, and leaves nothing unless it may be committed."""

@@ -94,6 +94,7 @@ def _verify(uri: str) -> None:
         assert not checkpoint.verify().damages
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("use", [_load, _copy, _verify])
 def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library: Library) -> None:
     """Loads, copies and verification use the whole budget and no more."""
@@ -133,6 +134,7 @@ class _Holds(MemoryDriver):
         return _SlowUpload(await super().create(key, nbytes))
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize(("held_nbytes", "at_most"), [(0, 4), (32 << 20, 2), (1 << 30, 1)])
 def test_what_an_upload_holds_is_within_the_budget(
     held_nbytes: int, at_most: int, serve: Serve, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,7 @@ FORGERIES: dict[str, Alter] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(27)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
     """Whatever is done with it: opened, listed, loaded, verified, read by name."""
@@ -237,6 +238,7 @@ def test_another_version_is_not_guessed_at() -> None:
             call()
 
 
+@pytest.mark.nightly(5)
 def test_text_that_is_no_header_is_damage() -> None:
     """Nested deeply, with keys twice, of another type, or no JSON."""
     texts = [
@@ -292,6 +294,7 @@ def bodies() -> dict[str, bytes]:
     }  # fmt: skip
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("name", bodies())
 def test_a_file_that_is_no_manifest_is_damage(name: str) -> None:
     """Whatever its header claims."""

@@ -269,6 +269,7 @@ def accesses(serve: Serve, source: Path) -> int:
     return len(destination.operations)
 
 
+@pytest.mark.nightly(13)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_an_import_that_fails_ends_well_when_called_again(

@@ -62,6 +62,7 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
+@pytest.mark.nightly(29)
 def test_an_open_checkpoint_that_is_dropped_is_closed_with_a_warning(uri: Path) -> None:
     """Its descriptors are given back, and its threads end; the warning names it."""
     threads = io_threads()
@@ -70,6 +71,7 @@ def test_an_open_checkpoint_that_is_dropped_is_closed_with_a_warning(uri: Path) 
     assert soon(lambda: open_below(uri) == 0 and io_threads() <= threads)
 
 
+@pytest.mark.nightly(7)
 def test_one_that_is_closed_or_used_in_a_with_block_warns_of_nothing(uri: Path) -> None:
     """Also when it is closed twice, or by an error."""
     with warnings.catch_warnings():
@@ -82,6 +84,7 @@ def test_one_that_is_closed_or_used_in_a_with_block_warns_of_nothing(uri: Path) 
         gc.collect()
 
 
+@pytest.mark.nightly(7)
 def test_what_could_not_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     """No checkpoint, no descriptor, no warning."""
     (tmp_path / "manifest.safetensors").write_bytes(b"rubbish")
@@ -91,6 +94,7 @@ def test_what_could_not_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     assert open_below(tmp_path) == 0
 
 
+@pytest.mark.nightly(18)
 @pytest.mark.parametrize("where", ["engine", "thread", "cycle"])
 def test_it_may_be_collected_on_any_thread(uri: Path, where: str) -> None:
     """On the engine's, which cannot wait for itself, on another one, or by the collector of cycles."""
@@ -121,6 +125,7 @@ def test_it_may_be_collected_on_any_thread(uri: Path, where: str) -> None:
     holdfast.save(uri, {"w": torch.ones(10)})
 
 
+@pytest.mark.nightly(6)
 def test_a_file_system_is_closed_when_it_is_collected(uri: Path) -> None:
     """Without a warning: nobody closes a file system of fsspec."""
     files = HoldfastFileSystem(str(uri))
@@ -133,6 +138,7 @@ def test_a_file_system_is_closed_when_it_is_collected(uri: Path) -> None:
     assert soon(lambda: open_below(uri) == 0)
 
 
+@pytest.mark.nightly(14)
 @pytest.mark.parametrize("scheme", ["file", "lustre"])
 def test_a_driver_that_is_dropped_is_closed(tmp_path: Path, scheme: str) -> None:
     """It gives back what it holds open."""

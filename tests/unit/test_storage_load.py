@@ -212,6 +212,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(stored: torch.dtype) -> None:
     """``cast=True`` converts like ``Tensor.copy_``; without it, dtypes must be equal."""

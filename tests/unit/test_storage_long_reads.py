@@ -100,6 +100,7 @@ def test_a_read_that_begins_and_ends_within_chunks_is_verified(manifest: Manifes
         _flip(manifest, position)
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("position", [CHUNK_NBYTES - 1, LONG_NBYTES - 1])
 def test_damage_in_any_chunk_of_a_read_is_found(manifest: Manifest, position: int) -> None:
     """And nothing of that read is delivered."""

@@ -13,6 +13,7 @@ from holdfast.storage.format.fragment import StateLayout, decode_fragment
 from holdfast.storage.format.merge import merge
 
 
+@pytest.mark.nightly(11)
 @pytest.mark.parametrize("kind", ["ZeRO-1", "ZeRO-3"])
 def test_a_merge_holds_shards_a_few_times(kind: str) -> None:
     """The peak of a merge is 4.3 times the shards' columns."""

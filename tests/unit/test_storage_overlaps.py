@@ -53,6 +53,7 @@ def test_tied_weights_of_which_two_values_are_stored_are_refused() -> None:
     assert torch.equal(before, model.emb.weight)
 
 
+@pytest.mark.nightly(20)
 @pytest.mark.parametrize("strict", ["state", False])
 def test_in_lenient_modes_the_last_one_is_loaded_whole(
     strict: Any, caplog: pytest.LogCaptureFixture
@@ -66,6 +67,7 @@ def test_in_lenient_modes_the_last_one_is_loaded_whole(
     assert "'model.emb.weight', 'model.head.weight' share memory" in caplog.text
 
 
+@pytest.mark.nightly(3)
 def test_tied_weights_that_are_stored_twice_with_equal_values_are_loaded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

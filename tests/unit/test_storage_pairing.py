@@ -42,6 +42,7 @@ async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> No
             assert isinstance(outcome, list), (rank, outcome)
 
 
+@pytest.mark.nightly(6)
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) -> None:
     """Others learn of every failure, and a call without one succeeds."""
@@ -60,6 +61,7 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
     run(main)
 
 
+@pytest.mark.nightly(3)
 def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> None:
     """Three early failures fail the leader's next three calls."""
 
@@ -76,6 +78,7 @@ def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> Non
     run(main)
 
 
+@pytest.mark.nightly(8)
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
     """A late rank learns that the others gave up, and follows."""
@@ -99,6 +102,7 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
     run(main)
 
 
+@pytest.mark.nightly(9)
 @pytest.mark.parametrize("stage", DEAD_IN)
 def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
     """A new leader ignores the status of a dead rank."""
@@ -137,6 +141,7 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
     run(main)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(
     first: int,

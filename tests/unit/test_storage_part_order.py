@@ -69,6 +69,7 @@ class _Watched(Upload):
         await self.inner.abort()
 
 
+@pytest.mark.nightly(14)
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 @pytest.mark.parametrize("budget_nbytes", [None, 128 << 20])
 @pytest.mark.parametrize("streams", [1, 3])

@@ -100,6 +100,7 @@ def test_verification_holds_its_budget_and_few_stored_digests_beside_it(
     assert 0 < sum(made) <= jobs * CHUNK_NBYTES
 
 
+@pytest.mark.nightly(3)
 def test_an_async_save_keeps_memory_for_the_next_one_until_it_is_released(made: list[int]) -> None:
     """The second save of the same size allocates nothing; released, it is gone."""
     uri = fresh_uri()
@@ -162,6 +163,7 @@ def test_a_call_that_is_stuck_does_not_hold_the_interpreter_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
+@pytest.mark.nightly(28)
 @pytest.mark.parametrize("first", ["before main returns", "in a thread that outlives main"])
 def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, first: str) -> None:
     """They work in late threads, atexit handlers and finalizers."""
@@ -214,6 +216,7 @@ def test_saves_and_loads_work_until_the_interpreter_has_ended(tmp_path: Path, fi
     assert len(list(tmp_path.glob("*-left/manifest.safetensors"))) == 3
 
 
+@pytest.mark.nightly(8)
 def test_a_save_that_fails_at_exit_is_logged(tmp_path: Path) -> None:
     """The failure is logged, and the interpreter still ends."""
     (tmp_path / "file").write_text("in the way")

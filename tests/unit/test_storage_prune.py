@@ -295,6 +295,7 @@ def prepared() -> str:
     return root
 
 
+@pytest.mark.nightly(23)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
     after: bool, serve: Serve

@@ -48,6 +48,7 @@ def saved(drivers: list[Any]) -> list[Any]:
     return as_ranks(len(drivers), act)
 
 
+@pytest.mark.nightly(3)
 def test_a_rank_that_fails_says_so_before_it_cleans_up() -> None:
     """Storage that is slow to delete does not keep the others waiting."""
 

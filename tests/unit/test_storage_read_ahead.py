@@ -102,6 +102,7 @@ def _load(seen: Seen, into: Any = None, **given: Any) -> tuple[Any, holdfast.Loa
     return found, reports[0]
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("built", [False, True], ids=["into", "built"])
 def test_what_was_read_ahead_is_read_once(seen: Seen, built: bool) -> None:
     """Digests and the first 32 MiB of chunks are read ahead, everything once."""
@@ -153,6 +154,7 @@ def test_a_load_that_may_not_want_all_reads_nothing_ahead(
     assert report.bytes_read < PIECE_NBYTES
 
 
+@pytest.mark.nightly(3)
 def test_a_state_that_does_not_fit_waits_for_nothing(seen: Seen) -> None:
     """The mismatch is raised at once, nothing is filled, and no read is left behind."""
     state = _saved(seen)

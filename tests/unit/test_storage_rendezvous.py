@@ -30,6 +30,7 @@ def store() -> Any:
     return dist.HashStore()
 
 
+@pytest.mark.nightly(13)
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("late_s", [-0.3, 0.3], ids=["first", "last"])
 def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
@@ -63,6 +64,7 @@ def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_wor
     run(main)
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
     world: int, store: Any
@@ -90,6 +92,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
     run(main)
 
 
+@pytest.mark.nightly(28)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("late", [0, 1], ids=["leader late", "leader first"])
 def test_after_different_calls_either_can_be_made_again(late: int, world: int, store: Any) -> None:
@@ -164,6 +167,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
     run(main)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.parametrize("cancelled", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
 def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
@@ -194,6 +198,7 @@ def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
     run(main)
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("dead", ["in a call", "failed", "gave up"])
 def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(
     dead: str, store: Any
@@ -247,6 +252,7 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
     run(main)
 
 
+@pytest.mark.nightly(4)
 def test_a_rank_in_another_call_is_named_with_it_at_the_deadline(store: Any) -> None:
     """Where calls come from different threads, nobody knows whether the rank is about to come."""
     other = Call("load", "file:///b", thread="evaluation")

@@ -341,6 +341,7 @@ def whole_telemetry(records: Sequence[RankTelemetry]) -> bytes:
     return encode_head(head) + b"".join(map(encode_record, records))
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("world", [1, 4, 1024])
 def test_it_takes_at_most_a_kilobyte_a_rank(world: int) -> None:
     """Beyond a head of a kilobyte, in a save in which every stage occurs."""

@@ -204,6 +204,7 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(
     assert 0.5 <= took_s < 2.5
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("dying", [0, 2])
 def test_a_rank_that_stops_beating_is_named(dying: int, plain_store: Any) -> None:
     """Having begun is not enough: it is the latest sign of life that counts."""
@@ -263,6 +264,7 @@ def test_a_leader_that_decides_slowly_is_waited_for_while_it_works(plain_store: 
     assert together(plain_store, [what] * 3, silence_s=0.4) == [b"done"] * 3
 
 
+@pytest.mark.nightly(10)
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_store: Any) -> None:
     """Heartbeats alone do not count: the others name the stuck rank."""
@@ -284,6 +286,7 @@ def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_st
     assert time.monotonic() - began < 5.5
 
 
+@pytest.mark.nightly(3)
 def test_who_waits_for_a_third_is_not_blamed(plain_store: Any) -> None:
     """Rank 1 waits for rank 2, which stands still; the leader waits for rank 1, and names rank 2."""
 

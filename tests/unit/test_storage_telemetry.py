@@ -175,6 +175,7 @@ def test_what_a_rate_holds_back_is_counted(uri: str) -> None:
     assert holdfast.save(uri, state()).stages["write"].throttled_s == 0
 
 
+@pytest.mark.nightly(4)
 def test_what_a_busy_storage_holds_back_is_counted(tmp_path: Path) -> None:
     """A read waits as long as the storage asked for, at least, and counts as a retry, too."""
     uri = f"file://{tmp_path}/c"

@@ -174,6 +174,7 @@ def test_a_state_larger_than_several_chunks_and_the_budget_comes_back(
     assert difference(state, holdfast.load(tmp_path / "c", budget_nbytes=32 << 20)) is None
 
 
+@pytest.mark.nightly(24)
 @pytest.mark.timeout(300)
 def test_a_tensor_of_more_than_two_to_the_31_elements_comes_back(tmp_path: Path) -> None:
     """Offsets beyond 2^31 and 2^32 bits are no smaller than they are."""

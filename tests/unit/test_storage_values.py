@@ -222,6 +222,7 @@ def test_a_container_used_twice_comes_back_twice() -> None:
     assert loaded["a"]["t"] is loaded["c"][1]["t"]
 
 
+@pytest.mark.nightly(5)
 def test_many_small_dicts_are_saved_and_loaded_in_seconds() -> None:
     """The cost of 8,000 dicts is not quadratic."""
     state = {f"layer{i}": {"step": i, "w": torch.tensor(float(i))} for i in range(8_000)}

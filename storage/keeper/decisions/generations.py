@@ -507,10 +507,10 @@ class Generations:
                     self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
                     return number
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is already held")
-        number = self._add_sealed(Slot(rank, nbytes, Content.SEALED, id, mappers={client}), world)
-        if not isinstance(number, Refusal):
+        added = self._add_sealed(Slot(rank, nbytes, Content.SEALED, id, mappers={client}), world)
+        if not isinstance(added, Refusal):
             self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
-        return number
+        return added
 
     def recall(
         self,

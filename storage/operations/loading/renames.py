@@ -17,10 +17,14 @@ from itertools import takewhile
 __all__ = ["Renaming", "find_renaming"]
 
 WRAPPERS = frozenset(
-    (
-        *("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module"),
-        *("_checkpoint_wrapped_module", "_checkpoint_module"),
-    )
+    {
+        "module",
+        "_orig_mod",
+        "_forward_module",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "_checkpoint_module",
+    }
 )
 _SAMPLE = 32
 _SCORED = 1000
@@ -61,7 +65,8 @@ class Renaming:
         stored = f"the stored names have {theirs!r} {where}"
         state = f"the names of the state have {ours!r} {where}"
         if self.scattered:
-            return " and ".join([stored] * bool(theirs) + [state] * bool(ours))
+            sides = [stored if theirs else "", state if ours else ""]
+            return " and ".join(filter(None, sides))
         if not theirs:
             return f"{state}, the stored ones do not"
         if not ours:
