@@ -13,6 +13,7 @@ KIT_S = 300
 pytestmark = pytest.mark.timeout(KIT_S + 20)
 
 
+@pytest.mark.nightly(90)
 @pytest.mark.parametrize(
     ("cloud", "probe"), [("az", "azure_probe:AzureProbe"), ("gs", "gcs_probe:GcsProbe")]
 )
@@ -28,6 +29,7 @@ def test_the_kit_passes(
     assert "deviations      0 declared, 0 cases deviated" in output
 
 
+@pytest.mark.nightly(16)
 def test_the_kit_passes_on_a_peer(tmp_path: Path) -> None:
     """And on the server that it reads from. What it stores gets there without the driver, which is
     for reading only."""
