@@ -86,6 +86,21 @@ def test_what_an_epoch_went_on_from_takes_the_place_of_what_was_agreed_on_before
     assert isinstance(generations.fill(B, 0, 4, SIZE, 1), Grant)
 
 
+def test_unagreed_image_of_the_chosen_step_does_not_replace_the_agreed_one() -> None:
+    """A job resumes from a step, dies while it saves that step once more, and resumes again."""
+    generations = entered(A)
+    for step in (1, 2, 3):
+        agreed(generations, step, A)
+    generations.pin(GenerationId(0, 1))
+    for epoch in (1, 2):
+        generations.client_gone(A)
+        assert generations.enter(A, 0, epoch, 3) is None
+        grant = generations.fill(A, 0, 2 + epoch, SIZE, 1)
+        if isinstance(grant, Grant):
+            generations.captured(grant.slot)
+    assert generations.newest_agreed == GenerationId(0, 3)
+
+
 def test_slots_of_ranks_that_moved_to_another_host_make_room() -> None:
     """A restart has numbered the hosts anew. What still is of use of former ranks stays."""
     generations = entered(A, budget=4 * SIZE)

@@ -126,7 +126,13 @@ class Generations:
             self._newest_step = {}
             self._left_out = []
             self._drop_later(chosen)
-            self._chosen = max((id for id in self._generations if id.step == chosen), default=None)
+            # An earlier resume from the same step may have left a later image of it that was never
+            # agreed.
+            self._chosen = max(
+                (id for id in self._generations if id.step == chosen),
+                key=lambda id: (self.is_restorable(id), id),
+                default=None,
+            )
         return None
 
     def _drop_later(self, chosen: int | None) -> None:

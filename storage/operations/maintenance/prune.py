@@ -104,7 +104,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """Result of a pruning: what was deleted (``done``), or would be. Paths are relative to the
+    """Result of a pruning: the deleted paths (``done``), or a plan. Paths are relative to the
     redacted ``uri``."""
 
     uri: str
@@ -367,7 +367,7 @@ async def _spared_s(
 
 
 async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
-    """Delete what the plan names; report what was deleted."""
+    """Delete the paths of the plan, and report them."""
     deleted: list[PrunedCheckpoint] = []
     kept = set(plan.report.kept)
     for checkpoint in plan.report.checkpoints:
