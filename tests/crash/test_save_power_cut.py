@@ -48,6 +48,7 @@ def save_until_cut(
     return seen, True
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.timeout(1800)
 def test_after_a_power_cut_the_old_checkpoint_is_there_or_the_new_one(
     disk: Disk, seed: int

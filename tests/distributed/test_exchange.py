@@ -125,6 +125,7 @@ def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: 
     assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
 
 
+@pytest.mark.nightly(4)
 def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, ranks: RankProcesses) -> None:
     """The reader raises its error, the others at once that it failed."""
     raised = errors(ranks.outcomes(ranks.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.foreign_jobs import (
     fsdp1_leaves,
     hollow_saves,
@@ -15,6 +16,7 @@ from support.foreign_jobs import (
 from support.rank_processes import RankProcesses
 
 
+@pytest.mark.nightly(16)
 def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

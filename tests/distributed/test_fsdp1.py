@@ -53,6 +53,7 @@ def test_a_job_goes_on_from_its_checkpoint(
         assert found_losses == losses
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("orig", [True, False])
 def test_what_fsdp1_saves_any_other_layout_loads(
     orig: bool, ranks: RankProcesses, tmp_path: Path

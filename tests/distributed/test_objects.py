@@ -53,6 +53,7 @@ def test_wrappers_are_loaded_into_another_layout(
         assert difference(saved, state) is None
 
 
+@pytest.mark.nightly(4)
 def test_states_of_another_shape_than_their_parameter_come_back_as_they_were(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ async def source(images: int) -> MemoryDriver:
     return storage
 
 
+@pytest.mark.nightly(4)
 @examples(60)
 @given(
     seed=st.integers(0, 1 << 32),

@@ -92,6 +92,7 @@ def test_moto_is_fit(moto: Moto) -> None:
     assert left(uri) == []
 
 
+@pytest.mark.nightly(5)
 def test_a_server_that_ignores_conditions_is_found_out(rclone: Rclone) -> None:
     """One after the other, and at the same time; the advice names the option."""
     uri = uri_of(rclone, "check")

@@ -71,6 +71,7 @@ def test_a_peer_saves_to_a_server_and_is_checked(
     assert keys_at(s3_url) == []
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("mib", [8, 70])
 def test_requests_are_as_many_as_forecast(mib: int, radosgw: Radosgw) -> None:
     """Of image and manifest: one put, or one that begins, parts, and one that ends; then looks at

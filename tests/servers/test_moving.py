@@ -87,6 +87,7 @@ def test_there_and_back(server: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly(6)
 def test_what_is_compressed_is_saved_copied_and_read_there(server: str) -> None:
     """An upload that ends long before the size that it was declared with: half of it is zeros, and
     some shrinks."""
@@ -107,6 +108,7 @@ def test_what_is_compressed_is_saved_copied_and_read_there(server: str) -> None:
     assert difference(state, holdfast.load(below(server, "run/step-9"))) is None
 
 
+@pytest.mark.nightly(7)
 def test_a_copy_that_stops_goes_on(server: str, tmp_path: Path) -> None:
     """Images that are whole on the server are not sent again; nothing is visible before the end."""
     src, ours, done = source(tmp_path, 20 << 20), open_driver(server), itertools.count()
@@ -164,6 +166,7 @@ def test_a_copy_that_is_killed_again_and_again_arrives(server: str, tmp_path: Pa
         assert c.verify().ok
 
 
+@pytest.mark.nightly(4)
 def test_a_copy_that_is_killed_while_it_commits_leaves_an_attempt_for_an_hour(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ async def store(uri: str) -> None:
         await driver.close()
 
 
+@pytest.mark.nightly(5)
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_the_server_keeps_what_it_was_told(name: str, moto: Moto, moto_url: str) -> None:
     """Small and large objects alike are encrypted with the key, in the class, and have the tags."""

@@ -81,6 +81,7 @@ def logs(seeds: int) -> list[list[str]]:
     return found
 
 
+@pytest.mark.nightly(13)
 def test_a_seed_replays_exactly() -> None:
     """Two runs of one seed have the same log, also in a process where sets have another order."""
     seeds = 3

@@ -68,6 +68,7 @@ def test_promises_hold_in_known_and_in_fresh_schedules(
     assert tally.schedules > 5 * tally.runs  # everybody dies at many moments of a run
 
 
+@pytest.mark.nightly(4)
 def test_promises_hold_where_images_are_compressed() -> None:
     """Likewise where every other save compresses: uploads end before they were to, and one form
     replaces the other."""

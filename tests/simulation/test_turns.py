@@ -174,6 +174,7 @@ def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) ->
             run_inline(run(dies_at, begins_at))
 
 
+@pytest.mark.nightly(5)
 def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
     """Whenever the two interrupt each other, up to twice: what was saved is there when both have
     ended, since it is not what the pruning was to delete."""

@@ -189,6 +189,7 @@ def test_an_absent_server_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert time.monotonic() - began_s < 1
 
 
+@pytest.mark.nightly(4)
 def test_raw_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every operation at every point is in the document, the lines and the page; nothing is
     left."""

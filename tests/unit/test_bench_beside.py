@@ -182,6 +182,7 @@ def test_peers_are_chosen_once_and_by_storage(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [True, True, False]
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize("peer", chosen("all", FILE), ids=lambda peer: peer.key)
 def test_each_installed_peer_returns_the_saved_state(peer: Peer, tmp_path: Path) -> None:
     """The tensors of the state are equal bit for bit."""

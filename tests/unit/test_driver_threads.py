@@ -304,6 +304,7 @@ def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
 ENTRY_POINTS = "[holdfast.drivers]\ndict = support.asynchronous:DictDriver\n"
 
 
+@pytest.mark.nightly(7)
 @pytest.mark.timeout(240)  # on a busy machine
 @pytest.mark.heavy
 def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def test_the_region_of_a_bucket_is_found(authority: trustme.CA, tmp_path: Path) 
         assert len(heads) <= 2  # botocore itself follows the redirect, once
 
 
+@pytest.mark.nightly(4)
 @pytest.mark.parametrize(
     ("bucket", "variables", "host"),
     [

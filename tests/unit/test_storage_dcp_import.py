@@ -310,6 +310,7 @@ def test_cut_or_exchanged_files_are_damage(tmp_path: Path, numel: int) -> None:
         imported(tmp_path / "a")
 
 
+@pytest.mark.nightly(6)
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250
 )

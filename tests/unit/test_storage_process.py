@@ -112,6 +112,7 @@ def test_an_async_save_keeps_memory_for_the_next_one_until_it_is_released(made: 
     assert host_pool(16 << 20).free_nbytes == 0
 
 
+@pytest.mark.nightly(5)
 def test_the_interpreter_ends_after_what_is_under_way(tmp_path: Path) -> None:
     """A save in flight is finished, and nothing is within torch when the interpreter ends."""
     holdfast.save(tmp_path / "open", {"x": torch.ones(3)})

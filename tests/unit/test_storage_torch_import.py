@@ -135,6 +135,7 @@ def hostile_pickles(trace: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.nightly(14)
 @pytest.mark.parametrize("what", list(hostile_pickles(Path("x"))))
 def test_hostile_pickle_is_refused(tmp_path: Path, what: str) -> None:
     """The error names what the pickle asks for; nothing runs, and nothing is made."""
