@@ -12,8 +12,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 PIP   := $(BIN)/pip install -qq --no-build-isolation -c constraints.txt
 MYPY_ARGS := --config-file holdfast/pyproject.toml --cache-dir ../../.mypy_cache
-# Processes that share the tests, file by file, one more than cores of a small machine: many tests wait. 0: none, the tests run in pytest itself. A test that takes too long is ended
-# by a signal: a timeout by a thread would end its process, and say nothing.
+# Processes that share the tests, file by file; more than two cores, since many tests wait for others. 0: none, the tests run in
+# pytest itself. A test that takes too long is ended by a signal: a timeout by a thread would end its process, and say nothing.
 JOBS  ?= 3
 TORCH := $(shell grep '^torch==' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -2,8 +2,8 @@
 
 A test is marked ``nightly(seconds)`` if it is slow and its neighbours prove nearly the same, and
 ``drill`` if it kills or fills up real servers for minutes. ``make nightly`` runs all of them.
-``.ci/run`` adds a random share to its plain run, so that each of them runs now and then:
-``--nightly 600`` adds tests that take about 600 seconds of one core together.
+``.ci/run`` adds a random share of the nightly ones to its plain run, so that each of them runs now
+and then: ``--nightly 600`` adds tests that take about 600 seconds of one core together.
 
 A test that is named on the command line always runs.
 """
@@ -16,10 +16,7 @@ from collections.abc import Mapping
 
 import pytest
 
-__all__ = ["DRILL_S", "share"]
-
-DRILL_S = 30.0
-"""The cost in seconds of one core that is assumed for a drill."""
+__all__ = ["share"]
 
 
 def share(costs_s: Mapping[str, float], budget_s: float, seed: int) -> set[str]:
@@ -71,14 +68,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect the slow tests that are not chosen."""
     if any("::" in argument for argument in config.args):
         return
-    slow = {item: cost_s for item in items if (cost_s := _cost_s(item)) is not None}
-    costs_s = dict[str, float]()
-    for item, cost_s in slow.items():
-        # The mark of a nightly test covers all its parameters; each drill counts for itself.
-        drill = item.get_closest_marker("drill")
-        costs_s[_name(item)] = cost_s + (costs_s.get(_name(item), 0.0) if drill else 0.0)
-    chosen = share(costs_s, _budget_s(config), config.option.nightly_seed)
-    left_out = {item for item in slow if _name(item) not in chosen}
+    budget_s = _budget_s(config)
+    costs_s = {_name(item): float(mark.args[0]) for item in items if (mark := _nightly(item))}
+    chosen = share(costs_s, budget_s, config.option.nightly_seed)
+    left_out = {
+        item
+        for item in items
+        if (_nightly(item) and _name(item) not in chosen)
+        or (item.get_closest_marker("drill") and budget_s < math.inf)
+    }
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
@@ -88,11 +86,12 @@ def _budget_s(config: pytest.Config) -> float:
 
 
 def _name(item: pytest.Item) -> str:
-    """Return the test's id without its parameters: these run together or not at all."""
+    """Return the id of a test, without its parameters if these run together or not at all."""
+    marks = getattr(getattr(item, "callspec", None), "marks", ())
+    if any(mark.name == "nightly" for mark in marks):
+        return item.nodeid
     return item.nodeid.partition("[")[0]
 
 
-def _cost_s(item: pytest.Item) -> float | None:
-    if nightly := item.get_closest_marker("nightly"):
-        return float(nightly.args[0])
-    return DRILL_S if item.get_closest_marker("drill") else None
+def _nightly(item: pytest.Item) -> pytest.Mark | None:
+    return item.get_closest_marker("nightly")
