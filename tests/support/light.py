@@ -41,7 +41,6 @@ FILES = frozenset(
         "unit/test_driver_local_files.py",
         "unit/test_driver_local_network.py",
         "unit/test_driver_options.py",
-        "unit/test_driver_registry.py",
         "unit/test_driver_threads.py",
         "unit/test_english.py",
         "unit/test_errors.py",
