@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -46,11 +47,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed before pytest-xdist passes the options on to its workers."""
+    """Draw the seed, or take that of the process whose tests this one shares."""
     if config.option.nightly_seed is None:
-        config.option.nightly_seed = random.randrange(1 << 32)
+        from_main = getattr(config, "workerinput", {})
+        config.option.nightly_seed = from_main.get("nightly_seed", random.randrange(1 << 32))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Pass the seed to a process of pytest-xdist."""
+    node.workerinput["nightly_seed"] = node.config.option.nightly_seed
 
 
 @pytest.hookimpl
