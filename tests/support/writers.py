@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,7 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _thread(tensor: torch.Tensor, rng: np.random.Generator) -> None:
-    thread = threading.Thread(target=_data, args=(tensor, rng))
+    thread = threading.Thread(target=_quietly, args=(lambda: _data(tensor, rng),))
     thread.start()
     thread.join()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -293,11 +294,11 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
         before = status_of(folder)
         assert before is not None
         pid = before["pid"]
-        images = [
-            path
-            for path in Path(f"/proc/{pid}/fd").iterdir()
-            if os.readlink(path).startswith("/memfd:") and path.stat().st_size > 1 << 22
-        ]
+        images = []
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                if os.readlink(path).startswith("/memfd:") and path.stat().st_size > 1 << 22:
+                    images.append(path)
         assert len(images) >= 2
         for path in images:
             with path.open("r+b") as file:
