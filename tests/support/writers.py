@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
