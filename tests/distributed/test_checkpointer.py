@@ -1,4 +1,4 @@
-"""The Checkpointer on several ranks: whatever they decide, they decide alike."""
+"""The Checkpointer on several ranks: all ranks take the same decisions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_time_is_up_for_all_at_the_same_step(ranks: RankProcesses, tmp_path: Pat
 def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Each reads its own; the damage is in what one of them reads."""
+    """All ranks resume from the same older step if one of them reads damaged data."""
     assert ranks.run(damaged_run, str(tmp_path)) == [(2, 20.0 + rank) for rank in range(4)]
 
 

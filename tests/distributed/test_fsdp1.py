@@ -35,7 +35,7 @@ FORMS = [
 
 
 def world_of(layout: Layout) -> int:
-    """How many ranks it takes."""
+    """Return the number of ranks of a layout."""
     return {"plain": 1, "HYBRID_SHARD": 4}.get(layout.kind, 2)
 
 
@@ -115,7 +115,7 @@ def test_new_data_of_an_original_parameter_is_saved(ranks: RankProcesses, tmp_pa
 def test_a_lazy_save_stores_what_was_held_at_the_call(
     orig: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """The next step writes to the flat parameter while the save goes on."""
+    """A lazy save is immune to the next step, which writes to the flat parameter meanwhile."""
     held = ranks.run(save_lazily, str(tmp_path), Layout("FULL_SHARD", orig), world=2)[0]
     for number, expected in enumerate(held):
         uri = str(tmp_path / str(number))
@@ -125,7 +125,7 @@ def test_a_lazy_save_stores_what_was_held_at_the_call(
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_a_state_of_fsdp1_is_recognised_at_the_next_save(orig: bool, ranks: RankProcesses) -> None:
-    """So it is neither flattened nor planned anew."""
+    """The second save of an unchanged FSDP1 state reuses the first one's layout and plan."""
     assert ranks.run(recognised, Layout("FULL_SHARD", orig), world=2) == [True, True]
 
 

@@ -28,7 +28,7 @@ with warnings.catch_warnings():  # of what Megatron imports
 
     from holdfast.storage.integrations.megatron import HoldfastLoadStrategy, HoldfastSaveStrategy
 
-# Megatron's own, and those of what it imports.
+# Megatron and the packages that it imports cause warnings.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 PRELOAD = [
@@ -122,8 +122,10 @@ def test_a_vocabulary_that_is_padded_otherwise_is_loaded_as_far_as_it_goes(
 def test_megatrons_own_save_and_load_go_through_the_strategies(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Its load finds the strategy by itself, and the job goes on as if it had never stopped; the
-    tensors are those that a save of ours has, by the same names."""
+    """Megatron's load finds the strategy, and the job resumes with identical losses.
+
+    The tensors have the names and values that our own save stores.
+    """
     folder = tmp_path / "iter_0000003"
     losses = ranks.run(
         megatron_job.saves_by_megatron,
@@ -151,9 +153,11 @@ def test_megatrons_own_save_and_load_go_through_the_strategies(
 def test_a_job_goes_on_from_an_imported_folder_of_megatrons(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """The tensors are those that Megatron itself loads from it. Under the same layout the job
-    computes the same losses to the last bit, and under another one, too, up to rounding; what it
-    has loaded is all that was imported."""
+    """A job resumes from an imported Megatron checkpoint.
+
+    The import holds all tensors, with the values that Megatron itself loads. The losses are
+    identical under the same layout, and equal up to rounding under another one.
+    """
     folder = tmp_path / "iter_0000003"
     uri = str(tmp_path / "c")
     saved = replace(TENSOR, dtype=torch.bfloat16)

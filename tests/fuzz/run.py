@@ -1,8 +1,9 @@
-"""Fuzz the targets of ``tests/support/fuzzed.py`` with atheris: ``run.py [TARGET|all] [SECONDS]
-[FOLDER]``, or ``run.py TARGET FILE``.
+"""Fuzz the targets of ``tests/support/fuzzed.py`` with atheris.
 
-``all`` gives each target its share of the seconds, in a process of its own. Says how many inputs
-each was given, and ends with 0 if nothing was found. What was found is left in FOLDER (default: a
+Usage: ``run.py [TARGET|all] [SECONDS] [FOLDER]``, or ``run.py TARGET FILE``.
+
+``all`` gives each target its share of the seconds, in its own process. Print the number of inputs
+of each target, and exit with 0 if no input failed. Failing inputs are kept in FOLDER (default: a
 new one), to be run again as FILE.
 """
 
@@ -45,7 +46,7 @@ def fuzz(target: str, seconds: float, found: Path) -> None:
 
 
 def fuzz_all(seconds: float, found: Path) -> bool:
-    """Whether nothing was found in any target."""
+    """Fuzz every target; return True if no input failed."""
     good = True
     for target in TARGETS:
         command = [sys.executable, __file__, target, str(seconds / len(TARGETS)), str(found)]

@@ -1,5 +1,7 @@
-"""Parity, planned and computed: whichever hosts are lost, as many as may be, every image comes back
-bit for bit, out of no more than what the plan names."""
+"""Parity restores every image bit for bit after any tolerable loss of hosts.
+
+It reads only the blocks that the plan names.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def part(image: Bytes, block: DataBlock) -> Bytes:
 
 
 def guarded(lane: Lane, images: list[Bytes]) -> dict[tuple[int, int], Bytes]:
-    """All parity of a lane, by stripe and row, made of what the plan says."""
+    """Compute all parity of a lane as planned; return it by stripe and row."""
     found = {}
     for stripe in range(lane.members):
         blocks = [part(images[block.member], block) for block in lane.data(stripe)]

@@ -1,4 +1,4 @@
-"""Messages between ranks: what is sent is what is received, and anything else is refused by name."""
+"""Messages between ranks round-trip; anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_sent_is_what_is_received(message: Any) -> None:
 @examples(200)
 @given(MESSAGES, st.data())
 def test_data_that_is_cut_short_or_longer_is_refused(message: Any, data: st.DataObject) -> None:
-    """Whatever the length, nothing is taken for another message."""
+    """A truncated or extended message is never taken for another message."""
     kind = codec(type(message))
     encoded = kind.encode(message)
     cut = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
@@ -118,7 +118,7 @@ def test_data_that_is_cut_short_or_longer_is_refused(message: Any, data: st.Data
 @examples(300)
 @given(st.sampled_from(KINDS), st.binary())
 def test_any_bytes_are_a_message_or_a_clear_error(kind: Any, data: bytes) -> None:
-    """No other error, whatever comes."""
+    """Random bytes decode to a message or raise CoordinationError."""
     with pytest.raises(holdfast.CoordinationError, match="cannot be understood"):
         codec(kind).decode(data, "it")
 
@@ -161,7 +161,7 @@ def test_a_deeply_nested_value_is_a_clear_error() -> None:
 
 
 def test_last_fields_with_their_defaults_are_not_sent() -> None:
-    """Nor are names of fields, nor digits of digests: what a rank sends at each save is short."""
+    """Messages stay short: no field names, no default values at the end, binary digests."""
     plan = rounds.PlanFollowed(b"p" * 16, {"0": b"a" * 16}, {})
     data = codec(rounds.SaveStatement).encode(rounds.SaveStatement("file:///x", plan))
     assert data == b'["SaveStatement","file:///x",[16,{"0":16},{}]]\n' + b"p" * 16 + b"a" * 16
@@ -180,7 +180,7 @@ def test_fields_of_other_types_are_an_error_of_the_programmer() -> None:
 
 
 def test_all_messages_are_tested_here() -> None:
-    """Each class that is sent by itself."""
+    """Every class of statement and verdict is among the tested kinds."""
     sent = {
         spec.__dict__["_kind"]
         for module in MODULES

@@ -134,7 +134,7 @@ def described(flat: FlatState) -> list[Any]:
 
 
 def outcome(state: Any, known_states: KnownStates) -> Any:
-    """What flattening makes of a state, or says of it."""
+    """Flatten a state; return its description or the text of the error."""
     try:
         return described(flatten(state, known_states=known_states))
     except holdfast.StateError as error:
@@ -160,7 +160,7 @@ def test_what_is_known_of_one_state_is_not_taken_for_another(data: st.DataObject
 @examples(50)
 @given(states)
 def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
-    """The plan that is looked up lays out what the first one did, with the tensors of this time."""
+    """A cached plan has the first plan's layout and uses the new tensors."""
     known_states = KnownStates(8)
     try:
         flats = [flatten(state, known_states=known_states) for _ in range(2)]
@@ -176,7 +176,7 @@ def test_what_is_planned_once_is_planned_alike(state: Any) -> None:
 
 
 def test_no_two_leaves_are_taken_for_each_other() -> None:
-    """Every pair of leaves, beside tensors they may be tied to, is told apart."""
+    """No pair of leaves shares a signature with another, even next to tied tensors."""
     pool = [*TENSORS, BASE[:4], torch.zeros(2, 2), 1, 1.0, [1], (1,), {"a": 1}, Thing({"a": 1})]
     states = [
         {"s": BASE[:4], "t": BASE[:4].reshape(2, 2), "x": x, "y": y} for x in pool for y in pool
@@ -226,7 +226,7 @@ class OtherThing(Thing):
     ids=["types of keys", "lazy negation", "device", "type of an object"],
 )
 def test_a_signature_shows_the_difference(a: Any, b: Any) -> None:
-    """States that differ in this alone are told apart."""
+    """States that differ in one detail have different signatures."""
     first, again, other = (SignatureScan(lambda: []).signature_of(state) for state in (a, a, b))
     assert first == again
     assert first != other

@@ -1,5 +1,4 @@
-"""``holdfast drivers --check`` and saves on real servers: good ones have no problem, and what a
-poor one lacks is told."""
+"""``holdfast drivers --check`` and saves on real servers: the check reports their deficiencies."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
 
 
 def uri_of(server: Rclone | Moto, name: str, more: str = "") -> str:
-    """Of a place on it."""
+    """Return the URI of a folder on the server."""
     location, _, options = server.uri.partition("?")
     return f"{location}/{name}?{options}{more}"
 
@@ -48,7 +47,7 @@ def checked(uri: str) -> Report:
 
 
 def left(uri: str) -> list[str]:
-    """What is there."""
+    """Return the keys below ``uri``."""
 
     async def listed() -> list[str]:
         driver = open_driver(uri)
@@ -102,7 +101,7 @@ def test_a_server_that_ignores_conditions_is_found_out(rclone: Rclone) -> None:
     assert not report.may_save
     advice = next(finding.advice for finding in report.problems if finding.name == "exclusive")
     assert "?conditional=off" in advice
-    # Of a key that was put at the same time its lists go on showing an object: then that is told.
+    # After concurrent puts, the server may keep listing a deleted key. The report says so then.
     assert left(uri) == [] or report.left is not None
 
 
@@ -117,8 +116,8 @@ def test_a_save_to_such_a_server_is_refused_and_leaves_nothing(rclone: Rclone) -
 
 
 def test_with_the_option_a_save_works_if_it_can_be_loaded(rclone: Rclone) -> None:
-    """Where the server's answers to whole ranges are refused by the client, the save fails, and not
-    the load."""
+    """A save fails, rather than the later load, if the client rejects the server's range
+    responses."""
     uri = uri_of(rclone, "weak", "&conditional=off")
     unreadable = "ranges" in told(checked(uri))
     if unreadable:

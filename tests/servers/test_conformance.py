@@ -1,5 +1,4 @@
-"""The conformance kit, run as its users run it, on real servers; what it finds is also looked for
-around the driver."""
+"""The conformance kit on real servers, run as users run it; findings are confirmed by hand."""
 
 from __future__ import annotations
 

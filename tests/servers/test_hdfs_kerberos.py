@@ -75,8 +75,10 @@ def _skip_without_servers() -> None:
 
 
 def client(program: str, uri: str, environment: dict[str, str], mib: int = 40) -> str:
-    """What a client process prints and logs. ``mib``: how much it saves, by default enough for
-    several parts."""
+    """Run a client process and return its output.
+
+    ``mib`` is the size of its state, by default enough for several parts.
+    """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, uri, str(mib)],
         env=os.environ | environment,
@@ -168,7 +170,7 @@ def test_without_the_library_the_error_names_the_package(
 
 
 def test_another_user_is_refused(secure: SecureHadoop) -> None:
-    """Permissions are those of the ticket's user; the name of the process's user does not matter."""
+    """Permissions apply to the user of the ticket, not to HADOOP_USER_NAME."""
     uri = secure.at(uuid.uuid4().hex)
     environment = secure.environment(secure.ticket("alice")) | {"HADOOP_USER_NAME": "bob"}
     assert client(PUT, uri, environment).startswith("stored")
@@ -179,8 +181,8 @@ def test_another_user_is_refused(secure: SecureHadoop) -> None:
 
 
 def test_a_delegation_token_stands_for_a_ticket(secure: SecureHadoop, tmp_path: Path) -> None:
-    """Without a ticket, and by the name of a host for which the token has an address: saved, joined
-    and loaded."""
+    """A delegation token alone, looked up by host address, suffices to save, join parts and
+    load."""
     environment = secure.environment() | {
         "HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens"))
     }

@@ -1,7 +1,6 @@
-"""Two saves to one URI, in every order in which they interrupt each other twice, and with deaths at
-every moment.
+"""Two saves to one URI, interleaved with up to two interruptions, and with a crash at any point.
 
-Whatever happens, a reader finds exactly one whole checkpoint: one that somebody saved, to the bit.
+A reader always finds exactly one complete checkpoint that somebody saved, bit for bit.
 """
 
 from __future__ import annotations
@@ -62,8 +61,11 @@ async def prepared(arrange: Arrange) -> tuple[Simulation, Watch]:
 
 
 async def finish(sim: Simulation, watch: Watch) -> None:
-    """Whoever saved without an error was the checkpoint at some time; who did not, lost to another;
-    then one save more works, and leaves nothing but itself and what is within its grace period."""
+    """Check the end of a run.
+
+    Each save either became the checkpoint for a while or lost to another. One more save succeeds,
+    and leaves only its own objects and those within their grace period.
+    """
     await sim.end()
     for actor in sim.actors:
         if actor.dead or actor.name.startswith("reader"):
@@ -83,7 +85,7 @@ async def finish(sim: Simulation, watch: Watch) -> None:
 
 
 def steps_of_a_save() -> int:
-    """How often a save accesses storage that holds a checkpoint and the remains of a dead attempt."""
+    """Count the storage accesses of a save over a checkpoint and the remains of a dead attempt."""
 
     async def run() -> int:
         sim, watch = await prepared(sorted)
@@ -128,8 +130,7 @@ def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
     ],
 )
 def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str, every: int) -> None:
-    """A part of the ways in which two saves interrupt each other up to twice, whatever
-    the order in which files are deleted."""
+    """A sample of interleavings with up to two interruptions, in each order of deletions."""
     n = steps_of_a_save()
     assert math.gcd(every, n - 1) == 1, "some second interruptions would never be tried"
 
@@ -176,8 +177,7 @@ def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) ->
 
 @pytest.mark.nightly(5)
 def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
-    """Whenever the two interrupt each other, up to twice: what was saved is there when both have
-    ended, since it is not what the pruning was to delete."""
+    """A save that overlaps a pruning survives it, since the pruning targets an older attempt."""
 
     async def run(cuts: list[int] | None) -> int:
         sim, watch = await prepared(sorted)
@@ -202,7 +202,7 @@ def test_a_save_is_not_deleted_by_a_pruning_that_began_before_it() -> None:
 
 
 def attempt_of(sim: Simulation) -> str:
-    """That of the checkpoint that is there."""
+    """Return the attempt of the current checkpoint."""
     return Manifest.decode(sim.storage.objects[MANIFEST_KEY][0]).attempt
 
 

@@ -1,2 +1,1 @@
-"""What several test modules need: states to save, comparisons to the bit, drivers that misbehave,
-ranks."""
+"""Helpers for several test modules: states, exact comparisons, faulty drivers, ranks."""

@@ -19,8 +19,7 @@ WHOLE = torch.arange(35.0).reshape(7, 5)
 
 
 class Around(torch.Tensor):
-    """Has the shape of another tensor, and all else of it. What it derives from that is dropped by
-    every operation."""
+    """A tensor around another one; every operation drops the data that it derives from it."""
 
     held: torch.Tensor
     derived: torch.Tensor | None
@@ -33,7 +32,7 @@ class Around(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The names of what it is made of."""
+        """Return the names of the inner tensors."""
         return ["held"] + ["derived"] * (self.derived is not None), None
 
     @classmethod
@@ -73,8 +72,10 @@ def save_around(uri: str, lazy: bool) -> None:
 
 
 def load_around(uri: str) -> list[bool]:
-    """Whether what was saved comes back: into such a parameter, which forgets what it derived
-    before, and into a plain one."""
+    """Load into a wrapped and a plain parameter; return the results of the checks.
+
+    The wrapped parameter must also forget the data that it derived before.
+    """
     model = model_of(torch.zeros(7, 5))
     expected = model_of(WHOLE)
     holdfast.load(uri, into={"model": model})

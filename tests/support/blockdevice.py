@@ -1,11 +1,10 @@
-"""A block device that notes what reaches it, and fails when told to; and the disks that a crash
-could leave of it.
+"""A block device that logs requests and injects failures, and the images a crash could leave.
 
-A FUSE file system of one file, attached to a loop device: whatever a file system on it writes, and
-each flush that it asks for, goes into a log. What was written before the last flush is on the disk;
-of what came after, a power cut leaves any part, in any order, sector by sector. Run as ``python
-blockdevice.py IMAGE MOUNTPOINT LOG``; the file ``control`` beside the disk takes "fail write N",
-"fail flush N" (the N-th from now, and all that follow), "fail write N once", and "work".
+A FUSE file system with one file, attached to a loop device, logs every write and flush of the file
+system on it. Writes before the last flush are durable. A power cut may keep any later sectors, in
+any order. Run as ``python blockdevice.py IMAGE MOUNTPOINT LOG``. The file ``control`` next to the
+disk accepts "fail write N", "fail flush N" (the N-th from now, and all later ones), "fail write N
+once", and "work".
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Record:
 
     @property
     def is_flush(self) -> bool:
-        """Whether all before it is on the disk now."""
+        """True for a flush: all earlier writes are durable."""
         return self.start == FLUSH
 
 
@@ -62,7 +61,7 @@ class BlockDevice:
 
     @property
     def position(self) -> int:
-        """How long the log is by now."""
+        """The current length of the log."""
         return self.log.stat().st_size
 
     def tell(self, words: str) -> None:
@@ -71,7 +70,7 @@ class BlockDevice:
 
 
 def records(log: Path) -> list[Record]:
-    """What reached the device, in order."""
+    """Read the requests that reached the device, in order."""
     found, data, at = [], log.read_bytes(), 0
     while at < len(data):
         start, nbytes = HEAD.unpack_from(data, at)
@@ -100,9 +99,9 @@ def new_block_device(kind: str, folder: Path) -> Iterator[BlockDevice]:
     )
     try:
         _until_served(served, server)
-        # A request must reach us whole. FUSE cuts what comes through the page cache, and what is
-        # longer than 1 MiB; and where only a later part fails, Linux's loop device says that all is
-        # written (seen with 6.18): nobody's disk does that.
+        # Use direct I/O and small requests, so that each arrives as one request. FUSE splits
+        # buffered requests and those above 1 MiB. If only a later part fails, Linux's loop device
+        # reports a complete write (seen with 6.18), which no real disk does.
         loop = Path(run("losetup", "--find", "--show", "--direct-io=on", served / "disk"))
         try:
             Path(f"/sys/block/{loop.name}/queue/max_sectors_kb").write_text("128")
@@ -127,9 +126,11 @@ def _until_served(served: Path, server: subprocess.Popen[bytes]) -> None:
 def crash_disks(
     before: Path, log: Sequence[Record], points: Sequence[int], into: Path, rng: Random
 ) -> Iterator[tuple[int, str, Path]]:
-    """For each of ``points`` (ascending: so many records were handed to the device) what a power
-    cut then could leave: the point, which part of what was not flushed has reached the disk, and an
-    image that the caller may spoil."""
+    """Yield the disks that a power cut could leave after each of ``points``.
+
+    A point is a number of logged requests; they ascend. Each item is the point, which unflushed
+    writes survived, and an image that the caller may modify.
+    """
     durable, state, applied, flushed = into / "durable.image", into / "state.image", 0, 0
     run("cp", "--sparse=always", before, durable)
     for point in points:

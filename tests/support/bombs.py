@@ -26,7 +26,7 @@ TOP = (1 << 63) - 1
 
 
 def shards_that_wrap(columns: Columns, fields: Head) -> None:
-    """Numbers of shards whose sum, in 64 bits, is what it should be."""
+    """Set shard counts so that their sum wraps around to the right total."""
     counts = columns["tensor.shards"].astype(np.uint64)
     counts[:] = [1 << 62, 1 << 62, 1 << 62, 1 << 62, int(counts.sum())]
     columns["tensor.shards"] = counts
@@ -84,8 +84,7 @@ def large_tensor(columns: Columns, fields: Head) -> None:
 
 
 def chain(columns: Columns, fields: Head) -> None:
-    """Eight thousand containers, each in the one before: their prefixes take 64 megabytes, which
-    grow with the square."""
+    """Nest eight thousand containers; their prefixes grow quadratically, to 64 megabytes."""
     known = fields["tree"]["containers"]
     fields["tree"]["containers"] = known + [[max(0, n - 1) if n > len(known) else 0, "k", "dict"] for n in range(len(known), 8_000)]  # fmt: skip
 
@@ -139,8 +138,7 @@ BOMBS: dict[str, Alter] = {
 
 
 def sparse(folder: Path, which: str) -> str:
-    """A checkpoint on disk of which one file is blown up to a terabyte that takes no room. Returns
-    its path."""
+    """Save a checkpoint, extend one file to a sparse terabyte, and return the path."""
     path = folder / which
     holdfast.save(path, {"w": torch.arange(64.0)})
     (image,) = path.rglob("0.safetensors")

@@ -13,8 +13,7 @@ from holdfast.drivers.memory import MemoryDriver
 __all__ = ["Flaky", "Step"]
 
 Step = BaseException | float | tuple[float, BaseException] | None
-"""What one operation does: raises, takes seconds, takes seconds and then raises, or nothing
-special."""
+"""The behaviour of one operation: raise, delay, delay and raise, or nothing special."""
 
 T = TypeVar("T")
 

@@ -79,14 +79,16 @@ class KeptHosts:
         await host.stack.aclose()
 
     def stocks(self) -> list[Stock]:
-        """What the keepers hold that are there."""
+        """Return the inventories of the running keepers."""
         return [Stock(host.host, host.keeper.inventory()) for host in self.hosts.values()]
 
     async def enter(
         self, chosen: int | None = None, seen: Mapping[str, Mapping[str, str]] = {}
     ) -> None:
-        """Training goes on in the next epoch. ``seen``: what a keeper takes the addresses of others
-        for, by both names."""
+        """Enter the next epoch on all hosts.
+
+        ``seen`` overrides, by host, the addresses at which a keeper sees the others.
+        """
         met = meeting(self.stocks(), self.world, GuardOption(self.mode))
         assert met.problem == ""
         for host in self.hosts.values():
@@ -100,8 +102,10 @@ class KeptHosts:
         self.epoch += 1
 
     async def step(self, step: int, kind: type[Event] | None = Agreed) -> list[Told]:
-        """Every rank captures a step; what each is told of it, until it is told ``kind``, or that
-        it comes to nothing."""
+        """Capture a step on every rank, and wait until each sees ``kind`` or the step is voided.
+
+        Return the events of each rank.
+        """
         told: list[Told] = []
         for host in self.hosts.values():
             for rank, arena in host.arenas.items():
@@ -112,7 +116,7 @@ class KeptHosts:
         return told
 
     def choices(self, struck: Collection[DamagedImage] = ()) -> tuple[list[Choice], list[str]]:
-        """What a restart could go on from, but for these images."""
+        """Return the steps that a restart could resume from, without the images in ``struck``."""
         return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), struck)
 
     async def rebuild(self, choice: Choice) -> list[str]:
@@ -136,7 +140,7 @@ class KeptHosts:
             memory.close()
 
     def group(self) -> GuardedGroup:
-        """The one group of all hosts."""
+        """Return the single group of all hosts."""
         (group,) = meeting(self.stocks(), self.world, GuardOption(self.mode)).groups
         return group
 

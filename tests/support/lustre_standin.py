@@ -1,13 +1,12 @@
-"""A stand-in for Lustre, as a FUSE file system over a folder: what a writer in user space sees of
-layouts.
+"""A stand-in for Lustre, as a FUSE file system over a folder, that emulates layouts.
 
-It has the extended attribute ``lustre.lov`` (set before the first byte, ignored in silence
+It has the extended attribute ``lustre.lov`` (set before the first byte, silently ignored
 afterwards, inherited from the folder, composite where the folder's is), and it counts how often an
-object passes from one writing process to another, which on Lustre moves a lock between hosts. It is
-not Lustre: it has no targets and no locks, and statfs calls it FUSE. Run as ``python
-lustre_standin.py FOLDER MOUNTPOINT OSTS [deaf|refusing]``: ``deaf`` ignores every layout, as an old
-client does whose files have objects from the start; ``refusing`` knows no ``lustre.lov`` of regular
-files, but one of another name, which the tests' own ``lfs`` sets.
+object passes from one writing process to another, which on Lustre moves a lock between hosts. It
+has no targets and no locks, and statfs calls it FUSE. Run as ``python lustre_standin.py FOLDER
+MOUNTPOINT OSTS [deaf|refusing]``. ``deaf`` ignores every layout, as an old client does whose files
+have objects from the start. ``refusing`` rejects ``lustre.lov`` on regular files, but accepts
+another attribute, which the tests' own ``lfs`` sets.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Standin(fuse.Operations):
         self.switches: Counter[int] = Counter()
 
     def real(self, path: str) -> str:
-        """Where ``path`` really is."""
+        """Return the path in the underlying folder."""
         return self.folder + path
 
     def inode(self, path: str, fh: int | None = None) -> int:
@@ -72,7 +71,7 @@ class Standin(fuse.Operations):
         return (os.lstat(self.real(path)) if fh is None else os.fstat(fh)).st_ino
 
     def default(self, path: str) -> bytes:
-        """The layout that a new file at ``path`` gets by itself: its folder's, or the root's."""
+        """Return the default layout of a new file: its folder's, or the root's."""
         folder = self.folders.get(self.inode(os.path.dirname(path)))
         return folder or self.folders.get(self.inode("/")) or DEFAULT
 
@@ -167,7 +166,7 @@ class Standin(fuse.Operations):
         return os.pwrite(fh, data, start)
 
     def count(self, inode: int, start: int, nbytes: int) -> None:
-        """Note which process writes to which objects of a file."""
+        """Count how often an object of the file passes to another writing process."""
         magic, _, _, _, stripe_nbytes, count, _ = HEAD.unpack_from(self.files[inode])
         if magic == COMPOSITE:
             return

@@ -92,7 +92,7 @@ class Job:
         self.lines[rank].cut()
 
     def team(self, rank: int, call: Call) -> StoreTeam:
-        """That of a rank, for a call."""
+        """Return the team of a rank for one call."""
         return StoreTeam(
             self.store, rank, self.world, "", self.deadline_s, call, self.members[rank]
         )
@@ -110,7 +110,7 @@ class Job:
     async def calls(
         self, rank: int, call: Call, rounds: Sequence[str] = ("a", "b"), late_s: float = 0.0
     ) -> list[bytes]:
-        """A rank makes a call; what it learns in its rounds."""
+        """Make a call on one rank; return the verdicts of its rounds."""
         await asyncio.sleep(late_s)
         learnt: list[bytes] = await self.acts(rank, stating(*rounds), call)
         return learnt
@@ -128,7 +128,7 @@ class Job:
 
 
 def stating(*rounds: str) -> Act:
-    """Return what holds these rounds, one after the other, and returns what it learns."""
+    """Return an act that runs these rounds in order, and returns their verdicts."""
 
     async def act(team: Team) -> list[bytes]:
         return [
@@ -139,12 +139,12 @@ def stating(*rounds: str) -> Act:
 
 
 async def joined(statements: Sequence[bytes]) -> bytes:
-    """A verdict that shows what was stated."""
+    """Return a verdict that joins all statements."""
     return b"|".join(statements)
 
 
 def everybody(name: str, world: int) -> bytes:
-    """That verdict, where all ranks have come."""
+    """Return the verdict of :func:`joined` with the statements of all ranks."""
     return "|".join(f"{name}{rank}" for rank in range(world)).encode()
 
 

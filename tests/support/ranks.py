@@ -38,9 +38,9 @@ def as_ranks(
     store: Any = None,
     hosts: Sequence[str | None] | None = None,
 ) -> list[Any]:
-    """Let each of so many ranks, all tasks of this process, do ``act`` with its team.
+    """Run ``act`` on ``world`` ranks, all tasks of this process; return results or errors.
 
-    Returns what each returned or raised. ``hosts``: on which host each is; None: on this one.
+    ``hosts`` is the host of each rank, None for this one.
     """
     store, prefix = store or dist.HashStore(), f"ranks{next(_numbers)}"
 
@@ -68,7 +68,7 @@ def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
 def save_cut(
     driver: Driver, tensors: Mapping[str, np.ndarray], boxes: Mapping[str, Sequence[Box]]
 ) -> None:
-    """Save ``tensors``, of each of which every rank holds one box, as a DTensor would be held."""
+    """Save ``tensors``; every rank holds one box of each, as with a DTensor."""
     flats = []
     for rank in range(min(map(len, boxes.values()))):
         mine = {name: boxes[name][rank] for name in tensors}

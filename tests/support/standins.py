@@ -27,7 +27,7 @@ else:
     layout = struct.pack("<IIQQIHH", 0x0BD10BD0, 0, 0, 0, size, count & 0xFFFF, 0xFFFF)
     os.setxattr(arguments[-1], "user.lov", layout)
 """
-"""What the real one does for us: `setstripe` of a file that is empty, and `df`."""
+"""A fake `lfs` with the commands that the driver uses: `setstripe` on empty files, and `df`."""
 
 _PROGRAM = Path(__file__).with_name("lustre_standin.py")
 _MOUNT_TIMEOUT_S = 20.0

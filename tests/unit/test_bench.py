@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, and that the programs run and check what they load."""
+"""The arithmetic of the benchmarks, and their checks of loaded data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rows_show_ratios_to_limit_and_to_holdfast() -> None:
 
 
 def test_contestants_take_turns() -> None:
-    """A B, B A, A B: each with what comes before and after it, which is not timed."""
+    """Contestants alternate (A B, B A, A B), and set-up and clean-up are not timed."""
     seen: list[str] = []
     add = seen.append
     contestants = [
@@ -86,7 +86,7 @@ def test_peak_memory_sees_what_was_freed_again() -> None:
 
 @pytest.mark.parametrize("gib", [0.5, 1.0, 2.0, 4.0, 5.0, 8.0])
 def test_states_come_close_to_their_size(gib: float) -> None:
-    """A model of whole layers is within 10 % of the size that was asked for."""
+    """A scaled model of whole layers is within 10 % of the requested size."""
     nbytes = sum(torch.Size(shape).numel() * 14 for shape in scaled_parameters(gib).values())
     assert nbytes / (1 << 30) == pytest.approx(gib, rel=0.1)
 
@@ -101,8 +101,10 @@ def test_digests_tell_states_apart() -> None:
 
 
 def test_tiny_overrules_size_and_rounds(tmp_path: Path) -> None:
-    """--tiny is one round of a small state, whatever else is asked for. Speed is not judged, the
-    figures go where asked, and nothing else is left."""
+    """--tiny runs one round of a small state, whatever the other options say.
+
+    It does not judge speed, writes the figures to the given file, and leaves nothing else.
+    """
     seen: list[Options] = []
 
     def report(given: Options, folder: Path) -> Report:

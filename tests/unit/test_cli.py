@@ -1,4 +1,4 @@
-"""The commands: what they print, for people and for programs, and how they end."""
+"""The commands: output for people and for programs, and exit codes."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_ls_without_a_checkpoint_says_so(root: str) -> None:
 
 
 def test_ls_shows_damaged_checkpoints(root: str, uri: str) -> None:
-    """A checkpoint that cannot be opened is listed with its problem, beside the others."""
+    """A checkpoint that cannot be opened is listed with its problem."""
     holdfast.save(f"{root}/step-8", {"step": 8})
     change(uri, "manifest.safetensors", 100)
     result = run("ls", root)

@@ -32,7 +32,7 @@ from holdfast.core.units import (
     ],
 )
 def test_sizes_have_three_digits(nbytes: int, expected: str) -> None:
-    """And the unit in which they are at most 999."""
+    """A size has three digits, in a unit that keeps the number below 1000."""
     assert size_text(nbytes) == expected
 
 
@@ -69,7 +69,7 @@ def test_a_duration_has_a_unit(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "min", "10 parsecs", "-3min", "1.s", "1,5s"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    """With what it was."""
+    """The error for a malformed duration says so."""
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
@@ -91,5 +91,5 @@ def test_a_number_alone_is_in_seconds_unless_a_unit_is_needed() -> None:
     ],
 )
 def test_groups_are_as_large_as_allowed(sizes: list[int], groups: list[list[int]]) -> None:
-    """In order, up to ten bytes; what has more is alone."""
+    """Groups keep the order and hold up to ten bytes; a larger item is alone."""
     assert list(in_groups(sizes, lambda size: size, 10)) == groups

@@ -130,7 +130,7 @@ def test_a_watch_that_finds_no_room_for_sums_learns_nothing():
 
 @pytest.fixture
 def forked_after_cuda(monkeypatch):
-    """What torch says in a child that was forked after CUDA began."""
+    """Make torch report a child that was forked after CUDA started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
 

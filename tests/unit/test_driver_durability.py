@@ -204,7 +204,7 @@ async def test_a_failed_step_leaves_nothing_visible(
 async def test_a_failed_replacement_leaves_the_old_object(
     driver: LocalDriver, calls: Calls, step: str
 ) -> None:
-    """Whatever fails before the rename is done, the object is the one that was there."""
+    """A failure before the end of the rename leaves the old object in place."""
     await driver.put("x", b"old")
     calls.fail[step] = errno.EIO
     with pytest.raises(StorageDownError):
@@ -268,8 +268,10 @@ async def test_what_cannot_be_removed_is_reported(
 async def test_a_close_that_fails_undoes_nothing(
     driver: LocalDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was fsynced is durable: put and commit succeed, abort raises nothing, and all
-    descriptors are let go of."""
+    """A failed close has no effect on durable data.
+
+    Put and commit succeed, abort raises nothing, and all descriptors are closed.
+    """
     close = os.close
 
     def failing(fd: int) -> None:
@@ -308,8 +310,10 @@ KINDS = {
     ("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names]
 )
 def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
-    """The kind says what a handler would do; the message names operation and errno; the cause is
-    kept."""
+    """Each errno maps to an error class that tells a handler what to do.
+
+    The message names the operation and the errno, and the cause is preserved.
+    """
     code = getattr(errno, name)
     with pytest.raises(errors.StorageError) as caught, storage_errors("write", "file:///r", "k"):
         raise OSError(code, os.strerror(code))
@@ -322,8 +326,7 @@ def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
 
 
 def test_our_own_errors_pass_unchanged() -> None:
-    """A StorageError is an OSError, but needs no translation; what is no OSError is a bug, and
-    passes too."""
+    """A StorageError passes unchanged, and so does any error other than OSError, which is a bug."""
     for error in (FullError("full", key="k"), KeyError("x")):
         with pytest.raises(type(error)) as caught, storage_errors("write", "file:///r", "other"):
             raise error

@@ -56,7 +56,7 @@ def outside(root: Path, tmp_path: Path) -> Path:
 async def test_a_key_through_a_symbolic_link_is_refused(
     driver: LocalDriver, outside: Path, key: str
 ) -> None:
-    """Every method raises AccessError, and what the link points to is untouched."""
+    """Every method raises AccessError and leaves the target of the link untouched."""
     into = memoryview(bytearray(1))
     calls = [
         driver.read(key, 0, into),
@@ -94,8 +94,7 @@ async def test_deleting_all_removes_links_and_not_their_targets(
 async def test_a_folder_swapped_for_a_link_leads_nowhere(
     driver: LocalDriver, outside: Path, root: Path
 ) -> None:
-    """An upload goes on in the folder in which it began; whoever replaces that by a link gains
-    nothing."""
+    """An upload stays in its original folder, even if a link replaces that folder."""
     upload = await driver.create("real/new", 3)
     (root / "real").rename(root / "moved")
     (root / "real").symlink_to(outside)
@@ -165,7 +164,7 @@ async def test_an_object_and_a_folder_cannot_share_a_name(driver: LocalDriver) -
 async def test_a_root_that_is_missing_is_empty_until_something_is_stored(
     driver: LocalDriver, root: Path
 ) -> None:
-    """Looking creates nothing; storing makes the root, the folders above it and those of the key."""
+    """Reads create nothing; a put creates the root, its parents and the folders of the key."""
     assert await keys(driver) == await keys(driver, "a") == []
     for call in (driver.get("x"), driver.stat("x"), driver.read("x", 0, memoryview(bytearray(1)))):
         with pytest.raises(NotFoundError):
@@ -184,7 +183,7 @@ async def test_a_root_that_is_missing_is_empty_until_something_is_stored(
 async def test_permissions_are_what_the_umask_leaves(
     driver: LocalDriver, root: Path, umask: int, folder: int, file: int
 ) -> None:
-    """Folders and files are as private as the process was told to make them; no file is executable."""
+    """The umask of the process applies to folders and files; no file is executable."""
     before = os.umask(umask)
     try:
         await driver.put("a/x", b"")
@@ -216,8 +215,11 @@ async def test_a_root_made_anew_is_found(driver: LocalDriver, root: Path) -> Non
 async def test_an_object_that_is_replaced_when_it_was_just_opened_is_read_anew(
     driver: LocalDriver, root: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file system has forgotten the old one: so nobody is told that there is none,
-    however often it happens."""
+    """A read retries if the object is replaced right after it was opened.
+
+    Some file systems then report the old file as stale or missing, which must not look like a
+    missing object.
+    """
     await driver.put("x", b"old")
     status, forgotten = os.fstat, 1
 
@@ -249,7 +251,7 @@ async def test_an_object_that_is_replaced_when_it_was_just_opened_is_read_anew(
 async def test_a_listing_looks_only_below_its_prefix(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cost does not grow with what lies beside it."""
+    """A listing scans only folders below its prefix, so its cost ignores the rest."""
     for n in range(20):
         await driver.put(f"{n}/a/x", b"")
     scanned = []

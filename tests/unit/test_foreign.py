@@ -1,5 +1,7 @@
-"""What frameworks leave on tensors and modules is recognised by attributes: refused by path and
-name, before any I/O."""
+"""States of other frameworks are recognised by attributes, and refused before any I/O.
+
+The error names the path and the framework.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Wrapper(torch.optim.SGD):
 
 
 def megatron(*, sharded: bool = False) -> nn.Module:
-    """A module beside an optimizer of Megatron, which has fp32 copies of its parameters."""
+    """Return a module whose parameters have fp32 master copies, as with Megatron's optimizer."""
     model = nn.Linear(3, 4, dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.main_param = parameter.detach().float()  # type: ignore[attr-defined]
@@ -113,7 +115,7 @@ class Engine(of_deepspeed("DeepSpeedEngine", nn.Module)):  # type: ignore[misc]
 def test_what_deepspeed_has_partitioned_is_not_saved(
     state: Any, path: str, said: str, tmp_path: Path
 ) -> None:
-    """Placeholders and optimizers, wherever they are. What is to be done instead is said."""
+    """A save refuses DeepSpeed's placeholders and optimizers, and advises what to do instead."""
     with pytest.raises(holdfast.StateError) as caught:
         holdfast.save(tmp_path / "c", state())
     assert path in str(caught.value)
@@ -170,8 +172,11 @@ def test_what_the_next_step_would_overwrite_is_not_loaded_into(
 
 
 def test_parameters_that_deepspeed_shows_whole_are_saved(tmp_path: Path) -> None:
-    """Those that ZeRO-3 has gathered, and those of ZeRO-1; they are loaded into a module of torch
-    alone, and into the state dict of the module, whose master copies the caller renews."""
+    """Parameters that ZeRO-3 has gathered, or that ZeRO-1 keeps whole, are saved.
+
+    They load into a plain torch module, and into a state dict whose master copies the caller
+    renews.
+    """
     whole = zero3(gathered=True)
     holdfast.save(tmp_path / "3", {"model": whole})
     plain = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
@@ -191,7 +196,10 @@ def test_parameters_that_deepspeed_shows_whole_are_saved(tmp_path: Path) -> None
 def test_a_module_is_loaded_beside_the_megatron_optimizer_that_has_its_masters(
     tmp_path: Path,
 ) -> None:
-    """That gets them back by itself; and into a state dict the module alone is loaded."""
+    """Loading a module together with Megatron's optimizer succeeds: that restores its masters.
+
+    A state dict of the module alone can be loaded, too.
+    """
     model = megatron()
     holdfast.save(tmp_path / "c", {"model": model, "o": MegatronOptimizer()})
     fresh = megatron()
@@ -290,7 +298,7 @@ HOLLOW = {
 
 @pytest.mark.parametrize("name", HOLLOW)
 def test_a_state_that_holds_less_than_it_seems_is_refused(name: str, tmp_path: Path) -> None:
-    """By its path, before any I/O, by every way to save; unless it is asked for."""
+    """Every way to save refuses a hollow state by path, before any I/O, without ``allow_empty``."""
     made, said = HOLLOW[name]
     calls = [
         lambda **options: holdfast.save(tmp_path / "c", made(), **options),
@@ -334,13 +342,13 @@ def test_a_checkpointer_saves_nothing_that_is_hollow_unless_asked(tmp_path: Path
     ids=["nothing", "values", "queues", "no inputs", "no weights of classes", "equal keys"],
 )
 def test_what_is_empty_in_earnest_is_saved(state: Any, tmp_path: Path) -> None:
-    """Values alone, empty tensors beside others, layers without inputs."""
+    """A state with only values, some empty tensors or layers without inputs is saved."""
     holdfast.save(tmp_path / "c", state)
     assert (tmp_path / "c" / "manifest.safetensors").exists()
 
 
 def test_a_state_that_becomes_hollow_is_seen(tmp_path: Path) -> None:
-    """After a save of it that was whole, and after one that was asked for."""
+    """A model that loses its data between saves is refused, even after a save with allow_empty."""
     model = nn.Linear(3, 4)
     holdfast.save(tmp_path / "c", {"model": model})
     for parameter in model.parameters():

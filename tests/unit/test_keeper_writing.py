@@ -1,4 +1,4 @@
-"""What a keeper that is not the lead keeper has waiting for that one to have it written."""
+"""Followers keep steps in memory until the lead keeper has them written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOTS = 5
 
 @pytest.fixture(autouse=True)
 def no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none."""
+    """Make every flush fail, as if storage were unavailable."""
 
     async def flush_part(*given: object) -> None:
         raise StorageError("storage is away")
@@ -37,7 +37,7 @@ def no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Waiting:
-    """The part of one rank, of which steps are agreed on. Nothing is written."""
+    """A keeper with one rank and agreed steps; nothing is written to storage."""
 
     name = "b"
     leads = False
@@ -54,32 +54,32 @@ class Waiting:
         self.tasks: list[asyncio.Task[None]] = []
 
     def images(self, id: GenerationId) -> list[Any]:
-        """Those of rank 0 that are here."""
+        """Return the images of rank 0 for this generation."""
         slots = self.generations._slots.values()
         label = SimpleNamespace(rank=0, world=1)
         return [SimpleNamespace(label=label) for slot in slots if slot.generation == id]
 
     def own_ranks(self, world: int) -> range:
-        """All of them."""
+        """Return every rank of this host."""
         return range(self.ranks)
 
     async def note(self, event: Event) -> None:
-        """A trainer is told."""
+        """Record an event for the trainer."""
         self.told.append(event)
 
     async def tell(self) -> None:
-        """To the lead keeper."""
+        """Do nothing: there is no lead keeper."""
 
     def damaged(self, id: GenerationId) -> None:
-        """Nothing is."""
+        """Fail the test: no image is damaged here."""
         raise AssertionError(id)
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """See the real one."""
+        """Start the work as a task."""
         self.tasks.append(asyncio.ensure_future(work))
 
     async def want(self, step: int) -> None:
-        """A step is sealed, agreed on, and wanted in storage."""
+        """Seal a step, have it agreed on, and request its flush."""
         grant = self.generations.fill(1, 0, step, 100, 1)
         assert isinstance(grant, Grant), grant
         if grant.fresh:
@@ -92,23 +92,23 @@ class Waiting:
         await self.settle()
 
     async def follow(self, order: int | None = None, ended: FlushEnd | None = None) -> None:
-        """The lead keeper says that a step is to be written, or what has become of one."""
+        """Apply a standing of the lead keeper: the order to write a step, or the end of a flush."""
         flush = None if order is None else FlushOrder(GenerationId(0, order), f"attempt {order}")
         await self.writing.follow(Standing("lead/1", 0, flush=flush, ended=ended))
         await self.settle()
 
     async def settle(self) -> None:
-        """Until nothing more is to be done."""
+        """Run all tasks to their end."""
         while self.tasks:
             await self.tasks.pop()
 
     def failed(self) -> list[int]:
-        """The steps that come to nothing, as trainers are told."""
+        """Return the steps whose flush failed for good, in the order of the events."""
         assert all(isinstance(event, FlushFailed) and event.final for event in self.told)
         return [event.generation.step for event in self.told]
 
     def reads(self) -> list[int]:
-        """The steps whose memory is kept to be written."""
+        """Return the steps whose memory is pinned until they are written."""
         return sorted(slot.generation.step for slot in pinned(self.generations) if slot.generation)
 
 
@@ -129,7 +129,10 @@ async def test_a_later_step_takes_the_place_of_one_that_waits_and_not_of_one_bei
 
 @in_virtual_time
 async def test_steps_before_one_that_has_ended_are_not_waited_for_any_longer() -> None:
-    """How they ended has not come here: answers overtake each other, and say the newest end."""
+    """The keeper drops an earlier step although it has not seen how that flush ended.
+
+    Responses can overtake each other, and each carries only the newest result.
+    """
     waiting = Waiting()
     await waiting.want(4)
     await waiting.follow(order=4)
@@ -183,7 +186,7 @@ async def test_who_asks_again_for_what_waits_changes_nothing() -> None:
 
 @in_virtual_time
 async def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
-    """One rank of this host has nothing of it, and has gone on: what the keeper before had is lost."""
+    """A keeper drops an adopted step when one rank has no image of it and has moved on."""
     waiting = Waiting()
     assert waiting.generations.enter(2, 1, 0, None) is None
     waiting.ranks = 2
@@ -200,8 +203,8 @@ async def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
 
 
 class Peers:
-    """The reports of the keepers ``a`` and ``b``. The second time that something moves, another job
-    has begun, on ``a`` alone."""
+    """Reports of the keepers ``a`` and ``b``; at the second change a new job runs on ``a``
+    alone."""
 
     name = "a"
 
@@ -212,15 +215,15 @@ class Peers:
         self.parts: dict[str, Written] = {}
 
     def written(self) -> Mapping[str, Written]:
-        """What was reported."""
+        """Return the reports."""
         return self.parts
 
     def unheard(self) -> Sequence[str]:
-        """Of the job that runs, all are heard."""
+        """Return no names: every keeper of the current job reports."""
         return []
 
     async def moved(self, within_s: float) -> None:
-        """Something has."""
+        """Count a change of the reports."""
         self.moves += 1
         if self.moves == 2:
             self.names = frozenset("a")
@@ -228,7 +231,7 @@ class Peers:
 
 
 def test_nothing_is_waited_for_of_a_keeper_that_is_not_of_the_job_any_more() -> None:
-    """The next job was begun on fewer hosts, while the flush of the one before was under way."""
+    """A flush fails if the next job starts without one of the keepers that it waits for."""
     peers = Peers()
     with pytest.raises(SaveError, match=re.escape("the keeper b has stopped reporting")):
         run_virtual(_written(peers, lambda: True))  # type: ignore[arg-type]
@@ -236,8 +239,11 @@ def test_nothing_is_waited_for_of_a_keeper_that_is_not_of_the_job_any_more() -> 
 
 
 def test_what_a_keeper_has_nothing_of_any_more_is_not_tried_again() -> None:
-    """It took the place of one that had died, and later steps that of what was to be written. The
-    other keepers held two of three slots for it, so that no later step could take its place."""
+    """A flush is not retried once a keeper no longer holds the step.
+
+    A replacement keeper has lost its part, and newer steps have taken the memory. The other keepers
+    still held two of three slots for it, so a retry would block every later step.
+    """
     peers = Peers()
     peers.parts["b"] = Written("attempt", problem="nothing of it is here", gone=True)
     with pytest.raises(SupersededError, match="the keeper b no longer holds it"):

@@ -1,5 +1,4 @@
-"""What obstore would take from the environment by itself, and must not: each request is as the
-URI's options say."""
+"""Environment variables of obstore change no request; only the URI's options do."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ CREDENTIALS = {
            '"private_key_id": ""}'},
     "az": {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0", "AZURE_STORAGE_ACCOUNT_NAME": "account"},
 }  # fmt: skip
-"""What the environment is asked for."""
+"""The variables that may come from the environment."""
 
 OTHER_CREDENTIALS = re.compile(
     r"GOOGLE_(SERVICE_ACCOUNT(_PATH)?|BEARER_TOKEN|APPLICATION_CREDENTIALS)"
@@ -50,7 +49,7 @@ CLIENT = ("ALLOW_HTTP", "ALLOW_INVALID_CERTIFICATES", "CONNECT_TIMEOUT", "DEFAUL
 
 
 def known_variables(scheme: str) -> list[str]:
-    """The variables that the installed obstore says it reads, but for credentials."""
+    """Return the variables that the installed obstore reads, without credentials."""
     file, prefix = {"s3": ("aws", "AWS"), "gs": ("gcs", "GOOGLE"), "az": ("azure", "AZURE")}[scheme]
     text = importlib.resources.files("obstore").joinpath("_store", f"_{file}.pyi").read_text()
     keys = re.findall(r"^    ([a-z][a-z0-9_]*): ", text, re.M)
@@ -67,7 +66,7 @@ def known_variables(scheme: str) -> list[str]:
 
 
 async def use(driver: Driver) -> None:
-    """Every kind of request. What a server that keeps nothing answers does not matter."""
+    """Send every kind of request, and ignore errors: the server stores nothing."""
     content = memoryview(bytes((5 << 20) + 1))
     with contextlib.suppress(StorageError):
         upload = await driver.create("images/large", len(content))
@@ -91,7 +90,7 @@ async def use(driver: Driver) -> None:
 
 
 def requests(uri: str, server: ScriptedServer) -> list[tuple[object, ...]]:
-    """What is asked when ``uri`` is used, without what the time of day changes."""
+    """Return the requests that ``uri`` causes, without values that depend on the time."""
     server.log.clear()
     asyncio.run(asyncio.wait_for(use(open_driver(uri)), TIMEOUT_S))
     return sorted(map(without_time, server.log))
@@ -145,8 +144,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_no_variable_of_obstore_changes_a_request(
     scheme: str, options: str, clean: pytest.MonkeyPatch
 ) -> None:
-    """Endpoints, signatures, conditions, checksums, encryption, payers, time-outs, proxies:
-    whatever is set, all requests are the same, byte for byte."""
+    """Requests stay identical, byte for byte, under any value of any variable of obstore.
+
+    These cover endpoints, signatures, conditions, checksums, encryption, payers, time-outs and
+    proxies.
+    """
     for name, secret in CREDENTIALS[scheme].items():
         clean.setenv(name, secret)
     region = "&region=us-east-1" if scheme == "s3" else ""
@@ -161,7 +163,7 @@ def test_no_variable_of_obstore_changes_a_request(
 
 
 def test_the_variables_are_those_that_the_client_reads() -> None:
-    """The list that the tests above go by knows at least what is known to have leaked."""
+    """The list of variables contains at least those known to have changed requests."""
     leaked = {
         "AWS_ENDPOINT_URL_S3",
         "AWS_SKIP_SIGNATURE",

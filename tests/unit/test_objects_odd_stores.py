@@ -1,5 +1,7 @@
-"""Whole saves and loads on stores that answer oddly: they work, or fail with an error that says
-what is wrong; and nothing reads as empty that is not."""
+"""Saves and loads on stores with odd responses: they succeed, or fail with a clear error.
+
+No error makes a store look empty.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ pytest.importorskip("botocore", reason="botocore is not installed")
 
 STATE = {"x": torch.arange(1000.0), "step": 1}
 LARGE = {"x": torch.arange(3_000_000.0)}
-"""Of three parts."""
+"""A state whose upload has three parts."""
 PAGE = b"<!DOCTYPE html><html><head><title>Console</title></head><body></body></html>"
 
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of no worth; and nothing remembered of the stores of other tests."""
+    """Set dummy credentials, and forget the stores of other tests."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
@@ -108,7 +110,7 @@ def test_a_web_site_is_no_empty_store(
 def test_answers_of_no_store_at_all_are_no_empty_listing(
     body: bytes, root: str, store: OddStore
 ) -> None:
-    """Whatever it is that answers everything with status 200."""
+    """A listing fails on a server that answers every request with status 200."""
     store.fault = lambda asked: Answer(200, body)
     with pytest.raises(holdfast.HoldfastError):
         holdfast.list_checkpoints(root)
@@ -166,7 +168,7 @@ DATES = {
 
 @pytest.mark.parametrize("dates", ["2010, always", "a day ahead"])
 def test_no_save_aborts_its_own_upload(dates: str, root: str, store: OddStore) -> None:
-    """Whatever the store says of when an upload began."""
+    """A save keeps its own upload, whatever start date the store reports for it."""
     store.initiated_s = DATES[dates]
     for _ in range(2):
         holdfast.save(below(root, "step-1"), LARGE)

@@ -1,4 +1,4 @@
-"""What S3 is told of each object: in every request that stores one, whichever way it is stored."""
+"""Storage options of S3 objects are part of every request that stores one, by every method."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(uri: str, **options: str) -> None:
 
 
 def kind(request: Request) -> str:
-    """What a request is for."""
+    """Classify a request."""
     parts = urlsplit(request.path)
     query = parse_qs(parts.query, keep_blank_values=True)
     if request.method == "PUT":
@@ -70,7 +70,7 @@ def kind(request: Request) -> str:
 
 
 def headers(server: ScriptedServer, kinds: list[str]) -> dict[str, dict[str, str]]:
-    """Of the first request of each kind, what is asked for the object."""
+    """Return the storage headers of the first request of each kind."""
     found: dict[str, dict[str, str]] = {}
     for request in server.log:
         told = {

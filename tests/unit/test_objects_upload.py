@@ -1,5 +1,7 @@
-"""Uploads of objects to a store that is not to be believed. No store at hand loses what it
-acknowledges: this one does."""
+"""Uploads to an object store that loses data after acknowledging it.
+
+No real store at hand does that, so these tests use a fake one.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Store:
         """Nothing is left."""
 
     def target(self, nbytes: int, limit_s: float = 60.0) -> Target:
-        """Where an upload to it goes."""
+        """Return the target of an upload to this store."""
         return Target(
             "s3://bucket", "image", ("bucket", "image"), nbytes, PART_NBYTES, 4, limit_s, self.put, self.stat,
             self.drop_unfinished,
@@ -55,7 +57,7 @@ class Store:
 
 
 async def uploaded(store: Store, nbytes: int) -> None:
-    """An object of so many bytes."""
+    """Upload an object of ``nbytes``."""
     upload = PartsUpload(store.target(nbytes))
     await upload.begin()
     try:
@@ -68,23 +70,24 @@ async def uploaded(store: Store, nbytes: int) -> None:
 
 @pytest.mark.parametrize("kept", [0, 3 * PART_NBYTES, 3 * PART_NBYTES + 6, 3 * PART_NBYTES + 8])
 def test_a_store_that_has_not_kept_what_it_acknowledged_is_found_out(kept: int) -> None:
-    """Before the commit returns, the store is asked for the size of what it has: a part that is
-    lost, a byte that is missing or one too many fails the upload."""
+    """Commit asks the store for the object's size, and fails if bytes are missing or surplus."""
     nbytes = 3 * PART_NBYTES + 7
     with pytest.raises(StorageError, match=f"acknowledged {nbytes} bytes, but has {kept}"):
         asyncio.run(asyncio.wait_for(uploaded(Store(kept), nbytes), 60))
 
 
 def test_a_store_is_asked_once_for_what_it_keeps() -> None:
-    """Of an object that is whole."""
+    """The upload of an intact object asks the store for its size exactly once."""
     store = Store()
     asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
     assert (store.nbytes, store.asked) == (2 * PART_NBYTES + 7, 1)
 
 
 class Forgetful(Store):
-    """Completes the upload, or drops it, and says at the second request that it knows no such
-    upload. ``age_s`` is how old the object is then; None: there is none."""
+    """A store that completes or drops the upload, then answers a retry with "no such upload".
+
+    ``age_s`` is the age of the object at that time, None without an object.
+    """
 
     def __init__(self, age_s: float | None, kept: int | None = None) -> None:
         super().__init__(kept)
@@ -117,21 +120,23 @@ def test_a_completed_upload_whose_answer_was_lost_is_committed() -> None:
 def test_an_upload_that_somebody_dropped_is_not_taken_for_committed(
     age_s: float | None, kept: int | None
 ) -> None:
-    """What is there instead, nothing, an older object or another one, is not what was uploaded."""
+    """No object, an older one or one of another size all mean that the upload was lost."""
     with pytest.raises(NotFoundError):
         asyncio.run(asyncio.wait_for(uploaded(Forgetful(age_s, kept), 2 * PART_NBYTES + 7), 60))
 
 
 class Silent(Store):
-    """Takes parts, and is not heard of again. When it is given up, it lets go of the last part
-    first, and of the others later."""
+    """A store that accepts parts and never answers.
+
+    After a cancellation it releases the last part first, and the others later.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[Any] = []
 
     async def put(self, feed: Any, **options: Any) -> None:
-        """Never returns by itself."""
+        """Take all parts, then wait until cancelled."""
         try:
             async for part in feed:
                 self.held.append(part)
@@ -142,8 +147,10 @@ class Silent(Store):
 
 
 async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseException]:
-    """How two writes of one upload to a silent store fail, in the order in which they do: the first
-    waits for ``timeout_s``."""
+    """Return the errors of two concurrent writes to a silent store, in the order of failure.
+
+    The first write times out after ``timeout_s``.
+    """
     upload = PartsUpload(Silent().target(2 * PART_NBYTES, limit_s))
     failures: list[BaseException] = []
 
@@ -170,8 +177,10 @@ async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseExc
 def test_of_writes_side_by_side_the_one_that_knows_why_fails_first(
     limit_s: float, timeout_s: float, kind: type[Exception]
 ) -> None:
-    """Whoever takes the first failure for the cause is right: a deadline, or a store of which
-    nothing is heard. The others only know that the upload is over."""
+    """The first write to fail names the cause: a timeout of the caller or an unresponsive store.
+
+    The other writes only report that the upload is over.
+    """
     failures = asyncio.run(asyncio.wait_for(written_side_by_side(limit_s, timeout_s), 60))
     assert isinstance(failures[0], kind)
     assert "the upload is over" in str(failures[1])
@@ -216,8 +225,10 @@ def test_parts_are_few_enough_and_no_larger_than_needed(nbytes: int, preferred: 
 def test_whatever_is_written_comes_out_once_and_in_order(
     nbytes: int, spare_nbytes: int, part_nbytes: int, rnd: random.Random
 ) -> None:
-    """Pieces of any length make parts of the size asked for, the last one shorter. Nothing is kept
-    back but the last part of an object that ends before the size it was declared with."""
+    """Parts have the requested length, except the last one, whatever the lengths of the pieces.
+
+    The cutter holds back only the last part of an object that is shorter than declared.
+    """
     content = rnd.randbytes(nbytes)
     cutter, parts, at = Cutter(nbytes + spare_nbytes, part_nbytes), [], 0
     while at < nbytes:

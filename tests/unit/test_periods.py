@@ -1,4 +1,4 @@
-"""How often to save: Young's and Daly's periods, in steps."""
+"""The interval between saves, in steps: Young's and Daly's periods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOUR_S = 3600.0
 
 
 def test_young_where_saves_are_short() -> None:
-    """20 ms against one failure in two hours: √(2·C/λ) but for the save itself."""
+    """20 ms per save and one failure in two hours: close to √(2·C/λ)."""
     assert period_s(0.02, 1 / (2 * HOUR_S)) == pytest.approx(
         math.sqrt(2 * 0.02 * 2 * HOUR_S), rel=2e-3
     )

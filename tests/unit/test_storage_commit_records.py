@@ -55,7 +55,7 @@ def retried(driver: Driver) -> Driver:
 
 
 def aged(storage: MemoryDriver, key: str, seconds: float) -> None:
-    """An object was written so many seconds ago."""
+    """Backdate an object by ``seconds``."""
     data, _ = storage.objects[key]
     storage.objects[key] = (data, time.time() - seconds)
 
@@ -98,7 +98,7 @@ def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: 
 
 
 def test_a_commit_record_whose_answer_was_lost_is_recognised() -> None:
-    """The save goes on: the bytes say that it was its own."""
+    """A save whose commit record was stored but not acknowledged recognises it and succeeds."""
     storage = MemoryDriver("claims-lost")
     run(save(retried(Flaky("claims-lost", stored=True)), OLD))
     assert difference(OLD, loaded(storage)) is None
@@ -123,7 +123,7 @@ def test_a_commit_record_that_the_client_put_twice_is_recognised(
 
 
 def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
-    """The pruning goes on, rather than wait an hour for itself."""
+    """A pruning recognises its own lock after a retried put, and need not wait an hour for it."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -219,7 +219,7 @@ def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> Non
 
 
 def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected() -> None:
-    """It may be the one that the manifest named, and a user may want to salvage it."""
+    """The manifest may have named that attempt, and a user may want to salvage it."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)

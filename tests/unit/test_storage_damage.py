@@ -1,4 +1,4 @@
-"""Bytes that are not what was written are an error that says where, and never a value."""
+"""Corrupted bytes raise an error that names the place; they are never loaded as values."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ BUDGET_NBYTES = 64 << 20
 
 @pytest.fixture(autouse=True)
 def store() -> Iterator[dict[str, Any]]:
-    """What is stored under the URI, as it is."""
+    """Yield the raw objects stored under the URI."""
     yield STORES.setdefault("deadline", {})
     STORES.pop("deadline", None)
 
@@ -108,7 +108,7 @@ def test_a_checkpointer_hands_it_on() -> None:
 
 
 def test_an_error_of_the_storage_is_no_deadline() -> None:
-    """Also if it is a TimeoutError below: what failed first is what is raised."""
+    """A storage error is raised as it is, even if a TimeoutError caused it."""
     down = StorageDownError("no answer")
     down.__cause__ = TimeoutError()
 

@@ -1,4 +1,4 @@
-"""What the modules for trainers share: values, the newest checkpoint, and its deletion."""
+"""Common parts of the trainer integrations: values, and finding and deleting checkpoints."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def by_name(net: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("stepped", [False, True])
 def test_state_keeps_its_dtype(dtype: torch.dtype, stepped: bool) -> None:
-    """A state keeps its dtypes, whatever the parameter's is, with or without a present state."""
+    """A loaded state keeps its dtypes, whatever the parameter's dtype and the present state."""
     net, optim = pair(dtype)
     optim.fill()
     uri = saved({"net": net, "optim": optim})
@@ -101,10 +101,10 @@ def test_numbered_state_keeps_its_dtype() -> None:
 
 
 class Recasting(Rich):
-    """Changes what it is given, before and after torch's method."""
+    """An optimizer that changes dtypes before and after torch's method."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Before and after torch's method."""
+        """Change dtypes around torch's method."""
         for entry in state_dict["state"].values():
             entry["half"] = entry["half"].float() + 1
         super().load_state_dict(state_dict)
@@ -194,7 +194,7 @@ class Wrapper(torch.optim.Optimizer):
     defaults = property(lambda self: self.optimizer.defaults)
 
     def state_dict(self) -> Any:
-        """That of the other one."""
+        """Return the inner optimizer's state dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -219,7 +219,7 @@ class App:
         self.net, self.optims = net, {"only": optim}
 
     def state_dict(self) -> dict[str, Any]:
-        """Of both."""
+        """Return the state dicts of the module and the optimizer."""
         return {"net": self.net.state_dict(), "optim": self.optims["only"].state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ class Frozen(App):
     """Gives its optimizer entries that cannot be assigned to."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As it is, but for the types of mappings."""
+        """Load entries wrapped in other types of mappings."""
         optim = state["optim"]
         entries = {key: MappingProxyType({"own": entry}) for key, entry in optim["state"].items()}
         super().load_state_dict({**state, "optim": {**optim, "state": entries}})
@@ -266,7 +266,7 @@ def test_state_of_another_form_is_refused(stored: object) -> None:
 
     class Listed(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
-            """Of a form of its own."""
+            """Return a state dict whose state is no mapping."""
             return {"state": stored, "param_groups": [{"lr": 0.5, "params": [0]}]}
 
     net = nn.Linear(3, 3)

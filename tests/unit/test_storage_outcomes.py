@@ -39,7 +39,7 @@ def ending() -> Iterator[Started]:
 
 
 def test_every_save_and_load_is_told(tmp_path: Path, ending: Started) -> None:
-    """Those that succeed with their reports, those that fail with their errors."""
+    """A listener gets every outcome: reports of successes, errors of failures."""
     told: list[holdfast.Outcome] = []
     ending(holdfast.listen(told.append))
     report = holdfast.save(tmp_path / "a", state(), step=3)
@@ -76,7 +76,7 @@ def test_who_stopped_listening_is_told_nothing(tmp_path: Path) -> None:
 def test_a_listener_that_raises_harms_nobody(
     tmp_path: Path, ending: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The save succeeds, the next listener is told, and the error is printed."""
+    """An error in a listener is printed; the save succeeds and other listeners still run."""
 
     def raising(outcome: holdfast.Outcome) -> None:
         raise RuntimeError("from a listener")
@@ -92,12 +92,12 @@ def test_a_listener_that_raises_harms_nobody(
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    """Of a metric with these labels."""
+    """Return the sample of a metric with these labels."""
     return registry.get_sample_value(name, labels)
 
 
 def test_prometheus_counts(tmp_path: Path, ending: Started) -> None:
-    """What saves and loads did, stage by stage; the newest checkpoint; and what failed."""
+    """Metrics count operations, bytes and stages, and show the newest checkpoint."""
     registry = CollectorRegistry()
     ending(export_metrics(registry))
     report = holdfast.save(tmp_path / "a", state(), step=3)

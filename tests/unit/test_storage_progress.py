@@ -24,7 +24,7 @@ def uri() -> str:
 
 
 def rising(calls: list[tuple[int, int]], wanted_nbytes: int) -> bool:
-    """Whether these are calls of one operation that has come to its end. Blocks are read whole."""
+    """Return whether these calls describe one finished operation; blocks are read whole."""
     done = [done for done, _ in calls]
     (total_nbytes,) = {total for _, total in calls}
     return (
@@ -90,7 +90,7 @@ def test_a_save_says_how_far_it_is(compression: Any) -> None:
 
 
 def test_what_the_callback_of_a_save_raises_ends_it() -> None:
-    """What was there stays."""
+    """An error in the callback ends the save and leaves the old checkpoint."""
     uri, state = fresh_uri(), {"w": torch.zeros(3 * CHUNK_NBYTES // 4)}
     holdfast.save(uri, {"x": 1})
 
@@ -104,7 +104,7 @@ def test_what_the_callback_of_a_save_raises_ends_it() -> None:
 def test_a_failure_that_is_raised_is_not_logged_as_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever called is told; a Checkpointer, which goes on, logs it once."""
+    """A save raises its error without logging it; a Checkpointer continues and logs it once."""
     (tmp_path / "file").touch()
     state = {"w": torch.ones(10)}
     with pytest.raises(holdfast.HoldfastError):

@@ -10,12 +10,12 @@ __all__ = ["Mutant"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """In ``file``, relative to the root of the repository, ``old`` becomes ``new``; ``tests``
-    notice it.
+    """A change of ``file`` from ``old`` to ``new`` that ``tests`` detect.
 
-    ``says`` is what the changed engine does wrong. ``old`` and ``new`` are code as ``ast.unparse``
-    writes it, whole lines, so that neither the format nor a comment of the file matters; ``old``
-    occurs exactly once. ``tests`` are arguments of pytest, the narrowest that fail.
+    ``file`` is relative to the root of the repository. ``says`` describes the error in the changed
+    engine. ``old`` and ``new`` are code as ``ast.unparse`` writes it, whole lines, so that neither
+    the format nor a comment of the file matters; ``old`` occurs exactly once. ``tests`` are
+    arguments of pytest, the narrowest that fail.
     """
 
     says: str

@@ -61,5 +61,5 @@ class Radosgw(CephCluster, S3Server):
         self._end("rgw", signal.SIGKILL)
 
     def rgw_admin(self, *words: str) -> bytes:
-        """What the gateway's administration answers to a command."""
+        """Run a command of radosgw-admin and return its output."""
         return self.run("radosgw-admin", "-n", "client.rgw", *words)

@@ -64,7 +64,7 @@ _FOLDERS = (local, local_files, local_io, local_tree)
 
 
 class Host:
-    """What the engine asks of the machine that it runs on. A world is one."""
+    """The clock, thread times and events that the engine gets from its machine; a world is one."""
 
     def wall_s(self) -> float:
         """Seconds since the epoch, by the clock of the process that asks."""
@@ -75,15 +75,15 @@ class Host:
         raise NotImplementedError
 
     def cpu_s(self) -> float:
-        """How long what runs in a thread takes: mostly no time."""
+        """Return the duration of a call in a thread, mostly zero."""
         raise NotImplementedError
 
     def delay_s(self) -> float:
-        """How long one way to storage takes."""
+        """Return the duration of one trip to storage."""
         raise NotImplementedError
 
     def committing(self, root: str, attempt: str) -> None:
-        """The process that asks has claimed this attempt, and found it there: it goes on to put its
+        """Record that the calling process has claimed this attempt and will now put its
         manifest."""
 
     def after(self, delay_s: float) -> Awaitable[None]:
@@ -138,7 +138,7 @@ class _Calm(Host):
 
 
 def forget() -> None:
-    """Of what is pure: an engine that is broken on purpose computes something else."""
+    """Forget the cached results, which an engine broken on purpose computes differently."""
     for remembered in _memory.values():
         remembered.clear()
 
@@ -216,7 +216,7 @@ def _here() -> Host:
 
 
 async def _offload(function: Callable[..., Any], *args: Any) -> Any:
-    """What runs in a thread takes its time, mostly none, and then is done; also when cancelled."""
+    """Run ``function`` after the delay of a thread; run it even if the caller is cancelled."""
     check_alive()
     wait_s = _here().cpu_s()
     if wait_s:
@@ -274,7 +274,7 @@ class _Patient:
 
 
 def remembered(name: str) -> dict[Any, Any]:
-    """What is remembered under a name; not without end."""
+    """Return the cache of that name; clear it when it has grown too large."""
     known = _memory.setdefault(name, {})
     if len(known) > 3000:
         known.clear()

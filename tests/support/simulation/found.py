@@ -1,7 +1,6 @@
-"""Schedules that few seeds come upon, the shortest of each: the engine passes them for ever, and
-one that lacks a step fails.
+"""Rare schedules, shortened: the correct engine always passes them, a broken one fails.
 
-The first has found that step: it was not there. So has the one of a pruning.
+The first schedule and that of the pruning exposed real bugs: the step in question was missing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A file system with two sides: what system calls see, and what a power cut leaves.
+"""A simulated file system that tracks both the visible state and the durable state.
 
-Names reach the disk by fsync of their folder, bytes by fsync of their file. What was not fsynced
-may be there after a cut or not, in any combination: a rename without its data, a later name without
-an earlier one, half of a write. A failed fsync leaves pages that are clean and lost: the next one
-succeeds and saves nothing. The real local driver runs on this, by way of :class:`SimOs`, which
-stands in for the module ``os``.
+An fsync of a folder makes its names durable, an fsync of a file its bytes. After a power cut, any
+combination of the other changes may be on disk: a rename without its data, a later name without an
+earlier one, half of a write. A failed fsync marks its pages clean and loses them: the next fsync
+succeeds and saves nothing. The real local driver runs on this through :class:`SimOs`, which
+replaces the module ``os``.
 
-Scope: regular files and folders, one file system, no links but hard ones, no permissions.
+Scope: regular files and folders, one file system, hard links only, no permissions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FileSystem", "Folder", "Inode", "SimFcntl", "SimFileIO", "SimOs"]
 
 SECTOR_NBYTES = 512
 Choose = Callable[[int], int]
-"""A number below the one given."""
+"""A function that picks a number below its argument."""
 
 
 @dataclass(eq=False)
@@ -40,8 +40,7 @@ class Inode:
     pending: list[tuple[int, bytes]] = field(default_factory=list)
     """Writes since the last fsync."""
     spoiled: bool = False
-    """An fsync has failed: what was written by then never reaches the disk, whatever later ones
-    say."""
+    """True after a failed fsync: earlier writes are lost, even if a later fsync succeeds."""
     links: int = 0
     lock: Any = None
 
@@ -57,7 +56,7 @@ class Inode:
         self.pending.clear()
 
     def survive(self, choose: Choose) -> None:
-        """What a power cut leaves."""
+        """Lose pending writes at random, as a power cut does."""
         kept = bytearray(self.synced)
         mode = choose(3)
         for start, data in self.pending:
@@ -74,8 +73,7 @@ class Inode:
 
 @dataclass(eq=False)
 class Folder:
-    """A folder. ``durable`` are the names on disk; ``pending`` what was done to names since: each
-    entry at once or not."""
+    """A folder. ``durable``: the names on disk; ``pending``: atomic changes of names since then."""
 
     number: int
     entries: dict[str, Inode | Folder] = field(default_factory=dict)
@@ -95,7 +93,7 @@ class Folder:
         self.pending.clear()
 
     def survive(self, choose: Choose) -> None:
-        """What a power cut leaves: nothing of what is pending, all, the first of it, or any."""
+        """Lose pending changes as a power cut does: all, none, a suffix or a random set."""
         mode, kept = choose(4), dict(self.durable)
         cut = choose(len(self.pending) + 1)
         for i, names in enumerate(self.pending):
@@ -143,7 +141,7 @@ class FileSystem:
                 yield prefix + name, node
 
     def find(self, path: str) -> Inode | Folder | None:
-        """What has this path."""
+        """Return the file or folder at this path."""
         node: Inode | Folder | None = self.root
         for name in filter(None, path.split("/")):
             node = node.entries.get(name) if isinstance(node, Folder) else None
@@ -156,7 +154,7 @@ class FileSystem:
         self.root, self.numbers = _copied(other.root, copies), other.numbers
 
     def power_cut(self, choose: Choose) -> None:
-        """Only what is durable is left, and whatever else had reached the disk by chance."""
+        """Keep durable data, and a random part of the rest."""
         self.fds.clear()
         folders, seen = [self.root], set[Inode]()
         for folder in folders:  # grows while it is gone through
@@ -178,7 +176,7 @@ N = TypeVar("N", Inode, Folder, Inode | Folder)
 
 
 def _copied(node: N, copies: dict[Inode | Folder, Inode | Folder]) -> N:
-    """``node`` and all below it; what has two names is one there, too."""
+    """Return a deep copy of ``node`` that preserves hard links."""
     if node in copies:
         return copies[node]  # type: ignore[return-value]
     if isinstance(node, Inode):
@@ -241,7 +239,7 @@ _FLAGS = {name: value for name, value in vars(os).items() if name.startswith("O_
 
 
 class SimOs:
-    """Stands in for ``os``: what the local driver uses of it, and nothing else."""
+    """The subset of ``os`` that the local driver uses."""
 
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs

@@ -36,7 +36,7 @@ def run_inline(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @dataclass
 class Actor:
-    """One save or load. It waits before each access to storage until it is let go on."""
+    """One save or load, which waits before each access to storage until it is released."""
 
     name: str
     driver: HookedDriver = field(init=False)
@@ -110,7 +110,7 @@ class Simulation:
             await checked()
 
     async def _ready(self) -> list[Actor]:
-        """Those who wait for their turn; where all who live wait for time to pass, it does."""
+        """Return the actors that wait for a turn; if all wait for time, let time pass."""
         while True:
             ready = [a for a in self.actors if a.ready]
             if ready or all(a.dead or a.task.done() for a in self.actors):
@@ -124,12 +124,12 @@ class Simulation:
         self.log.append(f"{actor.name}: dies at {actor.at}")
 
     async def load(self) -> Any:
-        """What a reader finds now."""
+        """Load the current checkpoint."""
         state = (await run_build(self.storage, 0, BUDGET_NBYTES))[0]
         return state
 
     async def end(self) -> None:
-        """Put away the tasks of the dead. What they would clean up is refused."""
+        """Cancel the tasks of dead actors; the storage refuses their cleanup."""
         for actor in self.actors:
             actor.dead = actor.dead or not actor.task.done()
             actor.task.cancel()

@@ -1,8 +1,7 @@
-"""What a process takes of its machine while it works, as curves over time; and whether they are
-flat.
+"""Curves of the resources that a process uses over time, and a test for growth.
 
-A leak is a curve that rises for as long as the work goes on. So, after a warm-up, the median of the
-second half is held against that of the first: one high moment changes neither.
+A leak is a curve that rises throughout the run. After a warm-up, the median of the second half is
+compared with the median of the first, so that a single peak has no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from holdfast.storage.runtime.buffers import release_pools
 __all__ = ["Curve", "Probe", "draw", "process_curves"]
 
 WARM_UP = 0.2
-"""The part of a run, from its beginning, in which pools fill and caches get warm."""
+"""The initial part of a run, in which pools fill and caches warm up."""
 MIB = 1 << 20
 
 
@@ -69,8 +68,10 @@ class Probe:
     began_s: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
-        """One more value of each. What is garbage already, what the C library keeps of freed
-        memory, and the buffers that are kept for the next save, are not counted."""
+        """Append a value to each curve.
+
+        Garbage, freed memory that the C library retains, and pooled buffers do not count.
+        """
         gc.collect()
         release_pools()
         trim_heap()

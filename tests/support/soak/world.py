@@ -1,9 +1,7 @@
-"""What a soak plays with: checkpoints on several storages, what may be found at each, and what is
-done to them.
+"""The checkpoints of a soak on several storages, their permitted contents and the operations.
 
-Each operation belongs to a number, and the seed and the number decide all that is chosen in it. A
-state is made from the number of the operation that saves it, so whoever finds one can tell what it
-must be, bit for bit.
+Each operation has a number. The seed and the number decide every random choice in it. A state is
+generated from the number of the operation that saves it, so a reader can check every bit.
 """
 
 from __future__ import annotations
@@ -35,28 +33,31 @@ from holdfast.storage.runtime.engine import run
 __all__ = ["GRACE_S", "OPERATIONS", "Ground", "Slot", "World", "content", "shorten_grace"]
 
 GRACE_S = 15.0
-"""Instead of the hour for which an attempt is spared that was about to be committed: else none
-would ever be collected here. Longer than any put of a manifest takes here."""
+"""Grace period for attempts close to commit, in place of the usual hour.
+
+With an hour, no soak would ever collect one. It is longer than any put of a manifest takes here.
+"""
 SMALL_NBYTES = 1 << 18
 LARGE_NBYTES = 8 << 20
-"""Most that a tensor has. With large ones an image has several chunks, and is uploaded in several
-parts."""
+"""Maximum size of a tensor in a large state.
+
+Large tensors give an image several chunks, and its upload several parts.
+"""
 KILL_WITHIN_S = 0.4
 PATIENCE_S = 120.0
 IN_FLIGHT_S = 1.0
-"""A server may carry out a request for so long after the process that sent it was killed."""
+"""Longest time for which a server may still execute a request of a killed process."""
 ABSENT = None
 
 
 def shorten_grace() -> None:
-    """Make this process impatient; see GRACE_S."""
+    """Shorten the grace period of this process; see GRACE_S."""
     limits.GRACE_S = GRACE_S
 
 
 @dataclass(frozen=True)
 class Ground:
-    """A root. ``faults`` is a plan without its seed; ``shared``: other processes see what lies
-    there."""
+    """A root. ``faults``: a fault plan without a seed; ``shared``: other processes can read it."""
 
     name: str
     root: Uri
@@ -65,18 +66,17 @@ class Ground:
 
     @property
     def folder(self) -> Path | None:
-        """Where it lies, if that is in a local file system."""
+        """Return the local folder of the root, None for other storages."""
         return Path(self.root.location) if self.root.scheme == "file" else None
 
     def options(self, random: Random) -> dict[str, object]:
-        """Storage options with which faults happen."""
+        """Return storage options that inject faults."""
         return {"faults": f"seed:{random.randrange(1 << 30)},{self.faults}"}
 
 
 @dataclass
 class Slot:
-    """A place for a checkpoint. ``allowed``: the numbers of those that may be found there, ABSENT
-    among them."""
+    """A place for a checkpoint. ``allowed``: the states it may hold, by number, or ABSENT."""
 
     ground: Ground
     name: str
@@ -87,8 +87,10 @@ class Slot:
         return str(join(self.ground.root, self.name))
 
     def settle(self) -> int | None:
-        """What is there, whole: from now on nothing else is allowed. Raises AssertionError where it
-        should not be."""
+        """Return the state found here, and allow no other from now on.
+
+        Raise AssertionError if that state is not allowed.
+        """
         found = number_of(lambda: holdfast.load(self.uri))
         if found not in self.allowed:
             raise AssertionError(f"{self.uri} holds {found}, not one of {self.allowed}")
@@ -97,14 +99,14 @@ class Slot:
 
     @property
     def holds(self) -> int | None:
-        """What is there, once it is settled."""
+        """The state of a settled slot."""
         (number,) = self.allowed
         return number
 
 
 @functools.lru_cache(4)
 def content(number: int) -> State:
-    """The state of that number: its tensors differ in size, in dtype, and from those of any other."""
+    """Generate the state with this number; sizes, dtypes and values depend on the number."""
     random = torch.Generator().manual_seed(number)
     most_nbytes = LARGE_NBYTES if number % 11 == 0 else SMALL_NBYTES
     sizes = torch.randint(0, most_nbytes, (1 + number % 7,), generator=random).tolist()
@@ -129,8 +131,10 @@ def _digests(number: int) -> dict[str, bytes]:
 
 
 def number_of(load: Callable[[], State]) -> int | None:
-    """Which content ``load`` finds; ABSENT where nothing is. Raises AssertionError where it is not
-    that, bit for bit."""
+    """Return the number of the state that ``load`` returns, ABSENT without a checkpoint.
+
+    Raise AssertionError if the state differs from the saved one in a single bit.
+    """
     try:
         found = load()
     except holdfast.NotACheckpointError:
@@ -146,8 +150,7 @@ def number_of(load: Callable[[], State]) -> int | None:
 
 
 class World:
-    """All grounds and their slots. ``perform`` does one operation to them and checks what came of
-    it."""
+    """All grounds and their slots. ``perform`` runs one operation and checks its effects."""
 
     def __init__(
         self,
@@ -163,11 +166,11 @@ class World:
         self.seed = seed
         self._operations = OPERATIONS if operations is None else operations
         self.deaths: Counter[str] = Counter()
-        """What became of the processes that were to be killed."""
-        # The processes that are killed. All of them are copies of one that has imported what they
-        # need.
+        """How often killed processes died in time, and which checkpoint they left."""
+        # Child processes are forked from a server that has already imported their modules.
         self.processes = multiprocessing.get_context("forkserver")
-        # The server finds this module only once the main program has told it where tests lie.
+        # The server can import this module only after the main program has set the path of the
+        # tests.
         self.processes.set_forkserver_preload(
             [
                 "torch",
@@ -179,10 +182,10 @@ class World:
         )
 
     def perform(self, number: int) -> tuple[str, bool]:
-        """Do what ``number`` means; return what that was, and whether it went well: a fault on
-        purpose is no success.
+        """Run operation ``number``; return its name and whether it succeeded (no injected fault).
 
-        Raises AssertionError where an invariant is broken, and any error that no fault explains."""
+        Raise AssertionError for a broken invariant, and any error that no fault explains.
+        """
         random = Random(f"{self.seed}/{number}")
         weights = [weight for weight, _ in self._operations.values()]
         name = random.choices(list(self._operations), weights)[0]
@@ -207,11 +210,11 @@ class World:
             slot.settle()
 
     def left_nbytes(self) -> int:
-        """Bytes of all that belongs to no checkpoint."""
+        """Return the total size of all objects that belong to no checkpoint."""
         return sum(info.nbytes for ground in self.grounds for info in self.strays(ground))
 
     def strays(self, ground: Ground) -> list[ObjectInfo]:
-        """Objects that belong to no checkpoint."""
+        """Return the objects that belong to no checkpoint."""
         ours = []
         for slot in self.slots:
             if slot.ground is ground and slot.holds is not ABSENT:
@@ -224,8 +227,11 @@ class World:
 
 
 def _on_purpose(error: BaseException | None) -> bool:
-    """Whether the world has caused the error: by a fault, or by a pruning that a fault or a kill
-    has ended, whose lock refuses saves for the grace period."""
+    """Return whether a fault of this soak caused the error.
+
+    A pruning that a fault or a kill interrupted also counts: its lock refuses saves during the
+    grace period.
+    """
     while error is not None:
         if "injected fault" in str(error) or "or died doing it" in str(error):
             return True
@@ -246,7 +252,7 @@ async def _got(ground: Ground, key: str) -> bytes | None:
             return None
 
 
-# The operations. Each leaves in ``slot.allowed`` whatever may be there if it fails halfway.
+# The operations. Each adds to ``slot.allowed`` every state that a failure halfway could leave.
 
 
 def _save(world: World, slot: Slot, random: Random, number: int) -> None:
@@ -278,7 +284,7 @@ def _load(world: World, slot: Slot, random: Random, number: int) -> None:
 
 
 def _misread(world: World, slot: Slot, random: Random, number: int) -> None:
-    """Bits flip on the way: that is an error, or it changed nothing."""
+    """Flip bits on the way: the load raises, or returns the right state."""
     plan = {"faults": f"seed:{random.randrange(1 << 30)},flip:0.2"}
     try:
         _expect(slot.holds, number_of(lambda: holdfast.load(slot.uri, storage_options=plan)))
@@ -316,7 +322,7 @@ def _copy(world: World, slot: Slot, random: Random, number: int) -> None:
 
 
 def _prune(world: World, slot: Slot, random: Random, number: int) -> None:
-    """Sometimes with faults; without them nothing is left but what is spared for a while."""
+    """Prune, sometimes with faults; without them, only objects in their grace period remain."""
     ground = slot.ground
     keep = random.choice((None, 1, 2, 3))
     options = ground.options(random) if random.random() < 0.3 else {}
@@ -345,8 +351,8 @@ def _check_nothing_left(world: World, ground: Ground) -> None:
         if not spared or now_s - info.modified_s > GRACE_S + 60:
             raise AssertionError(f"{info.key} of {ground.name} was left by prune")
     for slot in world.slots:
-        # Where no object is, nobody sees that a failed save has made a folder; the next save there
-        # does.
+        # A failed save may leave an empty folder in a slot without objects. The next save removes
+        # it.
         if slot.ground is ground and ground.folder is not None and slot.holds is not ABSENT:
             below = list(os.walk(ground.folder / slot.name))
             empty = [path for path, folders, names in below if not folders and not names]
@@ -357,7 +363,7 @@ def _check_nothing_left(world: World, ground: Ground) -> None:
 
 
 def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
-    """A process that saves, copies or prunes dies at any moment; somebody reads meanwhile."""
+    """Kill a process during a save, copy or prune, while this process reads."""
     shared = [s for s in world.slots if s.ground.shared]
     slot = random.choice(shared)
     source = random.choice([s for s in shared if s is not slot])
@@ -402,7 +408,7 @@ def _kill(world: World, slot: Slot, random: Random, number: int) -> None:
 
 
 def _victim(pipe: Connection, what: str, uri: str, given: Any) -> None:
-    """In a process of its own. It says that it begins, and ends by itself if nobody kills it."""
+    """Announce the start, then run one operation; runs in a child process."""
     shorten_grace()
     state = content(given if what == "save" else 0)
     holdfast.save(
@@ -424,7 +430,7 @@ def _expect(expected: object, found: object) -> None:
 
 
 Operation = tuple[int, Callable[[World, Slot, Random, int], None]]
-"""How often, in proportion to the others, and what."""
+"""The weight of an operation, and its function."""
 OPERATIONS: Mapping[str, Operation] = {
     "save": (20, _save),
     "async_save": (12, _async_save),
