@@ -14,7 +14,7 @@ import holdfast
 
 
 def steps(uri: Path) -> list[int | None]:
-    """The steps that are there."""
+    """Return the stored steps."""
     return [c.step for c in holdfast.list_checkpoints(uri)]
 
 
@@ -37,7 +37,7 @@ def test_a_sharded_run_goes_on_where_it_was(ranks: RankProcesses, tmp_path: Path
 
 
 def test_a_save_is_skipped_by_all_or_by_none(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Though one rank hears later than the others that the last one has ended."""
+    """All ranks skip the same saves, even if one learns later that the last save has ended."""
     for slow in (0, 2):
         found = ranks.run(skewed_run, str(tmp_path / str(slow)), slow)
         begun = found[0][0]
@@ -49,7 +49,7 @@ def test_a_save_is_skipped_by_all_or_by_none(ranks: RankProcesses, tmp_path: Pat
 
 
 def test_time_is_up_for_all_at_the_same_step(ranks: RankProcesses, tmp_path: Path) -> None:
-    """By the clock of rank 0."""
+    """The clock of rank 0 ends the run at the same step on all ranks."""
     found = ranks.run(timed_run, str(tmp_path))
     begun = found[0][0]
     assert [b for b, _ in found] == [begun] * 4
@@ -81,7 +81,7 @@ def test_all_go_back_to_the_same_step(ranks: RankProcesses, tmp_path: Path) -> N
 
 
 def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path: Path) -> None:
-    """SIGTERM finds them in different steps; the last one that any of them has come to is saved."""
+    """After SIGTERM all ranks save the latest step that any of them has reached."""
     found = ranks.run(stopped_run, str(tmp_path), [3, 5, 4, 3])
     assert [(step, stop) for step, stop, _ in found] == [(5, [signal.SIGTERM])] * 4
     assert steps(tmp_path) == [5]
@@ -94,7 +94,7 @@ def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path:
 def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """The others hand the signal over when the grace period ends; nothing is half saved."""
+    """Without a signal on one rank, the others stop after the grace period; no save is partial."""
     found = ranks.run(stopped_run, str(tmp_path), [3, -1, 3, 3])
     assert [stop for _, stop, _ in found] == [
         [signal.SIGTERM],

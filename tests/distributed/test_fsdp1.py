@@ -44,7 +44,9 @@ def world_of(layout: Layout) -> int:
 def test_a_job_goes_on_from_its_checkpoint(
     layout: Layout, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """In a model that holds gathered parameters of a forward. Same bits, and the same losses."""
+    """A job resumes with identical tensors and losses, even after a forward has gathered
+    parameters.
+    """
     uri = str(tmp_path / "c")
     world = world_of(layout)
     held, losses = ranks.run(save_and_go_on, uri, layout, world=world)[0]
@@ -58,7 +60,7 @@ def test_a_job_goes_on_from_its_checkpoint(
 def test_what_fsdp1_saves_any_other_layout_loads(
     orig: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """FSDP1 of the other kind on three ranks, FSDP2, DDP, a bare module, and no target at all."""
+    """Other FSDP1 forms, FSDP2, DDP, a bare module and a load without target read FSDP1's save."""
     uri = str(tmp_path / "c")
     held, losses = ranks.run(save_and_go_on, uri, Layout("FULL_SHARD", orig), world=2)[0]
     others = [(Layout("FULL_SHARD", not orig), 3)]
@@ -80,7 +82,7 @@ def test_what_fsdp1_saves_any_other_layout_loads(
 def test_what_another_layout_saves_fsdp1_loads(
     kind: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """On three ranks, with original and with flat parameters."""
+    """FSDP1 on three ranks loads other layouts, with original and with flat parameters."""
     uri = str(tmp_path / "c")
     layout = Layout(kind)
     held, losses = ranks.run(save_and_go_on, uri, layout, world=world_of(layout))[0]
@@ -96,7 +98,7 @@ def test_what_another_layout_saves_fsdp1_loads(
 def test_a_save_after_a_forward_stores_what_the_ranks_hold(
     kind: str, orig: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """The original parameters show the gathered ones then."""
+    """After a forward pass the original parameters show the gathered data."""
     uri = str(tmp_path / "c")
     held = ranks.run(save_after_forward, uri, Layout(kind, orig), world=2)[0]
     found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
@@ -104,7 +106,7 @@ def test_a_save_after_a_forward_stores_what_the_ranks_hold(
 
 
 def test_new_data_of_an_original_parameter_is_saved(ranks: RankProcesses, tmp_path: Path) -> None:
-    """FSDP1 takes it over in the next forward; the flat parameter does not have it yet."""
+    """New data of an original parameter is saved before FSDP1 copies it to the flat parameter."""
     uri = str(tmp_path / "c")
     held = ranks.run(save_replaced_data, uri, world=2)[0]
     found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
@@ -125,14 +127,14 @@ def test_a_lazy_save_stores_what_was_held_at_the_call(
 
 @pytest.mark.parametrize("orig", [True, False])
 def test_a_state_of_fsdp1_is_recognised_at_the_next_save(orig: bool, ranks: RankProcesses) -> None:
-    """The second save of an unchanged FSDP1 state reuses the first one's layout and plan."""
+    """The second save of an FSDP1 state is neither flattened nor planned again."""
     assert ranks.run(recognised, Layout("FULL_SHARD", orig), world=2) == [True, True]
 
 
 def test_what_of_fsdp1_cannot_be_saved_is_refused_by_name(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """With its path, before any I/O. A load into it is refused likewise."""
+    """Saves and loads refuse unsupported FSDP1 states by path, before any I/O."""
     expected = {
         "optimizer alone": ('group 0 in state["optim"] is sharded by FSDP1', True),
         "flat optimizer alone": ('group 0 in state["optim"] is sharded by FSDP1', True),
@@ -154,7 +156,7 @@ def test_what_of_fsdp1_cannot_be_saved_is_refused_by_name(
 def test_what_fsdp1_cannot_hold_is_refused_when_it_is_loaded(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Steps that differ, where it has one for all parameters that it joins."""
+    """A load refuses differing steps of parameters for which FSDP1 stores a single one."""
     for steps, rows in ranks.run(load_differing_steps, str(tmp_path), world=2):
         assert steps.startswith("StateError: ")
         assert '["step"] differs between parameters that FSDP1' in steps

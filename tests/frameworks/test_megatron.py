@@ -69,8 +69,7 @@ def ranks() -> Iterator[RankProcesses]:
 def test_a_job_goes_on_under_another_layout(
     saved: Layout, loaded: Layout, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """With the same bits in parameters, moments and master copies, and with the losses of a job
-    that never stopped."""
+    """A job resumes under another layout with identical tensors and the expected losses."""
     uri = str(tmp_path / "c")
     again = str(tmp_path / "again")
     losses, *others = ranks.run(
@@ -86,7 +85,7 @@ def test_a_job_goes_on_under_another_layout(
 def test_a_job_in_bfloat16_goes_on_from_its_master_copies(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Under another layout they have the same bits; under the same one, losses are equal, too."""
+    """A bfloat16 job resumes with identical master copies, and equal losses in the same layout."""
     uri = str(tmp_path / "c")
     again = str(tmp_path / "again")
     saved = replace(TENSOR, dtype=torch.bfloat16)
@@ -105,7 +104,7 @@ def test_a_job_in_bfloat16_goes_on_from_its_master_copies(
 def test_a_vocabulary_that_is_padded_otherwise_is_loaded_as_far_as_it_goes(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """In the embedding, in its moments and in its master copy, to more words and to fewer."""
+    """A padded vocabulary loads into a larger or smaller one, with moments and master copies."""
     uri = str(tmp_path / "c")
     saved = replace(ALONE, vocabulary=33)
     ranks.run(megatron_job.trains, saved, uri, SAVED_AFTER, LAST, world=1)
@@ -187,8 +186,10 @@ def test_a_job_goes_on_from_an_imported_folder_of_megatrons(
 def test_a_job_that_is_killed_in_mid_save_goes_on_from_the_checkpoint_before(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """kill -9 of a rank that is writing: nothing is committed, and the checkpoint before is whole
-    and loads under another layout."""
+    """After kill -9 in mid-save nothing is committed.
+
+    The previous checkpoint is intact and loads under another layout.
+    """
     uri = str(tmp_path / "3")
     with RankProcesses(2, PRELOAD) as doomed:
         world = doomed.begin(megatron_job.saves_and_dies, TENSOR, uri, str(tmp_path / "4"))
@@ -207,7 +208,7 @@ def test_a_job_that_is_killed_in_mid_save_goes_on_from_the_checkpoint_before(
 
 
 def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path: Path) -> None:
-    """With a way out."""
+    """A load that would lose state fails, names the state and suggests a remedy."""
     layout = replace(REPLICAS, dtype=torch.bfloat16)
     told = ranks.run(megatron_job.refusals, layout, str(tmp_path / "c"), world=2)[0]
     assert "optimizer_state(" in told["masters left behind"]
@@ -218,7 +219,7 @@ def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path
 
 
 def test_what_another_strategy_or_a_later_version_has_saved_is_not_loaded() -> None:
-    """Megatron asks the strategy that it is given."""
+    """A checkpoint of another strategy or a later version is refused."""
     strategy = HoldfastLoadStrategy()
     with pytest.raises(CheckpointingException, match="torch_dist; leave out sharded_strategy"):
         strategy.check_backend_compatibility("torch_dist")
@@ -227,7 +228,7 @@ def test_what_another_strategy_or_a_later_version_has_saved_is_not_loaded() -> N
 
 
 def test_the_how_to_does_what_it_says(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Its code, block by block."""
+    """The code blocks of the how-to work."""
     blocks = []
     for number, block in enumerate(documented("use-with-megatron.md")):
         blocks.append(str(tmp_path / f"block_{number}.py"))

@@ -30,7 +30,7 @@ with (
 
 
 def fuzz(target: str, seconds: float, found: Path) -> None:
-    """Until the time is over, or something is found; ends the process."""
+    """Fuzz until the time is over or an input fails; end the process."""
     with tempfile.TemporaryDirectory() as corpus:
         for number, seed in enumerate(seeds(target)):
             Path(corpus, str(number)).write_bytes(seed)
@@ -61,7 +61,7 @@ def fuzz_all(seconds: float, found: Path) -> bool:
 
 
 def main(target: str = "all", seconds: str = "60", folder: str | None = None) -> None:
-    """See the module."""
+    """Run the command; see the module."""
     if Path(seconds).is_file():
         TARGETS[target](Path(seconds).read_bytes())
         return

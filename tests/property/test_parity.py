@@ -33,7 +33,7 @@ def schemes(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 def part(image: Bytes, block: DataBlock) -> Bytes:
-    """The bytes of a block."""
+    """Return the bytes of a block."""
     return image[block.start : block.stop]
 
 
@@ -53,7 +53,7 @@ def guarded(lane: Lane, images: list[Bytes]) -> dict[tuple[int, int], Bytes]:
 def rebuilt(
     lane: Lane, lost: set[int], want: int, images: list[Bytes], parity: dict[tuple[int, int], Bytes]
 ) -> Bytes:
-    """The image of ``want``, out of the bytes that are pulled; none comes from a lost member."""
+    """Rebuild the image of ``want`` from pulled bytes, none of them of a lost member."""
     out = np.full(lane.image_nbytes[want], 0xAA, np.uint8)
     for repair in lane.repairs(lost, want):
         assert not lost & {block.member for block in repair.pulled}
@@ -70,7 +70,7 @@ def rebuilt(
 @examples(150)
 @given(schemes(), st.data())
 def test_any_loss_that_may_be_is_rebuilt(scheme: tuple[int, int, int], data: st.DataObject) -> None:
-    """For any sizes of images, of any number of ranks a host, and any members that are lost."""
+    """Any tolerable loss is rebuilt, for any image sizes and any number of ranks per host."""
     members, parity, width = scheme
     sizes = data.draw(
         st.lists(st.lists(IMAGE_NBYTES, max_size=3), min_size=members, max_size=members)
@@ -87,7 +87,7 @@ def test_any_loss_that_may_be_is_rebuilt(scheme: tuple[int, int, int], data: st.
 @examples(150)
 @given(schemes(), st.data())
 def test_every_byte_is_guarded_by_others(scheme: tuple[int, int, int], data: st.DataObject) -> None:
-    """An image's blocks cover it; others hold its parity, and no more than their part."""
+    """The blocks cover each image, and other members hold its parity in fair shares."""
     members, parity, width = scheme
     sizes = data.draw(st.lists(IMAGE_NBYTES, min_size=members, max_size=members))
     lane = Lane(tuple(sizes), parity, width)
@@ -125,7 +125,7 @@ def test_groups_survive_the_loss_of_any_domain(domains: list[int], size: int, pa
 @examples(100)
 @given(st.lists(st.integers(0, 4), max_size=20), st.integers(1, 6))
 def test_protection_is_found_or_its_lack_explained(domains: list[int], size: int) -> None:
-    """Whatever hosts there are, the mode "auto" ends with groups, or with a reason for none."""
+    """Mode "auto" forms groups on any hosts, or explains why it cannot."""
     hosts = [HostDomain(f"h{number}", f"d{domain}") for number, domain in enumerate(domains)]
     found = protection(hosts, "auto", size)
     assert bool(found.groups) == (found.mode in ("copy", "xor"))

@@ -94,7 +94,7 @@ MESSAGES = st.sampled_from(KINDS).flatmap(values_of)
 @examples(200)
 @given(MESSAGES)
 def test_what_is_sent_is_what_is_received(message: Any) -> None:
-    """Also the type of each field: a tuple stays a tuple, an int no bool."""
+    """Decoding preserves the type of each field: a tuple stays a tuple, an int no bool."""
     kind = codec(type(message))
     received = kind.decode(kind.encode(message), "a message")
     assert received == message
@@ -136,7 +136,7 @@ JSON = st.recursive(
 def test_any_fields_are_a_message_of_the_right_types_or_a_clear_error(
     kind: Any, values: list[Any], rest: bytes
 ) -> None:
-    """A message that is accepted can be sent on, and is the same then."""
+    """Any fields either raise a clear error or form a message that round-trips."""
     data = json.dumps([kind.__name__, *values]).encode() + b"\n" + rest
     try:
         message = codec(kind).decode(data, "it")
@@ -147,7 +147,7 @@ def test_any_fields_are_a_message_of_the_right_types_or_a_clear_error(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_message_of_another_kind_is_refused(kind: Any) -> None:
-    """A rank of another version may be in another round."""
+    """A message of another kind is refused: a rank of another version may be in another round."""
     other = Nothing if kind is not Nothing else rounds.Begun
     data = codec(other).encode(rounds.Begun("x") if kind is Nothing else Nothing())
     with pytest.raises(holdfast.CoordinationError, match=f"it is not a {kind.__name__}"):
@@ -155,7 +155,7 @@ def test_a_message_of_another_kind_is_refused(kind: Any) -> None:
 
 
 def test_a_deeply_nested_value_is_a_clear_error() -> None:
-    """Not the end of the interpreter's stack."""
+    """A deeply nested value raises a clear error, not RecursionError."""
     with pytest.raises(holdfast.CoordinationError, match="cannot be understood"):
         codec(Nothing).decode(b"[" * 100_000, "it")
 
@@ -168,7 +168,7 @@ def test_last_fields_with_their_defaults_are_not_sent() -> None:
 
 
 def test_fields_of_other_types_are_an_error_of_the_programmer() -> None:
-    """Found when the class is first used."""
+    """A field of an unsupported type raises when the class is first used."""
 
     @dataclasses.dataclass
     class Wrong:

@@ -90,7 +90,7 @@ states = st.dictionaries(keys, st.recursive(leaves, branches, max_leaves=10), ma
 
 @st.composite
 def changed(draw: st.DrawFn, node: Any) -> Any:
-    """The same once more, or with one thing changed somewhere."""
+    """Generate a state, and an equal one or one with a single change."""
     if (
         draw(st.integers(0, 5)) == 0
         or not isinstance(node, dict | list | tuple)
@@ -118,7 +118,7 @@ def changed(draw: st.DrawFn, node: Any) -> Any:
 
 
 def described(flat: FlatState) -> list[Any]:
-    """All of a flat state, to be compared."""
+    """Return all of a flat state, for comparison."""
     tensors = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj()) for t in flat.locals]
     origins = [id(origin) if isinstance(origin, DTensor) else 0 for origin in flat.origins]
     subtrees = [(s.parent, repr(s.key), id(s.owner), repr(s.state)) for s in flat.subtrees]
@@ -142,14 +142,14 @@ def outcome(state: Any, known_states: KnownStates) -> Any:
 
 
 def anew(state: Any) -> Any:
-    """The same, when nothing is known."""
+    """Flatten without known states."""
     return outcome(state, KnownStates(1))
 
 
 @examples(100)
 @given(st.data())
 def test_what_is_known_of_one_state_is_not_taken_for_another(data: st.DataObject) -> None:
-    """A state that differs in anything is flattened as if no other had been."""
+    """A state that differs in anything is flattened as if no other were known."""
     first = data.draw(states)
     second = data.draw(changed(first))
     expected = [anew(first), anew(first), anew(second)]
@@ -189,7 +189,7 @@ def test_no_two_leaves_are_taken_for_each_other() -> None:
 
 
 def test_placements_are_told_apart_though_they_come_and_go() -> None:
-    """New placements at the addresses of old ones are not confused with them."""
+    """New placements at the addresses of old ones have other signatures."""
     splits = [
         (Shard(0), Replicate(), (2, 4)),
         (Replicate(), Shard(0), (2, 4)),
@@ -233,7 +233,7 @@ def test_a_signature_shows_the_difference(a: Any, b: Any) -> None:
 
 
 def test_fingerprints_tell_of_dtype_and_shape() -> None:
-    """Tensors of the same bytes, but another dtype or shape, have other fingerprints."""
+    """Tensors with equal bytes but another dtype or shape have other fingerprints."""
     zeros = torch.zeros(8)
     tensors = [zeros, zeros.view(2, 4), zeros.view(torch.int32)]
     digests = {fingerprint(flatten({"x": tensor}), 0) for tensor in tensors}
@@ -241,7 +241,7 @@ def test_fingerprints_tell_of_dtype_and_shape() -> None:
 
 
 def test_a_state_of_a_training_loop_is_walked_once() -> None:
-    """Whatever its values and wherever its tensors are this time."""
+    """A training loop's state is walked once, despite changing values and addresses."""
     known_states = KnownStates(8)
     layouts = []
     for step in range(3):

@@ -21,7 +21,7 @@ STATE = {"weights": torch.arange(1000.0)}
 
 @pytest.fixture(scope="module")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    """A server with a bucket, ``holdfast``, whose credentials are in the environment."""
+    """Start a server with a bucket, ``holdfast``, and set its credentials."""
     if find_rclone() is None:
         pytest.skip("rclone is not installed: make test-servers")
     server = Rclone(tmp_path_factory.mktemp("rclone"))
@@ -42,7 +42,7 @@ def uri_of(server: Rclone | Moto, name: str, more: str = "") -> str:
 
 
 def checked(uri: str) -> Report:
-    """The report on a storage."""
+    """Return the report on a storage."""
     return asyncio.run(check(parse(uri)))
 
 
@@ -60,12 +60,12 @@ def left(uri: str) -> list[str]:
 
 
 def told(report: Report) -> dict[str, str]:
-    """The problems."""
+    """Return the problems of a report."""
     return {finding.name: finding.detail for finding in report.problems}
 
 
 def test_radosgw_is_fit(s3_url: str) -> None:
-    """Everything is kept, an unfinished upload is found, and nothing is left."""
+    """radosgw passes the check, which finds an unfinished upload and leaves nothing behind."""
     report = checked(s3_url)
     assert told(report) == {}
     assert {finding.outcome for finding in report.findings} == {"kept"}
@@ -77,7 +77,7 @@ def test_radosgw_is_fit(s3_url: str) -> None:
 
 @pytest.mark.nightly(18)
 def test_hdfs_is_fit(hdfs_url: str) -> None:
-    """Likewise."""
+    """HDFS passes the check and keeps nothing of it."""
     report = checked(hdfs_url)
     assert told(report) == {}
     assert left(hdfs_url) == []
@@ -85,7 +85,7 @@ def test_hdfs_is_fit(hdfs_url: str) -> None:
 
 @pytest.mark.drill
 def test_moto_is_fit(moto: Moto) -> None:
-    """Likewise; as an independent server of the same protocol."""
+    """moto, an independent implementation of S3, passes the check."""
     uri = uri_of(moto, "check")
     assert told(checked(uri)) == {}
     assert left(uri) == []
@@ -93,7 +93,7 @@ def test_moto_is_fit(moto: Moto) -> None:
 
 @pytest.mark.nightly(5)
 def test_a_server_that_ignores_conditions_is_found_out(rclone: Rclone) -> None:
-    """One after the other, and at the same time; the advice names the option."""
+    """The check detects ignored conditions, in sequence and in parallel, and names the option."""
     uri = uri_of(rclone, "check")
     report = checked(uri)
     problems = told(report)
@@ -106,7 +106,7 @@ def test_a_server_that_ignores_conditions_is_found_out(rclone: Rclone) -> None:
 
 
 def test_a_save_to_such_a_server_is_refused_and_leaves_nothing(rclone: Rclone) -> None:
-    """The error names the option."""
+    """A save to a server that ignores conditions names the option and leaves nothing."""
     uri = uri_of(rclone, "save")
     with pytest.raises(
         holdfast.StorageError, match=r"although its key is taken.*\?conditional=off"

@@ -1,4 +1,4 @@
-"""The conformance kit on real servers, run as users run it; findings are confirmed by hand."""
+"""The conformance kit on real servers; probes outside the driver confirm its findings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_kit_passes_on_hdfs(hdfs_url: str, tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_the_kit_passes_on_s3_through_fsspec(s3_url: str, tmp_path: Path) -> None:
-    """s3fs leaves nothing open, either."""
+    """The kit passes through fsspec, and s3fs leaves nothing open."""
     uri = "fsspec+" + s3_url.replace("endpoint=", "endpoint_url=")
     assert NONE_DEVIATED in run_conformance(uri, *S3_PROBE, cwd=tmp_path, timeout_s=KIT_S)
 
 
 @pytest.mark.drill
 def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) -> None:
-    """Each operation is one of OpenSSH's."""
+    """The kit passes with OpenSSH's own operations."""
     probe = ("--driver-probe", "support.servers.sftp_probe:SftpProbe")
     assert NONE_DEVIATED in run_conformance(sftp_url, *probe, cwd=tmp_path, timeout_s=KIT_S)
 
@@ -50,8 +50,10 @@ def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) ->
 def test_the_kit_passes_on_other_servers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the kit's objects, which are small, are multipart uploads: cancelled, aborted,
-    forgotten, raced. And on a third S3 server."""
+    """The kit passes on a third S3 server, and with small objects as multipart uploads.
+
+    These uploads are cancelled, aborted, forgotten and raced.
+    """
     if (find_ceph if kind == "parts" else find_seaweedfs)() is None:
         pytest.skip(f"the server for {kind} is not installed: make test-servers")
     options = S3_PROBE

@@ -92,15 +92,14 @@ def client(program: str, uri: str, environment: dict[str, str], mib: int = 40) -
 
 
 def refused(uri: str, environment: dict[str, str]) -> str:
-    """The error of a put, which comes quickly."""
+    """Return the error of a put, which must fail quickly."""
     error, took_s = client(PUT, uri, environment).strip().splitlines()
     assert float(took_s) < QUICKLY_S
     return error
 
 
 def test_a_save_comes_back(secure: SecureHadoop) -> None:
-    """Saved and loaded with a ticket; WebHDFS, which asks for it too, has joined the parts, and
-    nothing was copied."""
+    """A save with a ticket loads again; WebHDFS has joined the parts without copies."""
     output = client(SAVE_AND_LOAD, secure.at(uuid.uuid4().hex), secure.environment(secure.ticket()))
     assert output == "the same\n"
 
@@ -109,7 +108,7 @@ def test_a_save_comes_back(secure: SecureHadoop) -> None:
 def test_a_save_comes_back_from_servers_that_protect_what_is_sent(
     protection: Protection, tmp_path: Path
 ) -> None:
-    """Signed, or encrypted with 3DES, which is slow."""
+    """A save works with signed or encrypted transfers (3DES, which is slow)."""
     _skip_without_servers()
     server = SecureHadoop(tmp_path, protection, datanodes=1)
     server.start()
@@ -121,8 +120,7 @@ def test_a_save_comes_back_from_servers_that_protect_what_is_sent(
 
 
 def test_parts_are_copied_where_webhdfs_knows_nobody(secure: SecureHadoop) -> None:
-    """A web server under another name than the ticket's: the save succeeds all the same, and says
-    once why it is slow."""
+    """If WebHDFS rejects the ticket, a save copies the parts, and logs once why it is slow."""
     uri = secure.at(uuid.uuid4().hex).replace("webhdfs=localhost", "webhdfs=127.0.0.1")
     output = client(SAVE_AND_LOAD, uri, secure.environment(secure.ticket()))
     assert "the same" in output
@@ -131,7 +129,7 @@ def test_parts_are_copied_where_webhdfs_knows_nobody(secure: SecureHadoop) -> No
 
 
 def test_without_a_ticket_the_error_says_kinit(secure: SecureHadoop) -> None:
-    """Nobody has run kinit: refused at once, not after repeats."""
+    """Without a ticket the error comes at once, without retries, and suggests kinit."""
     error = refused(secure.at("run"), secure.environment())
     assert error.startswith("AccessError: ")
     assert "No Kerberos credentials available" in error
@@ -139,7 +137,7 @@ def test_without_a_ticket_the_error_says_kinit(secure: SecureHadoop) -> None:
 
 
 def test_with_an_expired_ticket_the_error_says_kinit(secure: SecureHadoop) -> None:
-    """The ticket was good a second ago."""
+    """An expired ticket is refused with an error that suggests kinit."""
     cache = secure.ticket(lifetime_s=1)
     secure.kdc.wait_for_expiry(cache)
     error = refused(secure.at("run"), secure.environment(cache))
@@ -161,7 +159,7 @@ def test_a_client_that_is_configured_without_kerberos_is_told_so(secure: SecureH
 def test_without_the_library_the_error_names_the_package(
     secure: SecureHadoop, tmp_path: Path
 ) -> None:
-    """A host that has no libgssapi_krb5, or a broken one."""
+    """Without a usable libgssapi_krb5 the error names the package."""
     (tmp_path / "libgssapi_krb5.so.2").write_text("no library")
     environment = secure.environment(secure.ticket()) | {"LD_LIBRARY_PATH": str(tmp_path)}
     error = refused(secure.at("run"), environment)
@@ -190,8 +188,7 @@ def test_a_delegation_token_stands_for_a_ticket(secure: SecureHadoop, tmp_path: 
 
 
 def test_a_token_without_the_configuration_is_told_so(secure: SecureHadoop, tmp_path: Path) -> None:
-    """hdfs-native shows its token only where the configuration says that there is somebody to ask
-    for it."""
+    """Without the right configuration hdfs-native ignores its token, and the error says so."""
     tokens = {
         "HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens")),
         "HADOOP_CONF_DIR": "",
@@ -202,7 +199,7 @@ def test_a_token_without_the_configuration_is_told_so(secure: SecureHadoop, tmp_
 
 
 def test_a_token_that_was_cancelled_is_refused(secure: SecureHadoop, tmp_path: Path) -> None:
-    """The name node knows it no longer: the error says what to do, and comes quickly."""
+    """A cancelled token is refused quickly, with a remedy."""
     tokens = secure.token(tmp_path / "tokens")
     secure.cancel(tokens)
     error = refused(

@@ -30,7 +30,7 @@ ORDERS: dict[str, Arrange] = {"sorted": sorted, "reversed": lambda keys: sorted(
 
 
 class Watch:
-    """Looks at the storage after every step."""
+    """Checks of the storage after every step."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
@@ -38,7 +38,7 @@ class Watch:
         self.history: list[str] = []
 
     async def check(self) -> None:
-        """There is a whole checkpoint, and it is one that was saved."""
+        """Check that there is a complete checkpoint, and that somebody saved it."""
         objects = self.sim.storage.objects
         manifest = objects["manifest.safetensors"][0]
         attempt = Manifest.decode(manifest).attempt
@@ -52,7 +52,7 @@ class Watch:
 
 
 async def prepared(arrange: Arrange) -> tuple[Simulation, Watch]:
-    """Storage with a first checkpoint."""
+    """Return a simulation with a first checkpoint."""
     sim = Simulation(arrange)
     await save_of(STATES["first"])(sim.storage)
     watch = Watch(sim)
@@ -103,8 +103,9 @@ def steps_of_a_save() -> int:
 
 
 def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
-    """Actors take turns: the first runs until step cuts[0], the second until cuts[1], the first
-    until cuts[2] and so on."""
+    """Return a schedule of two actors: the first runs until step cuts[0], the second until cuts[1],
+    the first until cuts[2] and so on.
+    """
     turns = itertools.chain(cuts, itertools.repeat(1 << 30))
     state = {"turn": 0, "left": next(turns)}
 
@@ -152,7 +153,7 @@ def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str, every:
 @pytest.mark.nightly(10)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) -> None:
-    """And so does one that begins at any step of it."""
+    """A save that dies at any step leaves a complete checkpoint, and so does a save begun then."""
     n = steps_of_a_save()
 
     async def run(dies_at: int, begins_at: int) -> None:
@@ -207,4 +208,4 @@ def attempt_of(sim: Simulation) -> str:
 
 
 async def nothing() -> None:
-    """There is no checkpoint at this moment, and none was promised."""
+    """Check nothing: no checkpoint needs to exist at this moment."""

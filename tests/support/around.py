@@ -37,7 +37,7 @@ class Around(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As the other tensor does."""
+        """Apply the function to the inner tensors."""
         args_of, kwargs_of = tree_map_only(cls, lambda around: around.held, (args, kwargs or {}))
         found = func(*args_of, **kwargs_of)
         if func is torch.ops.aten.copy_.default:
@@ -46,8 +46,7 @@ class Around(torch.Tensor):
 
 
 def model_of(whole: torch.Tensor) -> Any:
-    """A module with a sharded parameter, whose local tensor is around another, and has derived
-    something from it."""
+    """Return a module with a sharded wrapper parameter that has derived data."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = distribute_tensor(whole, mesh, [Shard(0)])
     around = DTensor.from_local(
@@ -65,7 +64,7 @@ def model_of(whole: torch.Tensor) -> Any:
 
 
 def save_around(uri: str, lazy: bool) -> None:
-    """Save, twice: the second time it is recognised."""
+    """Save twice; the second save recognises the state."""
     model = model_of(WHOLE)
     for _ in range(2):
         holdfast.async_save(uri, {"model": model}, lazy=lazy).wait()

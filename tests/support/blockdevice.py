@@ -37,7 +37,8 @@ BOOT_S = 30.0
 
 @dataclass(frozen=True)
 class Record:
-    """Bytes written at ``start``, or, without any, a flush. ``position``: where the log ended then."""
+    """Bytes written at ``start``, or a flush without bytes. ``position``: the end of the log
+    then."""
 
     start: int
     data: bytes
@@ -55,7 +56,7 @@ class BlockDevice:
 
     disk: Disk
     before: Path
-    """The disk as it was before the first record."""
+    """The disk before the first record."""
     log: Path
     control: Path
 
@@ -65,7 +66,7 @@ class BlockDevice:
         return self.log.stat().st_size
 
     def tell(self, words: str) -> None:
-        """Make it fail, or work again; see the module."""
+        """Write a command to the control file; see the module."""
         self.control.write_text(words)
 
 
@@ -81,8 +82,7 @@ def records(log: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def new_block_device(kind: str, folder: Path) -> Iterator[BlockDevice]:
-    """A device with a file system of that kind, mounted. Skips the test where that cannot be made
-    here."""
+    """Mount a new device with this file system; skip the test if that is impossible here."""
     needed("losetup", "fusermount3")
     pytest.importorskip("mfusepy", reason="mfusepy is not installed", exc_type=ImportError)
     if not os.path.exists("/dev/fuse"):
@@ -170,7 +170,7 @@ def _apply(image: Path, writes: Sequence[Record]) -> None:
 
 
 def serve(image: str, mountpoint: str, log: str) -> None:
-    """Be the device, until it is unmounted."""
+    """Serve the device until it is unmounted."""
     import mfusepy as fuse
 
     disk, notes = os.open(image, os.O_RDWR), os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -184,7 +184,7 @@ def serve(image: str, mountpoint: str, log: str) -> None:
                 raise fuse.FuseOSError(errno.EIO)
 
     class Device(fuse.Operations):  # type: ignore[misc]
-        """Two files: disk and control."""
+        """The FUSE file system with two files: disk and control."""
 
         use_ns = True
 

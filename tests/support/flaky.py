@@ -55,7 +55,7 @@ class Flaky(Layer):
         return result
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """An entry at a time, so that a listing can break between two."""
+        """Yield one entry at a time, so that a listing can fail in between."""
         async for info in self.inner.list(prefix):
             yield await self.around(Operation("list", prefix), lambda info=info: _returned(info))  # type: ignore[misc]
 

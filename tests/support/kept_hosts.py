@@ -43,7 +43,7 @@ class KeptHost:
 
     @property
     def host(self) -> KeeperHost:
-        """As others name it."""
+        """Return the name by which other hosts know this one."""
         return replace(self.keeper.host, ranks=tuple(sorted(self.arenas)))
 
 
@@ -57,7 +57,7 @@ class KeptHosts:
     epoch: int = 0
 
     async def add(self, name: str, ranks: Sequence[int]) -> KeptHost:
-        """A host begins, with trainers of these ranks."""
+        """Start a host with trainers of these ranks."""
         stack = AsyncExitStack()
         keeper, folder = await stack.enter_async_context(kept(name, name))
         options = ServeOptions(TOKEN, "127.0.0.1")
@@ -73,7 +73,7 @@ class KeptHosts:
         return self.hosts[name]
 
     async def lose(self, name: str) -> None:
-        """A host is gone, with all that it has."""
+        """Lose a host with its memory."""
         host = self.hosts.pop(name)
         await host.keeper.reporting.close()
         await host.stack.aclose()
@@ -120,7 +120,7 @@ class KeptHosts:
         return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), struck)
 
     async def rebuild(self, choice: Choice) -> list[str]:
-        """Have the lost images of a choice made again; why that failed, if it did."""
+        """Rebuild the lost images of a choice; return the reason of a failure."""
         problems = []
         peers = tuple(stock.host for stock in self.stocks())
         for lost in choice.rebuilt:
@@ -131,7 +131,7 @@ class KeptHosts:
         return problems
 
     async def image(self, generation: GenerationId, rank: int, name: str) -> bytes:
-        """The bytes of an image that a keeper holds."""
+        """Return the bytes of an image that a keeper holds."""
         arena = next(iter(self.hosts[name].arenas.values()))
         _, memory = await arena.image(generation, rank)
         try:
@@ -147,7 +147,7 @@ class KeptHosts:
 
 @asynccontextmanager
 async def kept_hosts(mode: str, *ranks: Sequence[int]) -> AsyncIterator[KeptHosts]:
-    """Hosts a, b, c … with these ranks, which have entered the first epoch."""
+    """Start hosts a, b, c … with these ranks, in the first epoch."""
     job = KeptHosts(sum(map(len, ranks)), mode)
     try:
         for name, of in zip("abcdef", ranks, strict=False):

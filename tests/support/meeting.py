@@ -40,7 +40,7 @@ DEADLINE_S = 20.0
 
 
 class _Raw:
-    """Bytes are sent as they are."""
+    """A message codec that sends bytes unchanged."""
 
     slow = False
 
@@ -60,7 +60,7 @@ def raw(name: str) -> Round[bytes, bytes]:
 
 
 class _Line:
-    """The connection of one rank to a store, which may be cut."""
+    """A rank's connection to a store, which a test may cut."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -88,7 +88,7 @@ class Job:
         ]
 
     def silence(self, rank: int) -> None:
-        """A rank is dead: the others hear no more of it, whatever its tasks still do."""
+        """Make a rank look dead to the others, even if its tasks continue."""
         self.lines[rank].cut()
 
     def team(self, rank: int, call: Call) -> StoreTeam:
@@ -116,13 +116,13 @@ class Job:
         return learnt
 
     async def fails(self, rank: int, call: Call, error: Exception | None = None) -> None:
-        """A rank makes a call that fails before it begins."""
+        """Make a call on one rank that fails before it begins."""
         raised = error or holdfast.StateError("cannot be saved")
         await self.team(rank, call).fail(raised)
         raise raised
 
     async def all(self, call: Call) -> None:
-        """All ranks make that call, and it works."""
+        """Make the call on all ranks, and check that it succeeds."""
         done = await together(*(self.calls(rank, call) for rank in range(self.world)))
         assert done == [[everybody("a", self.world), everybody("b", self.world)]] * self.world
 
@@ -149,12 +149,12 @@ def everybody(name: str, world: int) -> bytes:
 
 
 async def together(*works: Awaitable[Any]) -> list[Any]:
-    """Their results, or errors. In time."""
+    """Return the results or errors of all, within a time limit."""
     return await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), 60)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
-    """In a loop of its own."""
+    """Run in a new event loop."""
 
     async def inner() -> None:
         await main()
@@ -163,5 +163,5 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def kinds(outcomes: Sequence[Any]) -> list[tuple[type, int | None]]:
-    """The type of each outcome, and the rank that it names."""
+    """Return the type of each outcome, and the rank that it names."""
     return [(type(outcome), getattr(outcome, "rank", None)) for outcome in outcomes]

@@ -101,7 +101,7 @@ def test_digests_tell_states_apart() -> None:
 
 
 def test_tiny_overrules_size_and_rounds(tmp_path: Path) -> None:
-    """--tiny runs one round of a small state, whatever the other options say.
+    """--tiny runs one round of a small state and overrides all other options.
 
     It does not judge speed, writes the figures to the given file, and leaves nothing else.
     """

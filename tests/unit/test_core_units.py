@@ -37,7 +37,7 @@ def test_sizes_have_three_digits(nbytes: int, expected: str) -> None:
 
 
 def test_round_up() -> None:
-    """Up to the next multiple; a multiple stays. Columns are rounded row by row."""
+    """Values round up to the next multiple; columns are rounded row by row."""
     assert [round_up(value, 8) for value in (0, 1, 8, 9)] == [0, 8, 8, 16]
     assert [ceil_div(value, 8) for value in (0, 1, 8, 9)] == [0, 1, 1, 2]
     assert round_up(np.array([0, 1, 9]), 8).tolist() == [0, 8, 16]
@@ -46,13 +46,13 @@ def test_round_up() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1023, 1024, 4097, 3 << 20, 5 << 40, 7 << 50])
 def test_an_exact_size_is_read_back(nbytes: int) -> None:
-    """To the byte."""
+    """An exact size parses to the same number of bytes."""
     assert parse_size(exact_size_text(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.5GiB", "-1", "12iB", "12 parsecs", "٣"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    """So are digits of other scripts."""
+    """A malformed size is refused, as are digits of other scripts."""
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
@@ -75,7 +75,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 
 def test_a_number_alone_is_in_seconds_unless_a_unit_is_needed() -> None:
-    """Elsewhere it is a number of steps."""
+    """A bare number means seconds, unless a unit is required: then it is a number of steps."""
     assert parse_duration("30") == 30
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration("30", needs_unit=True)

@@ -33,14 +33,14 @@ def test_sums_are_of_words_that_are_aligned_in_memory(begin):
 
 
 def test_a_save_within_a_capture_is_refused():
-    """By an error that says when to save."""
+    """A save during a capture is refused, and the error says when to save."""
     refuse_capture(lambda: False)
     with pytest.raises(holdfast.UsageError, match="capture of a CUDA graph"):
         refuse_capture(lambda: True)
 
 
 def test_a_chunk_that_the_device_has_no_room_for_is_copied_to_the_host():
-    """And is compared there with the sums of the call."""
+    """A chunk without room on the device is copied to the host and compared with its sums there."""
     tensor = torch.arange(5_000_000)
     refused = []
 
@@ -60,7 +60,7 @@ def test_a_chunk_that_the_device_has_no_room_for_is_copied_to_the_host():
 
 
 def test_cuda_is_not_asked_about_captures_where_it_does_not_run(monkeypatch, tmp_path):
-    """In a forked child the question itself is an error."""
+    """A forked child does not ask CUDA about captures: the question itself raises there."""
 
     def ask() -> bool:
         raise AssertionError("CUDA was asked")
@@ -97,7 +97,7 @@ def test_a_run_of_memory_is_copied_where_a_device_has_no_room_to_pack(name):
 
 
 def test_windows_of_a_full_device_are_packed_on_the_host():
-    """Also if the device has run out of memory between two of them."""
+    """Windows are packed on the host when the device is full, even between two windows."""
     windows = [BASE[:20].t(), BASE[20:, ::2]]
     refused = []
 
@@ -115,7 +115,7 @@ def test_windows_of_a_full_device_are_packed_on_the_host():
 
 
 def test_a_watch_that_finds_no_room_for_sums_learns_nothing():
-    """An optimizer's step ends it, and is not to fail for that."""
+    """A watch without room for sums ends quietly, since the optimizer's step must not fail."""
 
     class Full(Watched):
         def bytes(self) -> torch.Tensor:
@@ -137,7 +137,7 @@ def forked_after_cuda(monkeypatch):
 
 @pytest.mark.usefixtures("forked_after_cuda")
 def test_random_generators_of_a_device_are_refused_in_a_forked_child(tmp_path):
-    """By an error of ours, and before any generator is set."""
+    """A forked child refuses device generators before it sets any generator."""
     stored = holdfast.RNGState()
     with pytest.raises(holdfast.UsageError, match=r"the state needs CUDA.*forked subprocess"):
         holdfast.save(tmp_path / "c", {"rng": stored})
@@ -150,7 +150,7 @@ def test_random_generators_of_a_device_are_refused_in_a_forked_child(tmp_path):
 
 @pytest.mark.usefixtures("forked_after_cuda")
 def test_host_memory_is_saved_in_a_forked_child(tmp_path):
-    """And loaded: nothing of it needs CUDA."""
+    """Host memory is saved and loaded in a forked child without CUDA."""
     holdfast.save(tmp_path / "c", {"w": torch.ones(3)})
     into = {"w": torch.zeros(3)}
     holdfast.load(tmp_path / "c", into=into)
@@ -158,7 +158,7 @@ def test_host_memory_is_saved_in_a_forked_child(tmp_path):
 
 
 def test_a_forked_child_does_not_free_its_parents_pinned_buffers():
-    """To free one may ask CUDA, and end the child."""
+    """A forked child keeps its parent's pinned buffers: freeing them could crash it in CUDA."""
     freed = []
 
     def allocate(nbytes: int) -> HostBuffer:

@@ -54,7 +54,7 @@ class Calls(list[str]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fail: dict[str, int] = {}
-        """An entry of the log → the errno with which it fails."""
+        """Map an entry of the log to the errno with which it fails."""
         for name, label in {
             "pwrite": lambda fd, data, at: f"write {_name(fd)}",
             "fsync": lambda fd: f"fsync {_name(fd)}",
@@ -106,8 +106,7 @@ def _new_folders(tmp_path: Path) -> list[str]:
 async def test_a_put_is_durable_when_it_returns(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:
-    """New folders are synced in their parents, the content before it gets its name, and the name
-    before put returns."""
+    """A put syncs new folders in their parents, the content before the name, then the name."""
     await driver.put("a/b/x", b"content")
     published = ["write temporary", "fsync temporary", "rename x", "fsync folder b"]
     assert [c for c in calls if not c.startswith("unlink")] == [*_new_folders(tmp_path), *published]
@@ -136,8 +135,7 @@ async def test_an_exclusive_put_is_durable_when_it_returns(
 async def test_a_commit_is_durable_when_it_returns(
     driver: LocalDriver, calls: Calls, tmp_path: Path, nbytes: int
 ) -> None:
-    """As put: every write, then the file, the rename, the folder; new folders already when the
-    upload begins."""
+    """A commit syncs the writes, the file, the rename and the folder; create syncs new folders."""
     await upload(driver, "a/b/x", nbytes)
     order = [
         c
@@ -157,8 +155,7 @@ async def test_a_commit_is_durable_when_it_returns(
 async def test_folders_of_others_are_synced_once(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:
-    """A folder that is already there may have been made by another process a moment ago: its name
-    is synced, too."""
+    """Existing folders are synced once, since another process may have just created them."""
     (tmp_path / "root" / "a").mkdir(parents=True)
     calls.clear()
     for n in range(3):
@@ -169,7 +166,7 @@ async def test_folders_of_others_are_synced_once(
 
 @asynchronous
 async def test_a_deletion_is_durable_when_it_returns(driver: LocalDriver, calls: Calls) -> None:
-    """So that deleting a manifest before its data stays in this order, whatever happens."""
+    """A deletion is synced, so that a manifest always disappears before its data."""
     await driver.put("a/b/x", b"")
     await driver.put("a/y", b"")
     calls.clear()
@@ -188,8 +185,7 @@ STEPS = ["write temporary", "fsync temporary", "rename x"]
 async def test_a_failed_step_leaves_nothing_visible(
     driver: LocalDriver, calls: Calls, tmp_path: Path, step: str, store: str
 ) -> None:
-    """An I/O error while storing is an error of the call; neither an object nor a temporary file
-    stays."""
+    """An I/O error during a store reaches the caller, and leaves no object or temporary file."""
     await driver.put("other", b"")
     calls.fail[step] = errno.EIO
     with pytest.raises(StorageDownError, match="EIO") as caught:
@@ -216,7 +212,8 @@ async def test_a_failed_replacement_leaves_the_old_object(
 async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(
     driver: LocalDriver, calls: Calls
 ) -> None:
-    """The old one is gone by then: to take the new one back would leave none."""
+    """The new object stays if its name cannot be synced: without the old one, none would be
+    left."""
     await driver.put("x", b"old")
     calls.fail["fsync folder root"] = errno.EIO
     with pytest.raises(StorageDownError):
@@ -228,8 +225,8 @@ async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(
 async def test_a_failed_fsync_is_never_repeated(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:
-    """After it the kernel takes lost pages for clean ones: a second fsync would succeed, so there
-    is none."""
+    """A failed fsync is not retried: the kernel marks lost pages clean, so a retry would
+    succeed."""
     new = await driver.create("x", 300_001)
     await new.write(0, memoryview(bytes(300_001)))
     calls.fail["fsync temporary"] = errno.EIO
@@ -245,7 +242,7 @@ async def test_a_failed_fsync_is_never_repeated(
 
 @asynchronous
 async def test_a_folder_that_knows_no_fsync_is_no_error(driver: LocalDriver, calls: Calls) -> None:
-    """Some network file systems answer EINVAL; their names are durable by themselves."""
+    """EINVAL from fsync of a folder is ignored: such network file systems keep names durable."""
     await driver.put("a/x", b"")
     calls.fail["fsync folder a"] = errno.EINVAL
     await driver.put("a/y", b"")
@@ -256,7 +253,7 @@ async def test_a_folder_that_knows_no_fsync_is_no_error(driver: LocalDriver, cal
 async def test_what_cannot_be_removed_is_reported(
     driver: LocalDriver, calls: Calls, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Abort raises nothing, but a temporary file that stays behind is logged by name."""
+    """Abort raises nothing, but logs the name of a temporary file that it cannot remove."""
     new = await driver.create("x", 10)
     calls.fail["unlink temporary"] = errno.EROFS
     await new.abort()
@@ -338,7 +335,7 @@ def test_our_own_errors_pass_unchanged() -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
+    """Mount a file system of 2 MiB."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount")
     folder = tmp_path / "small"
@@ -356,8 +353,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.heavy
 @asynchronous
 async def test_a_full_disk_is_an_error_and_nothing_else(small_disk: Path, no_leaks: None) -> None:
-    """ENOSPC while writing, by put or upload, is FullError; the old object stays, and the space is
-    free again."""
+    """A full disk raises FullError, the old object stays, and the space is released."""
     driver = LocalDriver(small_disk)
     await driver.put("x", b"old" * 100_000)
     for attempt in (

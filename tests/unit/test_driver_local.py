@@ -1,5 +1,4 @@
-"""The local driver: folders, symbolic links, and whatever else a file system holds; and the mount
-it lies on."""
+"""The local driver with folders, symbolic links and special files, and the detection of mounts."""
 
 from __future__ import annotations
 
@@ -79,8 +78,10 @@ async def test_a_key_through_a_symbolic_link_is_refused(
 async def test_deleting_all_removes_links_and_not_their_targets(
     driver: LocalDriver, outside: Path, root: Path
 ) -> None:
-    """A link below the prefix, or the prefix itself, goes; nothing behind it does; a prefix behind
-    one is refused."""
+    """A deletion removes links below the prefix, or at it, but not their targets.
+
+    It refuses a prefix behind a link.
+    """
     (root / "real" / "link").symlink_to(outside)
     with pytest.raises(AccessError):
         await driver.delete_all("link/x")
@@ -110,7 +111,7 @@ async def test_a_folder_swapped_for_a_link_leads_nowhere(
 async def test_the_root_may_be_reached_through_links(
     tmp_path: Path, root: Path, no_leaks: None
 ) -> None:
-    """Only what lies below the root is distrusted."""
+    """Links above the root are followed; only the content of the root is distrusted."""
     os.makedirs(root)
     os.symlink(root, tmp_path / "alias")
     driver = LocalDriver(tmp_path / "alias")
@@ -121,8 +122,7 @@ async def test_the_root_may_be_reached_through_links(
 
 @asynchronous
 async def test_what_is_no_file_is_no_object(driver: LocalDriver, root: Path) -> None:
-    """Named pipes and folders are neither listed nor read, and reading a pipe does not wait for its
-    writer."""
+    """Named pipes and folders are neither listed nor read; reading a pipe does not block."""
     (root / "folder").mkdir(parents=True)
     os.mkfifo(root / "pipe")
     for key in ("pipe", "folder"):
@@ -140,8 +140,8 @@ async def test_what_is_no_file_is_no_object(driver: LocalDriver, root: Path) -> 
 
 @asynchronous
 async def test_an_object_and_a_folder_cannot_share_a_name(driver: LocalDriver) -> None:
-    """Storing over a folder, or below an object, is an error that says so; looking below an object
-    finds nothing."""
+    """A put over a folder or below an object fails clearly; a read below an object finds
+    nothing."""
     await driver.put("a/x", b"")
     for call in (driver.put("a", b""), driver.create("a", 1)):
         with pytest.raises(StorageError, match="EISDIR"):
@@ -195,8 +195,7 @@ async def test_permissions_are_what_the_umask_leaves(
 
 @asynchronous
 async def test_a_root_made_anew_is_found(driver: LocalDriver, root: Path) -> None:
-    """When somebody removes the root, or a folder, under a running driver, the next put makes it
-    again."""
+    """A put recreates the root or a folder that somebody removed under a running driver."""
     await driver.put("a/x", b"1")
     shutil.rmtree(root / "a")
     await driver.put("a/x", b"2")
@@ -265,7 +264,7 @@ async def test_a_listing_looks_only_below_its_prefix(
 
 @asynchronous
 async def test_listings_at_once_do_not_disturb_each_other(driver: LocalDriver, root: Path) -> None:
-    """Each begins at the beginning, also in the root, which the driver holds open."""
+    """Concurrent listings are independent, even in the root, which the driver keeps open."""
     os.makedirs(root)
     names = sorted(f"{n:04}" for n in range(2000))
     for name in names:
@@ -300,14 +299,14 @@ MOUNTINFO = """\
     ],
 )
 def test_the_file_system_of_a_path_is_found(path: str, expected: str, shared: bool) -> None:
-    """The deepest mount that holds the path, the latest of several; and whether other hosts see it."""
+    """The deepest and latest mount above a path determines its file system."""
     assert mount_of(path, MOUNTINFO).fs_type == expected
     assert is_shared(expected) is shared
 
 
 @pytest.mark.heavy
 def test_traits_tell_a_network_file_system(tmp_path: Path) -> None:
-    """A folder on Lustre is shared; one on this machine's disk is not."""
+    """The traits of a folder on Lustre say shared; those of a local disk do not."""
     assert LocalDriver(tmp_path, fs_type=lambda path: "lustre").traits.shared is True
     assert LocalDriver(tmp_path, fs_type=lambda path: "ext4").traits.shared is False
     assert fs_type(str(tmp_path)) == _by_stat(tmp_path)

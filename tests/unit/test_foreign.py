@@ -31,7 +31,7 @@ def partitioned(parameter: nn.Parameter, *, gathered: bool) -> None:
 
 
 def zero3(*, gathered: bool = False) -> nn.Module:
-    """A module under DeepSpeed ZeRO-3."""
+    """Return a module under DeepSpeed ZeRO-3."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     for parameter in model.parameters():
         partitioned(parameter, gathered=gathered)
@@ -39,7 +39,7 @@ def zero3(*, gathered: bool = False) -> nn.Module:
 
 
 def zero1() -> nn.Module:
-    """A module under DeepSpeed ZeRO-1: whole parameters, and master copies of them."""
+    """Return a module under DeepSpeed ZeRO-1: whole parameters with master copies."""
     model = nn.Linear(3, 4, dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter._hp_mapping = SimpleNamespace(hp_fragment=parameter.detach().float())  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def zero1() -> nn.Module:
 
 
 def of_deepspeed(name: str, *bases: type, **members: Any) -> type:
-    """A class that says that it is DeepSpeed's."""
+    """Return a class whose module name is DeepSpeed's."""
     return type(name, bases, {"__module__": "deepspeed.runtime.engine", **members})
 
 
@@ -163,7 +163,7 @@ def test_what_deepspeed_has_partitioned_is_not_saved(
 def test_what_the_next_step_would_overwrite_is_not_loaded_into(
     state: Any, path: str, said: str, tmp_path: Path
 ) -> None:
-    """Nothing is read: the error comes before the checkpoint is looked for."""
+    """A load refuses a target that the next step would overwrite, before it reads anything."""
     with pytest.raises(holdfast.StateError) as caught:
         holdfast.load(tmp_path / "none", into=state())
     assert path in str(caught.value)
@@ -211,8 +211,10 @@ def test_a_module_is_loaded_beside_the_megatron_optimizer_that_has_its_masters(
 
 
 def test_a_mark_that_comes_after_a_save_is_seen(tmp_path: Path) -> None:
-    """The state is laid out as at the save before, and recognised by that; its parameters have
-    become placeholders, or merely have masters now."""
+    """A mark that appears after a save is noticed, although the state's layout is cached.
+
+    The parameters have become placeholders, or have gained master copies.
+    """
     model = nn.Linear(3, 4)
     state = {"model": model, "leaf": [model.weight]}
     holdfast.save(tmp_path / "a", state)
@@ -240,7 +242,7 @@ def test_a_mark_that_comes_after_a_save_is_seen(tmp_path: Path) -> None:
 def test_tensors_around_other_tensors_are_refused_with_a_way_out(
     made: Any, advice: str, tmp_path: Path
 ) -> None:
-    """On save and on load."""
+    """Saves and loads refuse wrapper tensors, and the error suggests a way out."""
     state = {"w": made()}
     for call in (
         lambda: holdfast.save(tmp_path / "c", state),
@@ -253,7 +255,7 @@ def test_tensors_around_other_tensors_are_refused_with_a_way_out(
 
 
 def without_weights() -> nn.Module:
-    """A module of placeholders that nothing marks."""
+    """Return a module of placeholders without any mark."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
@@ -261,7 +263,7 @@ def without_weights() -> nn.Module:
 
 
 def with_moments() -> Any:
-    """A parameter without elements, and an optimizer that has some for it."""
+    """Return a parameter without elements, and an optimizer with moments for it."""
     model = nn.Module()
     model.scale = nn.Parameter(torch.empty(0))
     model.other = nn.Parameter(torch.ones(2))
@@ -317,7 +319,7 @@ def test_a_state_that_holds_less_than_it_seems_is_refused(name: str, tmp_path: P
 
 
 def test_a_checkpointer_saves_nothing_that_is_hollow_unless_asked(tmp_path: Path) -> None:
-    """Its saves fail; with ``allow_empty`` they do not."""
+    """Saves of a hollow state by a Checkpointer fail without ``allow_empty``."""
     ckpt = holdfast.Checkpointer(tmp_path / "a", every=1, on_error="raise")
     with pytest.raises(holdfast.StateError, match="allow_empty"):
         ckpt.step(1, {"model": without_weights()})

@@ -116,7 +116,10 @@ class Waiting:
 async def test_a_later_step_takes_the_place_of_one_that_waits_and_not_of_one_being_written() -> (
     None
 ):
-    """Or storage that is slower than steps come would never have one of them."""
+    """A waiting step is replaced by a newer one, but a step in flight is finished.
+
+    Otherwise storage that is slower than the steps would never complete one.
+    """
     waiting = Waiting()
     await waiting.want(4)
     await waiting.follow(order=4)
@@ -145,7 +148,7 @@ async def test_steps_before_one_that_has_ended_are_not_waited_for_any_longer() -
 
 @in_virtual_time
 async def test_an_end_that_is_not_final_ends_nothing_else() -> None:
-    """It is tried again, and steps before it stay for that."""
+    """After a failure that is not final, the step is retried and earlier steps remain pinned."""
     waiting = Waiting()
     await waiting.want(4)
     await waiting.follow(order=4)
@@ -157,7 +160,10 @@ async def test_an_end_that_is_not_final_ends_nothing_else() -> None:
 
 @in_virtual_time
 async def test_who_asks_again_for_what_has_ended_is_told_how() -> None:
-    """The line of a trainer was cut meanwhile, or its keeper has died."""
+    """A repeated request for a finished step returns its result.
+
+    The trainer's connection was cut meanwhile, or its keeper has died.
+    """
     waiting = Waiting()
     end = FlushEnd(GenerationId(0, 8), "attempt 8", 100)
     await waiting.follow(ended=end)
@@ -174,7 +180,7 @@ async def test_who_asks_again_for_what_has_ended_is_told_how() -> None:
 
 @in_virtual_time
 async def test_who_asks_again_for_what_waits_changes_nothing() -> None:
-    """It is kept for that once, and given back once."""
+    """A repeated request for a waiting step pins its memory once and releases it once."""
     waiting = Waiting()
     await waiting.want(4)
     waiting.writing.want(GenerationId(0, 4), Flush(4, "storage"))
@@ -203,8 +209,10 @@ async def test_what_is_not_handed_over_whole_is_not_waited_for() -> None:
 
 
 class Peers:
-    """Reports of the keepers ``a`` and ``b``; at the second change a new job runs on ``a``
-    alone."""
+    """Reports of the keepers ``a`` and ``b``.
+
+    At the second change a new job runs, on ``a`` alone.
+    """
 
     name = "a"
 

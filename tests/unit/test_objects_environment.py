@@ -35,7 +35,7 @@ OTHER_CREDENTIALS = re.compile(
     r"|AZURE_.*(ACCESS_KEY|MASTER_KEY|CLIENT_ID|SECRET|TENANT_ID|AUTHORITY|SAS|TOKEN|MSI|IDENTITY|OBJECT_ID|AZURE_CLI"
     r"|CREDENTIAL_TYPE|WORKLOAD|CLUSTER)"
 )
-"""Other sources of credentials, which would be used in place of those above, as users want it."""
+"""Other sources of credentials. obstore would rightly prefer them to those above."""
 
 VALUES = {
     "AWS_CHECKSUM_ALGORITHM": "sha256",
@@ -97,7 +97,7 @@ def requests(uri: str, server: ScriptedServer) -> list[tuple[object, ...]]:
 
 
 def without_time(request: Request) -> tuple[object, ...]:
-    """A request without clocks, signatures and random boundaries."""
+    """Return a request without clocks, signatures and random boundaries."""
     changing = ("x-amz-date", "x-ms-date", "date", "amz-sdk-invocation-id", "traceparent")
     headers = {name: value for name, value in request.headers.items() if name not in changing}
     signed = headers.get("authorization", "")
@@ -118,7 +118,7 @@ def without_time(request: Request) -> tuple[object, ...]:
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without anything of a cloud."""
+    """Remove all variables of clouds from the environment."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
             monkeypatch.delenv(name)
@@ -182,8 +182,7 @@ def test_the_variables_are_those_that_the_client_reads() -> None:
 
 
 def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens meanwhile, the environment is as it was; and two threads do not put back
-    each other's gaps."""
+    """The environment is restored after any error, even with two threads at once."""
     monkeypatch.setenv("HIDDEN_ONE", "1")
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p

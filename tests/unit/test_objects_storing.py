@@ -27,7 +27,7 @@ ARN = "arn:aws:kms:us-east-1:123456789012:key/abc"
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials, and nothing else of AWS."""
+    """Set credentials, and clear all other variables of AWS."""
     for name in list(os.environ):
         if name.startswith("AWS_") or name.upper().endswith("_PROXY"):
             monkeypatch.delenv(name)
@@ -39,7 +39,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def store(driver: Driver) -> None:
-    """Store objects in every way there is, read one, and look for leftovers."""
+    """Store objects in every way, read one, and look for leftovers."""
     await driver.put("plain", b"abc")
     await driver.put("exclusive", b"abc", exclusive=True)
     small = await driver.create("small", 3)
@@ -47,14 +47,14 @@ async def store(driver: Driver) -> None:
     await small.commit()
     large = await driver.create("large", len(LARGE))
     await large.write(0, LARGE)
-    with contextlib.suppress(StorageError):  # the server keeps three bytes of whatever it is given
+    with contextlib.suppress(StorageError):  # the server stores only three bytes
         await large.commit()
     assert await driver.get("plain") == b"abc"
     await driver.sweep("large")
 
 
 def run(uri: str, **options: str) -> None:
-    """Within a minute."""
+    """Run within a minute."""
     used(uri, store, **options)
 
 
@@ -114,8 +114,7 @@ STORING = ["plain", "exclusive", "small", "begin"]
     ],
 )
 def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, str]) -> None:
-    """Small and large, exclusive or not: encryption, class, tags and payer are in the request that
-    makes the object."""
+    """Every request that creates an object has encryption, class, tags and payer."""
     with ScriptedServer(s3_answer) as server:
         run(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&{options}")
         told = headers(server, STORING)
@@ -126,7 +125,7 @@ def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, st
 
 
 def test_whoever_pays_says_so_in_every_request() -> None:
-    """Also where an object is read, parts are sent, and both clients list."""
+    """Reads, parts and listings of both clients name the payer, too."""
     with ScriptedServer(s3_answer) as server:
         run(
             f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&requester_pays=on"
@@ -144,8 +143,7 @@ def test_whoever_pays_says_so_in_every_request() -> None:
 
 
 def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Path) -> None:
-    """Objects, parts, reads and sizes, over TLS; the key comes from storage options, and is in no
-    URI."""
+    """Objects, parts, reads and sizes use the customer's key, which appears in no URI."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     with ScriptedServer(s3_answer, authority, tls=True) as server:
@@ -157,7 +155,7 @@ def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Pat
 
 
 def test_a_key_is_not_sent_in_clear() -> None:
-    """Without TLS it is refused, before anything is sent."""
+    """A customer's key is refused without TLS, before any request."""
     with ScriptedServer(s3_answer) as server:
         with pytest.raises(UriError, match="in clear"):
             run(f"s3://bucket/run?endpoint={server.url}&sse=customer", sse_customer_key=KEY)
@@ -184,20 +182,20 @@ def test_a_key_is_not_sent_in_clear() -> None:
 def test_options_that_do_not_go_together_are_refused(
     query: str, options: dict[str, str], match: str
 ) -> None:
-    """Before anything is asked."""
+    """Incompatible options are refused before any request."""
     with pytest.raises(UriError, match=match):
         open_driver(f"s3://bucket/run?{query}", **options)
 
 
 @pytest.mark.parametrize("query", ["tags=a=1", "storage_class=STANDARD", "sse=AES256"])
 def test_directory_buckets_refuse_what_they_do_not_know(query: str) -> None:
-    """Tags, classes, and encryption of single objects."""
+    """Directory buckets refuse tags, classes and encryption of single objects."""
     with pytest.raises(UriError, match="S3 Express"):
         open_driver(f"s3://bucket--use1-az4--x-s3/run?{query}")
 
 
 def express_answer(request: Request) -> Answer:
-    """A directory bucket: it gives sessions, and lists whole folders only."""
+    """Answer as a directory bucket: give sessions, and list whole folders only."""
     query = parse_qs(urlsplit(request.path).query, keep_blank_values=True)
     if "session" in query:
         text = (
@@ -213,8 +211,7 @@ def express_answer(request: Request) -> Answer:
 
 
 def test_a_directory_bucket_is_used_by_sessions(tmp_path: Path) -> None:
-    """By its name alone: both clients ask its zone's host, with a session's token, and list by
-    folders."""
+    """The name of a directory bucket makes both clients use sessions and list by folder."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     host = "bucket--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com"

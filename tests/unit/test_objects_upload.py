@@ -27,7 +27,7 @@ PART_NBYTES = 5 << 20
 
 
 class Store:
-    """Takes the parts of one object, and keeps ``kept`` of its bytes; None: all."""
+    """A store that receives one object and keeps ``kept`` of its bytes; None: all."""
 
     def __init__(self, kept: int | None = None) -> None:
         self.kept = kept
@@ -35,18 +35,18 @@ class Store:
         self.asked = 0
 
     async def put(self, feed: Any, **options: Any) -> None:
-        """As obstore does it: lets go of a part when it is stored."""
+        """Store the parts; release each once it is stored, as obstore does."""
         async for part in feed:
             self.nbytes += len(part)
             del part
 
     async def stat(self) -> ObjectInfo:
-        """The object, as the store tells it."""
+        """Return the size and time of the object, as the store reports them."""
         self.asked += 1
         return ObjectInfo("image", self.nbytes if self.kept is None else self.kept, time.time())
 
     async def drop_unfinished(self, since_s: float) -> None:
-        """Nothing is left."""
+        """Do nothing: no upload is left."""
 
     def target(self, nbytes: int, limit_s: float = 60.0) -> Target:
         """Return the target of an upload to this store."""
@@ -94,12 +94,12 @@ class Forgetful(Store):
         self.age_s = age_s
 
     async def put(self, feed: Any, **options: Any) -> None:
-        """Takes all parts first."""
+        """Take all parts, then fail."""
         await super().put(feed, **options)
         raise FileNotFoundError("<Code>NoSuchUpload</Code>")
 
     async def stat(self) -> ObjectInfo:
-        """The object, as the store tells it."""
+        """Return the size and time of the object, as the store reports them."""
         if self.age_s is None:
             raise NotFoundError("no such object")
         found = await super().stat()
@@ -107,8 +107,11 @@ class Forgetful(Store):
 
 
 def test_a_completed_upload_whose_answer_was_lost_is_committed() -> None:
-    """The client asks again, and the store no longer knows the upload; but it has the object, as
-    new and as long as it should be."""
+    """A completed upload whose response was lost is committed.
+
+    The client retries, and the store no longer knows the upload, but has a new object of the right
+    size.
+    """
     store = Forgetful(age_s=0)
     asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
     assert store.asked == 1
@@ -205,14 +208,14 @@ MIB = 1 << 20
 def test_no_object_has_more_parts_than_a_store_takes(
     nbytes: int, preferred: int, expected: int
 ) -> None:
-    """Parts grow by whole multiples of the preferred size, and no sooner than they must."""
+    """Part sizes are whole multiples of the preferred size, and grow only when necessary."""
     assert part_nbytes_for(nbytes, preferred) == expected
     assert -(-nbytes // expected) <= PARTS_MAX
 
 
 @given(st.integers(0, 10 << 40), st.integers(5 << 20, 5 << 30))
 def test_parts_are_few_enough_and_no_larger_than_needed(nbytes: int, preferred: int) -> None:
-    """For any size: at most 10,000 parts, and more than that if they were one step smaller."""
+    """For any size there are at most 10,000 parts; one step smaller would exceed that."""
     part = part_nbytes_for(nbytes, preferred)
     assert part % preferred == 0
     assert -(-nbytes // part) <= PARTS_MAX
@@ -225,7 +228,7 @@ def test_parts_are_few_enough_and_no_larger_than_needed(nbytes: int, preferred: 
 def test_whatever_is_written_comes_out_once_and_in_order(
     nbytes: int, spare_nbytes: int, part_nbytes: int, rnd: random.Random
 ) -> None:
-    """Parts have the requested length, except the last one, whatever the lengths of the pieces.
+    """Pieces of any length become parts of the requested length; only the last may be shorter.
 
     The cutter holds back only the last part of an object that is shorter than declared.
     """
@@ -245,7 +248,7 @@ def test_whatever_is_written_comes_out_once_and_in_order(
 
 
 def test_a_part_that_one_write_fills_is_the_callers_memory() -> None:
-    """Whole parts are views; what several writes make together, and a short end, is copied."""
+    """Whole parts are views; parts from several writes, and a short last part, are copies."""
     memory = np.arange(25, dtype=np.uint8)
     cutter = Cutter(25, 10)
     first, second = cutter.cut(memoryview(memory)[:20])
@@ -266,8 +269,7 @@ TASKS = Path("/proc/self/task")
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads are told apart by /proc")
 def test_the_end_waits_for_threads_that_may_want_the_lock() -> None:
-    """One of obstore's that is at work, without the interpreter's lock, gets it before the
-    interpreter ends."""
+    """The interpreter's exit waits for a thread of obstore that still needs the lock."""
     runtime.use("s3://bucket")
     begun, ended = threading.Event(), threading.Event()
 

@@ -36,7 +36,7 @@ def test_saves_that_take_longer_than_failures_are_apart() -> None:
 
 
 def test_periods_are_whole_steps() -> None:
-    """Each level has its own; a slower one is saved at a step at which the faster one is, too."""
+    """Periods are whole steps, and a slower level is a multiple of a faster one."""
     found = periods(
         [
             Level("memory", 0.02, 1 / (2 * HOUR_S)),
@@ -52,14 +52,14 @@ def test_periods_are_whole_steps() -> None:
 
 
 def test_a_save_that_costs_nothing_is_made_at_every_step() -> None:
-    """And so is one whose period is below a step."""
+    """A save that costs nothing, or has a period below a step, is made at every step."""
     free, cheap = periods([Level("a", 0.0, 1e-3), Level("b", 0.001, 1.0)], step_s=10.0)
     assert (free.every_steps, free.best_s) == (1, 0.0)
     assert cheap.every_steps == 1
 
 
 def test_what_is_no_level_is_refused() -> None:
-    """By name."""
+    """An invalid level is refused by name."""
     with pytest.raises(ValueError, match="memory: a cost of -1 seconds"):
         Level("memory", -1, 1.0)
     with pytest.raises(ValueError, match="memory: a rate of 0 per second"):

@@ -42,7 +42,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(path: Path, alter: Callable[[bytearray], None]) -> Callable[[], None]:
-    """Alter an image in place; return what undoes it."""
+    """Alter an image in place; return a function that restores it."""
     (image,) = path.rglob("0.safetensors")
     whole = image.read_bytes()
     data = bytearray(whole)
@@ -85,7 +85,10 @@ def test_a_slice_is_verified_on_its_own(
 
 
 def test_damage_to_the_checksums_does_not_pass_for_damage_to_the_data(large: Path) -> None:
-    """Loads succeed, slices are refused, verify names it."""
+    """Damaged checksums are not taken for damaged data.
+
+    Loads succeed, reads of slices are refused, and verify names the damage.
+    """
 
     def damage(data: bytearray) -> None:
         data[-300] ^= 1
@@ -102,7 +105,7 @@ def test_damage_to_the_checksums_does_not_pass_for_damage_to_the_data(large: Pat
 
 
 def test_verify_reports_every_damage_and_progress(large: Path) -> None:
-    """Not only the first; bytes are counted."""
+    """Verify reports all damage, not only the first, and counts bytes."""
 
     def damage(data: bytearray) -> None:
         for position in (5, 70_000, 70_001, (20 << 20) + 3, (33 << 20)):

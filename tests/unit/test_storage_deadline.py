@@ -55,7 +55,7 @@ def test_a_save_that_takes_too_long_fails(store: dict[str, Any]) -> None:
 
 
 def test_a_handle_tells(store: dict[str, Any]) -> None:
-    """``wait()`` of an asynchronous save raises; the next save to the URI works."""
+    """``wait()`` of an asynchronous save raises, and the next save to the URI works."""
     handle = holdfast.async_save(SLOWLY, NEW, lazy=True, timeout_s=0.3)
     with pytest.raises(DeadlineError, match="not committed"):
         handle.wait(60)
@@ -90,7 +90,7 @@ def test_a_save_that_waits_for_another_has_its_time_too(serve: Serve) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 def test_what_is_no_time_is_refused(timeout_s: float) -> None:
-    """Before anything is read or written, by a save and by a Checkpointer."""
+    """Saves and Checkpointers refuse an invalid timeout before any I/O."""
     with pytest.raises(UsageError, match="timeout_s"):
         holdfast.save(URI, NEW, timeout_s=timeout_s)
     with pytest.raises(UsageError, match="timeout_s"):
@@ -123,7 +123,7 @@ def test_an_error_of_the_storage_is_no_deadline() -> None:
 
 
 def hangs_at(n: int, deadline: Deadline) -> Iterator[float | None]:
-    """Let operation ``n`` take ten minutes, if it comes before the deadline."""
+    """Delay operation ``n`` by ten minutes if it comes before the deadline."""
     yield from [None] * n
     yield 600.0 if deadline.until_s is not None and time.monotonic() < deadline.until_s else None
 
@@ -159,7 +159,7 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_rank_that_is_late_ends_the_save_on_all() -> None:
-    """The others raise its error, with its number, rather than wait for it."""
+    """If one rank is late, the others raise its error, with its number, without waiting for it."""
     drivers = [Flaky(), Flaky([600.0])]
     drivers[1].inner = drivers[0].inner
 

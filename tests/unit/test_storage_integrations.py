@@ -42,20 +42,20 @@ def test_what_is_saved_as_it_is_is_not_copied() -> None:
 
 
 def test_an_object_with_a_state_is_refused_by_its_path() -> None:
-    """It would come back as a dict."""
+    """An object with a state is refused by path, since it would load as a dict."""
     with pytest.raises(holdfast.StateError, match=r'state\["a"\]\[1\] is a Linear, and would'):
         to_stored({"a": [0, nn.Linear(1, 1)]})
 
 
 def test_a_forged_type_is_damage() -> None:
-    """A checkpoint cannot name a type that is not among the few."""
+    """A checkpoint that names a type outside the supported few is damaged."""
     for value in ({"holdfast.type": "os.system", "value": "true"}, {"holdfast.type": "set"}):
         with pytest.raises(holdfast.DamagedError):
             from_stored({"a": value})
 
 
 def test_a_container_in_itself_is_refused() -> None:
-    """By the save, as ever."""
+    """A save refuses a container that contains itself."""
     state: dict[str, Any] = {}
     state["self"] = state
     with pytest.raises(holdfast.StateError):
@@ -63,7 +63,7 @@ def test_a_container_in_itself_is_refused() -> None:
 
 
 def test_the_newest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path) -> None:
-    """Others do not count: without a step, or with an image lost. None where nothing is."""
+    """The newest checkpoint is the intact one with the highest step; None if there is none."""
     assert newest_checkpoint(tmp_path / "nothing") is None
     holdfast.save(tmp_path / "weights", {"w": torch.ones(2)})
     assert newest_checkpoint(tmp_path) is None
@@ -78,7 +78,7 @@ def test_the_newest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Pa
 
 
 def test_a_checkpoint_is_removed_whole(tmp_path: Path) -> None:
-    """With its folder, unless something else lies there; and no other one."""
+    """A removal deletes the checkpoint and its folder, unless other files are there."""
     for name in ("a b=1", "kept", "shared"):
         holdfast.save(tmp_path / name, {"w": torch.ones(2)})
     (tmp_path / "shared" / "notes.txt").write_text("mine")
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_removed_whole(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_at_the_root_of_a_storage_is_removed() -> None:
-    """There is no folder above it."""
+    """A checkpoint at the root of a storage, without a folder above, can be removed."""
     holdfast.save("memory://removed", {"w": torch.ones(2)})
     assert remove("memory://removed")
     assert holdfast.list_checkpoints("memory://removed") == []

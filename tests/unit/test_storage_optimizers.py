@@ -64,7 +64,7 @@ def by_name(net: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("stepped", [False, True])
 def test_state_keeps_its_dtype(dtype: torch.dtype, stepped: bool) -> None:
-    """A loaded state keeps its dtypes, whatever the parameter's dtype and the present state."""
+    """A loaded state keeps its dtypes, for any dtype of the parameter, with or without old state."""
     net, optim = pair(dtype)
     optim.fill()
     uri = saved({"net": net, "optim": optim})

@@ -31,7 +31,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def ending() -> Iterator[Started]:
-    """Takes what ends something, and calls it when the test is over."""
+    """Register a callable that runs at the end of the test."""
     stops: list[Callable[[], None]] = []
     yield stops.append
     for stop in stops:
@@ -61,7 +61,7 @@ def test_every_save_and_load_is_told(tmp_path: Path, ending: Started) -> None:
 
 
 def test_who_stopped_listening_is_told_nothing(tmp_path: Path) -> None:
-    """Others still are."""
+    """A removed listener gets no more outcomes, but the others do."""
     first: list[holdfast.Outcome] = []
     second: list[holdfast.Outcome] = []
     stop_first = holdfast.listen(first.append)
@@ -120,7 +120,7 @@ def test_prometheus_counts(tmp_path: Path, ending: Started) -> None:
 
 
 def test_prometheus_counts_damage(tmp_path: Path, ending: Started) -> None:
-    """A load that met a byte that had changed."""
+    """The damage metric counts a load that met a changed byte."""
     registry = CollectorRegistry()
     ending(export_metrics(registry))
     holdfast.save(tmp_path, state())
@@ -134,7 +134,7 @@ def test_prometheus_counts_damage(tmp_path: Path, ending: Started) -> None:
 
 
 def test_what_would_be_lost_is_exported(tmp_path: Path, ending: Started) -> None:
-    """Steps since the newest one that is in storage, of a Checkpointer."""
+    """A Checkpointer exports the number of steps since the newest one in storage."""
     registry = CollectorRegistry()
     with holdfast.Checkpointer(tmp_path, every=4, lazy=False, grace_s=None) as ckpt:
         ending(export_metrics(registry, checkpointer=ckpt))
@@ -152,7 +152,7 @@ def test_what_would_be_lost_is_exported(tmp_path: Path, ending: Started) -> None
 
 
 def test_what_was_exported_can_be_taken_back(tmp_path: Path) -> None:
-    """Then the registry is empty, and takes the metrics again."""
+    """After export ends, the registry is empty and accepts the metrics again."""
     registry = CollectorRegistry()
     export_metrics(registry)()
     assert generate_latest(registry) == b""

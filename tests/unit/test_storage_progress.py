@@ -35,7 +35,7 @@ def rising(calls: list[tuple[int, int]], wanted_nbytes: int) -> bool:
 
 
 def test_a_load_says_how_far_it_is(uri: str) -> None:
-    """With a target and without; on a thread of its own, where Holdfast may be called."""
+    """A load reports progress, with or without a target, on a thread that may call Holdfast."""
     for into in ({"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 0}, None):
         calls: list[tuple[int, int]] = []
         threads: set[str] = set()
@@ -52,7 +52,7 @@ def test_a_load_says_how_far_it_is(uri: str) -> None:
 
 
 def test_a_resume_says_how_far_it_is(tmp_path: Path) -> None:
-    """As a load does."""
+    """A resume reports its progress."""
     calls: list[tuple[int, int]] = []
     state = {"w": torch.ones(10_000)}
     with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints:
@@ -72,7 +72,7 @@ def test_nothing_to_read_reports_nothing() -> None:
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
 def test_a_save_says_how_far_it_is(compression: Any) -> None:
-    """At once or in the background: the bytes of the image that are written."""
+    """A save reports the bytes written, in the foreground and in the background."""
     state = {"w": torch.zeros(3 * CHUNK_NBYTES // 4), "x": 1}
     for save in (holdfast.save, holdfast.async_save):
         calls: list[tuple[int, int]] = []
@@ -125,7 +125,7 @@ def test_a_failure_that_is_raised_is_not_logged_as_well(
 
 
 def test_a_handle_shows_how_far_it_is(tmp_path: Path) -> None:
-    """When it is printed."""
+    """The repr of a handle shows the progress."""
     handle = holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)})
     handle.wait()
     assert (

@@ -38,11 +38,11 @@ class Radosgw(CephCluster, S3Server):
     port: int = field(default_factory=free_port)
 
     def __post_init__(self) -> None:
-        """Put the gateway's section before what else is to stand there."""
+        """Prepend the gateway's section to the configuration."""
         self.extra = CONFIG.format(folder=self.folder, port=self.port) + self.extra
 
     def _boot(self) -> None:
-        """Boot it, with one user."""
+        """Boot the cluster and create one user."""
         super()._boot()
         (self.folder / "rgw").mkdir()
         self.admin("osd", "pool", "create", "default.rgw.buckets.data", "32", "32")
@@ -57,7 +57,7 @@ class Radosgw(CephCluster, S3Server):
         self._until("the gateway", lambda: listens(self.port))
 
     def kill_gateway(self) -> None:
-        """As a crash would."""
+        """Kill the gateway, as a crash would."""
         self._end("rgw", signal.SIGKILL)
 
     def rgw_admin(self, *words: str) -> bytes:

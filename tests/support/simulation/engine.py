@@ -58,7 +58,7 @@ __all__ = [
 CHUNK_NBYTES = 8192
 BLOCK_NBYTES = 4096
 PIECE_NBYTES = 4096
-"""Half a chunk: object stores are read in pieces, which come one by one."""
+"""Half a chunk, so that reads of object stores arrive in several pieces."""
 PACKED_PAGE_NBYTES = 256
 _FOLDERS = (local, local_files, local_io, local_tree)
 
@@ -67,11 +67,11 @@ class Host:
     """The clock, thread times and events that the engine gets from its machine; a world is one."""
 
     def wall_s(self) -> float:
-        """Seconds since the epoch, by the clock of the process that asks."""
+        """Return the time of the calling process, in seconds since the epoch."""
         raise NotImplementedError
 
     def token(self) -> int:
-        """A number that was not given before."""
+        """Return a unique number."""
         raise NotImplementedError
 
     def cpu_s(self) -> float:
@@ -107,7 +107,7 @@ def hosted(host: Host, sim_os: Any, sim_fcntl: Any, sim_io: Any) -> None:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """For the length of a ``with`` block the engine runs on a host where nothing takes time."""
+    """Run the engine, within a ``with`` block, on a host where nothing takes time."""
     global _host  # noqa: PLW0603
     before, _host = _host, _Calm()
     try:
@@ -145,7 +145,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """For the length of a ``with`` block the engine of this process runs in simulations only."""
+    """Run the engine of this process, within a ``with`` block, only in simulations."""
     patches = list(_patches())
     patches += [(m, "os", m.os) for m in _FOLDERS if hasattr(m, "os")]
     patches += [(local_tree, "fcntl", local_tree.fcntl), (local, "io", local.io)]

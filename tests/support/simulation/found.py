@@ -1,6 +1,6 @@
 """Rare schedules, shortened: the correct engine always passes them, a broken one fails.
 
-The first schedule and that of the pruning exposed real bugs: the step in question was missing.
+The first schedule and the one with a pruning exposed real bugs: the engine lacked that step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ONE = (ActorPlan("save", "save1", 1, 0.0, 1),)
 
 
 def then(begin_s: float) -> tuple[ActorPlan, ...]:
-    """The same, and another save that begins so much later."""
+    """Return the first save, and another one that begins at ``begin_s``."""
     return (*ONE, ActorPlan("save", "save2", 1, begin_s, 2))
 
 
@@ -51,4 +51,4 @@ SCHEDULES = {
         535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={24: 0.2, 42: 0.2, 44: 0.2, 52: 1.0}
     ),
 }  # fmt: skip
-"""By the broken engine that each of them catches."""
+"""Schedules by the broken engine that each catches."""

@@ -45,13 +45,13 @@ class Inode:
     lock: Any = None
 
     def sync(self) -> None:
-        """fsync."""
+        """Make the bytes durable, as fsync does."""
         if not self.spoiled:
             self.synced = bytes(self.data)
         self.pending.clear()
 
     def fail_sync(self) -> None:
-        """An fsync that fails: the pages are called clean."""
+        """Fail an fsync: mark the pages clean although they are lost."""
         self.spoiled = self.spoiled or bool(self.pending)
         self.pending.clear()
 
@@ -82,13 +82,13 @@ class Folder:
     links: int = 2
 
     def change(self, *names: tuple[str, Inode | Folder | None]) -> None:
-        """Give names, or take them away (None), at once."""
+        """Add names, or remove them (None), as one atomic change."""
         for name, node in names:
             _put(self.entries, name, node)
         self.pending.append(names)
 
     def sync(self) -> None:
-        """fsync."""
+        """Make the names durable, as fsync does."""
         self.durable = dict(self.entries)
         self.pending.clear()
 
@@ -128,12 +128,12 @@ class FileSystem:
         self.next_fd = 3
 
     def number(self) -> int:
-        """A new inode's."""
+        """Return a new inode number."""
         self.numbers += 1
         return self.numbers
 
     def walk(self, folder: Folder | None = None, prefix: str = "") -> Iterator[tuple[str, Inode]]:
-        """Every file, by path."""
+        """Yield every file with its path."""
         for name, node in (folder or self.root).entries.items():
             if isinstance(node, Folder):
                 yield from self.walk(node, f"{prefix}{name}/")
@@ -148,8 +148,7 @@ class FileSystem:
         return node
 
     def take_over(self, other: FileSystem) -> None:
-        """Be as ``other`` is now, for processes that begin now: nobody else has a file open, or
-        holds a lock."""
+        """Copy the state of ``other`` for new processes, without open files and locks."""
         copies: dict[Inode | Folder, Inode | Folder] = {}
         self.root, self.numbers = _copied(other.root, copies), other.numbers
 
@@ -391,7 +390,7 @@ class SimOs:
             raise _error(errno.EBADF, str(fd)) from None
 
     def _at(self, path: str, dir_fd: int | None) -> tuple[Folder, str, str]:
-        """The folder, the name in it, and the whole path. A missing folder is ENOENT."""
+        """Return the folder, the name in it and the whole path; a missing folder is ENOENT."""
         above, _, name = path.rpartition("/")
         if dir_fd is None:
             folder, where = self._fs.find(above), path
@@ -411,7 +410,7 @@ class SimOs:
 
 
 class SimFcntl:
-    """Stands in for ``fcntl``: locks that end with their descriptor, or its process."""
+    """A stand-in for ``fcntl``, with locks that end with their descriptor or process."""
 
     LOCK_EX, LOCK_NB = 2, 4
 
@@ -428,7 +427,7 @@ class SimFcntl:
 
 
 class SimFileIO:
-    """Stands in for ``io``: a whole file, read."""
+    """A stand-in for ``io`` that reads whole files."""
 
     def __init__(self, sim: SimOs) -> None:
         self._os = sim

@@ -80,7 +80,7 @@ class Simulation:
         self.log: list[str] = []
 
     def add(self, name: str, act: Callable[[HookedDriver], Coroutine[Any, Any, Any]]) -> Actor:
-        """Let another actor begin."""
+        """Start another actor."""
         actor = Actor(name)
         actor.driver = HookedDriver(self.storage, before=actor.before, arrange=self.arrange)
         actor.task = asyncio.ensure_future(act(actor.driver))
@@ -88,7 +88,7 @@ class Simulation:
         return actor
 
     async def settle(self) -> None:
-        """Until every actor waits for its turn, or has ended."""
+        """Wait until every actor waits for its turn or has ended."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         while True:
@@ -102,8 +102,9 @@ class Simulation:
         await self.settle()
 
     async def run(self, choose: Choose, checked: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Until nobody can go on, by the choices of ``choose``; ``checked`` looks at the storage
-        after each step."""
+        """Run all actors to their end, in the order of ``choose``; call ``checked`` after each
+        step.
+        """
         await self.settle()
         while ready := await self._ready():
             await self.step(choose(ready))
@@ -119,7 +120,7 @@ class Simulation:
             await self.settle()
 
     def crash(self, actor: Actor) -> None:
-        """Nothing more of this actor happens."""
+        """Crash an actor: it does nothing more."""
         actor.dead = True
         self.log.append(f"{actor.name}: dies at {actor.at}")
 

@@ -21,7 +21,7 @@ from holdfast.storage.runtime.buffers import release_pools
 __all__ = ["Curve", "Probe", "draw", "process_curves"]
 
 WARM_UP = 0.2
-"""The initial part of a run, in which pools fill and caches warm up."""
+"""The initial fraction of a run: pools fill and caches warm up."""
 MIB = 1 << 20
 
 
@@ -38,20 +38,19 @@ class Curve:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """The medians of the two halves of what follows the warm-up. Two values at least are
-        needed."""
+        """Return the medians of both halves after the warm-up; two values are required."""
         rest = self.values[min(int(len(self.values) * WARM_UP), len(self.values) - 2) :]
         middle = len(rest) // 2
         return statistics.median(rest[:middle]), statistics.median(rest[middle:])
 
     def target(self) -> Target:
-        """Flat, or not."""
+        """Return a target that is met by a flat curve."""
         first, second = self.halves
         bound = max(self.slack, self.slack_share * first)
         return Target(f"rise of {self.name}, {self.unit}", second - first, bound, at_least=False)
 
     def row(self) -> list[str]:
-        """Name, medians of the halves, least and most."""
+        """Return name, medians of the halves, minimum and maximum."""
         return [
             self.name,
             *(f"{x:,.1f}" for x in (*self.halves, min(self.values), max(self.values))),
@@ -60,7 +59,7 @@ class Curve:
 
 @dataclass
 class Probe:
-    """Takes one value per curve at a time. ``sources`` give them, in the order of ``curves``."""
+    """A sampler of curves. ``sources`` return the values, in the order of ``curves``."""
 
     curves: Sequence[Curve]
     sources: Sequence[Callable[[], float]]
@@ -81,7 +80,7 @@ class Probe:
 
 
 def process_curves() -> tuple[list[Curve], list[Callable[[], float]]]:
-    """Memory, handles and threads of this process, and what tells them."""
+    """Return curves and sources for memory, handles and threads of this process."""
     curves = [
         Curve("resident memory", "MiB", 32, 0.1),
         Curve("open handles", "", 3),
@@ -100,7 +99,7 @@ def _entries(folder: str) -> float:
 
 
 def draw(title: str, at_s: Sequence[float], curves: Sequence[Curve], file: Path) -> None:
-    """One strip per curve, one below the other. Needs matplotlib."""
+    """Draw one strip per curve; needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")

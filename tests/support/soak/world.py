@@ -46,7 +46,7 @@ Large tensors give an image several chunks, and its upload several parts.
 KILL_WITHIN_S = 0.4
 PATIENCE_S = 120.0
 IN_FLIGHT_S = 1.0
-"""Longest time for which a server may still execute a request of a killed process."""
+"""How long a server may still execute a request of a killed process."""
 ABSENT = None
 
 
@@ -166,7 +166,7 @@ class World:
         self.seed = seed
         self._operations = OPERATIONS if operations is None else operations
         self.deaths: Counter[str] = Counter()
-        """How often killed processes died in time, and which checkpoint they left."""
+        """Counts of processes to kill: killed or already finished, new or old checkpoint left."""
         # Child processes are forked from a server that has already imported their modules.
         self.processes = multiprocessing.get_context("forkserver")
         # The server can import this module only after the main program has set the path of the
@@ -205,7 +205,7 @@ class World:
         return name, well
 
     def settle(self) -> None:
-        """Look at every slot."""
+        """Settle every slot."""
         for slot in self.slots:
             slot.settle()
 
@@ -413,7 +413,7 @@ def _victim(pipe: Connection, what: str, uri: str, given: Any) -> None:
     state = content(given if what == "save" else 0)
     holdfast.save(
         "memory://warm-up", state
-    )  # what is met for the first time takes longer than what is to be hit
+    )  # the first save in a process is slow: kills would miss the rest
     number_of(lambda: holdfast.load(uri))
     pipe.send("begin")
     if what == "save":
