@@ -94,7 +94,7 @@ def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path:
 def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Without a signal on one rank, the others stop after the grace period; no save is partial."""
+    """If one rank gets no signal, the others stop after the grace period without a save."""
     found = ranks.run(stopped_run, str(tmp_path), [3, -1, 3, 3])
     assert [stop for _, stop, _ in found] == [
         [signal.SIGTERM],

@@ -44,9 +44,7 @@ def world_of(layout: Layout) -> int:
 def test_a_job_goes_on_from_its_checkpoint(
     layout: Layout, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A job resumes with identical tensors and losses, even after a forward has gathered
-    parameters.
-    """
+    """A job resumes with identical tensors and losses, even with gathered parameters."""
     uri = str(tmp_path / "c")
     world = world_of(layout)
     held, losses = ranks.run(save_and_go_on, uri, layout, world=world)[0]

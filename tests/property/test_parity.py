@@ -87,7 +87,7 @@ def test_any_loss_that_may_be_is_rebuilt(scheme: tuple[int, int, int], data: st.
 @examples(150)
 @given(schemes(), st.data())
 def test_every_byte_is_guarded_by_others(scheme: tuple[int, int, int], data: st.DataObject) -> None:
-    """The blocks cover each image, and other members hold its parity in fair shares."""
+    """The blocks cover each image, and only other members hold its parity, in equal shares."""
     members, parity, width = scheme
     sizes = data.draw(st.lists(IMAGE_NBYTES, min_size=members, max_size=members))
     lane = Lane(tuple(sizes), parity, width)

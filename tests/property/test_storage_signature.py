@@ -90,7 +90,7 @@ states = st.dictionaries(keys, st.recursive(leaves, branches, max_leaves=10), ma
 
 @st.composite
 def changed(draw: st.DrawFn, node: Any) -> Any:
-    """Generate a state, and an equal one or one with a single change."""
+    """Generate a copy of the state, equal or with a single change."""
     if (
         draw(st.integers(0, 5)) == 0
         or not isinstance(node, dict | list | tuple)

@@ -77,7 +77,7 @@ def test_radosgw_is_fit(s3_url: str) -> None:
 
 @pytest.mark.nightly(18)
 def test_hdfs_is_fit(hdfs_url: str) -> None:
-    """HDFS passes the check and keeps nothing of it."""
+    """HDFS passes the check, which leaves nothing behind."""
     report = checked(hdfs_url)
     assert told(report) == {}
     assert left(hdfs_url) == []
@@ -116,8 +116,7 @@ def test_a_save_to_such_a_server_is_refused_and_leaves_nothing(rclone: Rclone) -
 
 
 def test_with_the_option_a_save_works_if_it_can_be_loaded(rclone: Rclone) -> None:
-    """A save fails, rather than the later load, if the client rejects the server's range
-    responses."""
+    """The save fails, not the later load, if the client rejects the server's range responses."""
     uri = uri_of(rclone, "weak", "&conditional=off")
     unreadable = "ranges" in told(checked(uri))
     if unreadable:

@@ -40,7 +40,7 @@ def test_the_kit_passes_on_s3_through_fsspec(s3_url: str, tmp_path: Path) -> Non
 
 @pytest.mark.drill
 def test_the_kit_passes_on_sftp_through_fsspec(sftp_url: str, tmp_path: Path) -> None:
-    """The kit passes with OpenSSH's own operations."""
+    """The kit passes on SFTP, where each operation is a single one of OpenSSH."""
     probe = ("--driver-probe", "support.servers.sftp_probe:SftpProbe")
     assert NONE_DEVIATED in run_conformance(sftp_url, *probe, cwd=tmp_path, timeout_s=KIT_S)
 

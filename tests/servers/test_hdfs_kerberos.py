@@ -179,8 +179,7 @@ def test_another_user_is_refused(secure: SecureHadoop) -> None:
 
 
 def test_a_delegation_token_stands_for_a_ticket(secure: SecureHadoop, tmp_path: Path) -> None:
-    """A delegation token alone, looked up by host address, suffices to save, join parts and
-    load."""
+    """A delegation token alone, looked up by host address, suffices for saves and loads."""
     environment = secure.environment() | {
         "HADOOP_TOKEN_FILE_LOCATION": str(secure.token(tmp_path / "tokens"))
     }

@@ -103,8 +103,9 @@ def steps_of_a_save() -> int:
 
 
 def scripted(cuts: list[int]) -> Callable[[list[Actor]], Actor]:
-    """Return a schedule of two actors: the first runs until step cuts[0], the second until cuts[1],
-    the first until cuts[2] and so on.
+    """Return a schedule of two actors that alternate.
+
+    The first runs for cuts[0] steps, the second for cuts[1], the first for cuts[2] and so on.
     """
     turns = itertools.chain(cuts, itertools.repeat(1 << 30))
     state = {"turn": 0, "left": next(turns)}
@@ -153,7 +154,7 @@ def test_two_saves_that_take_turns_leave_one_whole_checkpoint(order: str, every:
 @pytest.mark.nightly(10)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_save_that_dies_at_any_step_leaves_one_whole_checkpoint(order: str) -> None:
-    """A save that dies at any step leaves a complete checkpoint, and so does a save begun then."""
+    """A save that dies at any step, while another may run, leaves one complete checkpoint."""
     n = steps_of_a_save()
 
     async def run(dies_at: int, begins_at: int) -> None:

@@ -37,8 +37,7 @@ BOOT_S = 30.0
 
 @dataclass(frozen=True)
 class Record:
-    """Bytes written at ``start``, or a flush without bytes. ``position``: the end of the log
-    then."""
+    """Bytes written at ``start``, or a flush if empty. ``position``: the end of the log then."""
 
     start: int
     data: bytes

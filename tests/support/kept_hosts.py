@@ -120,7 +120,7 @@ class KeptHosts:
         return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), struck)
 
     async def rebuild(self, choice: Choice) -> list[str]:
-        """Rebuild the lost images of a choice; return the reason of a failure."""
+        """Rebuild the lost images of a choice; return the problems."""
         problems = []
         peers = tuple(stock.host for stock in self.stocks())
         for lost in choice.rebuilt:

@@ -155,7 +155,8 @@ async def test_a_commit_is_durable_when_it_returns(
 async def test_folders_of_others_are_synced_once(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:
-    """Existing folders are synced once, since another process may have just created them."""
+    """The parent of an existing folder is synced once: another process may have just made the
+    name."""
     (tmp_path / "root" / "a").mkdir(parents=True)
     calls.clear()
     for n in range(3):
@@ -212,8 +213,7 @@ async def test_a_failed_replacement_leaves_the_old_object(
 async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(
     driver: LocalDriver, calls: Calls
 ) -> None:
-    """The new object stays if its name cannot be synced: without the old one, none would be
-    left."""
+    """The new object stays if its name cannot be synced: the old one is already gone."""
     await driver.put("x", b"old")
     calls.fail["fsync folder root"] = errno.EIO
     with pytest.raises(StorageDownError):
@@ -225,8 +225,7 @@ async def test_a_replacement_is_whole_even_if_its_name_cannot_be_synced(
 async def test_a_failed_fsync_is_never_repeated(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:
-    """A failed fsync is not retried: the kernel marks lost pages clean, so a retry would
-    succeed."""
+    """A failed fsync is not retried: the kernel marks lost pages clean, so it would succeed."""
     new = await driver.create("x", 300_001)
     await new.write(0, memoryview(bytes(300_001)))
     calls.fail["fsync temporary"] = errno.EIO

@@ -140,8 +140,7 @@ async def test_what_is_no_file_is_no_object(driver: LocalDriver, root: Path) -> 
 
 @asynchronous
 async def test_an_object_and_a_folder_cannot_share_a_name(driver: LocalDriver) -> None:
-    """A put over a folder or below an object fails clearly; a read below an object finds
-    nothing."""
+    """A put over a folder or below an object fails clearly; a read below an object finds none."""
     await driver.put("a/x", b"")
     for call in (driver.put("a", b""), driver.create("a", 1)):
         with pytest.raises(StorageError, match="EISDIR"):

@@ -148,7 +148,7 @@ async def test_steps_before_one_that_has_ended_are_not_waited_for_any_longer() -
 
 @in_virtual_time
 async def test_an_end_that_is_not_final_ends_nothing_else() -> None:
-    """After a failure that is not final, the step is retried and earlier steps remain pinned."""
+    """After a failure that is not final, all steps remain pinned for a retry."""
     waiting = Waiting()
     await waiting.want(4)
     await waiting.follow(order=4)
@@ -160,9 +160,9 @@ async def test_an_end_that_is_not_final_ends_nothing_else() -> None:
 
 @in_virtual_time
 async def test_who_asks_again_for_what_has_ended_is_told_how() -> None:
-    """A repeated request for a finished step returns its result.
+    """A trainer that asks again for a flushed step gets its result.
 
-    The trainer's connection was cut meanwhile, or its keeper has died.
+    Its connection was cut meanwhile, or its keeper has died.
     """
     waiting = Waiting()
     end = FlushEnd(GenerationId(0, 8), "attempt 8", 100)

@@ -36,7 +36,7 @@ def test_saves_that_take_longer_than_failures_are_apart() -> None:
 
 
 def test_periods_are_whole_steps() -> None:
-    """Periods are whole steps, and a slower level is a multiple of a faster one."""
+    """Periods are whole steps, and a slower level's period is a multiple of the faster one's."""
     found = periods(
         [
             Level("memory", 0.02, 1 / (2 * HOUR_S)),

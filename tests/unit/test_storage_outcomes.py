@@ -31,7 +31,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def ending() -> Iterator[Started]:
-    """Register a callable that runs at the end of the test."""
+    """Yield a function that registers callables to run at the end of the test."""
     stops: list[Callable[[], None]] = []
     yield stops.append
     for stop in stops:

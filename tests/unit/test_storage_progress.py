@@ -125,7 +125,7 @@ def test_a_failure_that_is_raised_is_not_logged_as_well(
 
 
 def test_a_handle_shows_how_far_it_is(tmp_path: Path) -> None:
-    """The repr of a handle shows the progress."""
+    """The repr of a handle shows the stages that it has reached."""
     handle = holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)})
     handle.wait()
     assert (

@@ -83,8 +83,7 @@ class Host:
         raise NotImplementedError
 
     def committing(self, root: str, attempt: str) -> None:
-        """Record that the calling process has claimed this attempt and will now put its
-        manifest."""
+        """Record that the caller has claimed this attempt and will now put its manifest."""
 
     def after(self, delay_s: float) -> Awaitable[None]:
         """Sleep."""

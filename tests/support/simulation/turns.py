@@ -102,8 +102,9 @@ class Simulation:
         await self.settle()
 
     async def run(self, choose: Choose, checked: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run all actors to their end, in the order of ``choose``; call ``checked`` after each
-        step.
+        """Run all actors to their end in the order of ``choose``.
+
+        Call ``checked`` after each step.
         """
         await self.settle()
         while ready := await self._ready():
