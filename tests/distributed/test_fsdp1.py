@@ -154,7 +154,7 @@ def test_what_of_fsdp1_cannot_be_saved_is_refused_by_name(
 def test_what_fsdp1_cannot_hold_is_refused_when_it_is_loaded(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A load refuses differing steps of parameters for which FSDP1 stores a single one."""
+    """A load refuses different steps for parameters that share a single one in FSDP1."""
     for steps, rows in ranks.run(load_differing_steps, str(tmp_path), world=2):
         assert steps.startswith("StateError: ")
         assert '["step"] differs between parameters that FSDP1' in steps

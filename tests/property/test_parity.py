@@ -53,7 +53,7 @@ def guarded(lane: Lane, images: list[Bytes]) -> dict[tuple[int, int], Bytes]:
 def rebuilt(
     lane: Lane, lost: set[int], want: int, images: list[Bytes], parity: dict[tuple[int, int], Bytes]
 ) -> Bytes:
-    """Rebuild the image of ``want`` from pulled bytes, none of them of a lost member."""
+    """Rebuild the image of ``want`` from pulled bytes; lost members provide nothing."""
     out = np.full(lane.image_nbytes[want], 0xAA, np.uint8)
     for repair in lane.repairs(lost, want):
         assert not lost & {block.member for block in repair.pulled}

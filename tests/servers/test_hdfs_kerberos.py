@@ -1,7 +1,6 @@
-"""The HDFS driver on servers in secure mode: with a ticket, without one, and with a delegation
-token.
+"""The HDFS driver on secure servers: with a ticket, without one, and with a delegation token.
 
-Every client is a process of its own, because its environment says where its tickets are.
+Each client is a separate process, since its environment tells where the tickets are.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ asyncio.run(put())
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureHadoop]:
-    """Servers that ask who is there, and protect nothing."""
+    """Start servers that authenticate clients but do not protect transfers."""
     _skip_without_servers()
     server = SecureHadoop(tmp_path_factory.mktemp("secure"))
     server.start()
@@ -147,8 +146,11 @@ def test_with_an_expired_ticket_the_error_says_kinit(secure: SecureHadoop) -> No
 
 
 def test_a_client_that_is_configured_without_kerberos_is_told_so(secure: SecureHadoop) -> None:
-    """Without HADOOP_CONF_DIR the name node would end each connection, and the library try until
-    its deadline."""
+    """A client configured without Kerberos gets a clear error.
+
+    Without HADOOP_CONF_DIR the name node would close each connection, and the library would retry
+    until its deadline.
+    """
     environment = secure.environment(secure.ticket()) | {"HADOOP_CONF_DIR": ""}
     error = refused(secure.at("run"), environment)
     assert error.startswith("AccessError: ")

@@ -1,8 +1,7 @@
-"""A program: open one bomb after the other, with a gibibyte of memory, and print how each ended, a
-line of JSON each.
+"""Open one bomb after the other in a gibibyte of memory, and print each result as JSON.
 
-A bomb is a small file that asks for much. This runs in a process of its own: a bomb that goes off
-takes it down.
+A bomb is a small file that causes large allocations. This program is a separate process, since a
+bomb that succeeds kills it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def shards_that_wrap(columns: Columns, fields: Head) -> None:
 
 
 def names_that_wrap(columns: Columns, fields: Head) -> None:
-    """Lengths of names that lead to the end of all names and round to their beginning, thousands of
-    times: each time they are all one name."""
+    """Set lengths of names that wrap around thousands of times, so that all names coincide."""
     rounds, blob = 20_000, np.full(1 << 20, 65, np.uint8)
     n, one = (
         4 * rounds,
@@ -46,7 +44,7 @@ def names_that_wrap(columns: Columns, fields: Head) -> None:
 
 
 def images_that_wrap(columns: Columns, fields: Head) -> None:
-    """Images whose chunks, in 64 bits, are as many as there are digests."""
+    """Set chunk counts of images so that, in 64 bits, they match the number of digests."""
     fields["chunk_nbytes"] = fields["block_nbytes"] = 4096
     n = 1 << 13
     columns["image.rank"] = np.arange(n, dtype=np.uint16)
@@ -56,21 +54,21 @@ def images_that_wrap(columns: Columns, fields: Head) -> None:
 
 
 def pages_of_terabytes(columns: Columns, fields: Head) -> None:
-    """An image of 4 TiB in 16,384 large chunks of small blocks: its digests alone would be 16 GiB."""
+    """Declare a 4 TiB image in 16,384 large chunks of small blocks: 16 GiB of digests."""
     fields["chunk_nbytes"], fields["block_nbytes"] = 256 << 20, 4096
     columns["image.hashed_nbytes"] = np.array([1 << 42], np.uint64)
     columns["chunk.digest"] = np.zeros((1 << 14, 16), np.uint8)
 
 
 def index_of_gigabytes(columns: Columns, fields: Head) -> None:
-    """The same, compressed: where its blocks lie would take 4 GiB."""
+    """Declare the same image compressed: its block index would take 4 GiB."""
     pages_of_terabytes(columns, fields)
     fields["version"], fields["compression"] = 2, "lz4"
     columns["image.stored_nbytes"] = np.array([1 << 42], np.uint64)
 
 
 def large_tensor(columns: Columns, fields: Head) -> None:
-    """A tensor of a terabyte, with as many digests as that takes."""
+    """Declare a tensor of a terabyte with the matching number of digests."""
     fields["chunk_nbytes"], fields["block_nbytes"] = 256 << 20, 1 << 20
     columns["image.hashed_nbytes"] = np.array([(1 << 40) + (1 << 20)], np.uint64)
     columns["chunk.digest"] = np.zeros((4097, 16), np.uint8)
@@ -90,20 +88,20 @@ def chain(columns: Columns, fields: Head) -> None:
 
 
 def long_key(columns: Columns, fields: Head) -> None:
-    """Five thousand containers in one whose key has a million letters."""
+    """Put five thousand containers under a key of a million letters."""
     known = fields["tree"]["containers"]
     below = [[len(known), str(n), "dict"] for n in range(5_000)]
     fields["tree"]["containers"] = [*known, [0, "k" * 1_000_000, "dict"], *below]
 
 
 def billions(columns: Columns, fields: Head) -> None:
-    """Tables of a billion rows that take no bytes, since they have no columns."""
+    """Declare tables of a billion rows without columns, which take no bytes."""
     for name in ("tensor.shape", "shard.offsets", "shard.lengths"):
         columns[name] = np.zeros((10**9, 0), np.uint8)
 
 
 def owners(columns: Columns, fields: Head) -> None:
-    """Five thousand ranks that each have a tensor of the same name."""
+    """Let five thousand ranks each own a tensor of the same name."""
     n, fields["world"] = 5_000, 5_000
     columns["tensor.name"], columns["tensor.name_nbytes"] = (
         np.full(n, 65, np.uint8),
@@ -148,7 +146,7 @@ def sparse(folder: Path, which: str) -> str:
 
 
 def main(folder: str) -> None:
-    """Open them all."""
+    """Open all bombs."""
     made = {name: stored() for name in BOMBS}
     for name, uri in made.items():
         forge(uri, BOMBS[name])

@@ -43,7 +43,7 @@ class KeptHost:
 
     @property
     def host(self) -> KeeperHost:
-        """Return the name by which other hosts know this one."""
+        """Return this host's name among its peers."""
         return replace(self.keeper.host, ranks=tuple(sorted(self.arenas)))
 
 

@@ -57,7 +57,7 @@ def as_ranks(
 
 
 def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
-    """Save one state per rank, also empty ones. Raises the first error of a rank."""
+    """Save one state per rank, even an empty one; raise the first error of a rank."""
 
     flats = [flatten(state) for state in states]
     for flat in flats:
@@ -102,7 +102,7 @@ def load_as_ranks(
     apart: bool = False,
     limits: ExchangeLimits | None = None,
 ) -> list[Any]:
-    """Load into one state per rank. ``apart``: each is on a host of its own."""
+    """Load into one state per rank. ``apart``: each rank is on a different host."""
     options: Any = {
         "strict": strict,
         "cast": False,

@@ -19,14 +19,14 @@ MIB = 1 << 20
 
 
 def test_ratios_are_taken_within_rounds() -> None:
-    """A round that slows everybody changes nothing. Without common rounds, medians are compared."""
+    """Ratios are taken within rounds, so a slow round has no effect; otherwise medians count."""
     limit, ours = Series("limit", [1.0, 10.0, 1.0]), Series("holdfast", [2.0, 20.0, 2.0])
     assert ratio(ours, limit) == 2.0
     assert ratio(Series("a", [2.0, 4.0, 6.0]), Series("b", [2.0])) == 2.0
 
 
 def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
-    """Ranges within a tensor and across several, taken and placed, with checksums and without."""
+    """Ranges within a tensor or across several are read and written, with or without checksums."""
     state = {"a": torch.arange(5, dtype=torch.int16), "empty": torch.empty(0), "b": torch.ones(3)}
     whole = b"".join(tensor.numpy().tobytes() for tensor in state.values())
     ranges = [(0, 4), (4, 13), (10, 22), (21, 22), (0, 22)]
@@ -53,7 +53,7 @@ def test_target_knows_its_direction(value: float, at_least: bool, met: bool) -> 
 
 
 def test_rows_show_ratios_to_limit_and_to_holdfast() -> None:
-    """The limit takes half as long as we do, a peer four times as long."""
+    """Rows show ratios: the limit takes half of our time, a peer four times as long."""
     found = [
         Series("limit", [1.0], [0]),
         Series("holdfast", [2.0, 2.0, 2.0], [5, MIB << 10, 0]),
@@ -78,7 +78,7 @@ def test_contestants_take_turns() -> None:
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:
-    """Memory that was taken and given back within the block counts."""
+    """Peak memory includes memory that was freed within the block."""
     with PeakMemory() as memory:
         torch.ones(64 * MIB, dtype=torch.uint8)
     assert 60 * MIB < memory.nbytes < 100 * MIB
@@ -92,7 +92,7 @@ def test_states_come_close_to_their_size(gib: float) -> None:
 
 
 def test_digests_tell_states_apart() -> None:
-    """The same seed gives the same bits; zeroed tensors are noticed, every one."""
+    """Digests depend only on the bits of a state, and change for each zeroed tensor."""
     state, expected = build(TINY_GIB, seed=1), digests(build(TINY_GIB, seed=1))
     assert digests(state) == expected
     assert nbytes_of(state) == sum(t.nbytes for t in flat_tensors(state).values())
@@ -123,7 +123,7 @@ def test_tiny_overrules_size_and_rounds(tmp_path: Path) -> None:
 
 
 def test_a_report_is_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSON comes back; the terminal and Markdown have a table and the verdicts."""
+    """A report round-trips through JSON; terminal and Markdown show the table and the verdicts."""
     rows = [["A", "10"], ["bcd", "5"]]
     target = Target("t", 1.0, 2.0, at_least=True)
     report = Report("T", ["", "s"], rows, [target], [], [Series("A", [1.0])], {"cpu": "one"}, "p")

@@ -155,8 +155,7 @@ async def test_a_commit_is_durable_when_it_returns(
 async def test_folders_of_others_are_synced_once(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:
-    """The parent of an existing folder is synced once: another process may have just made the
-    name."""
+    """The name of an existing folder is synced once: another process may have just made it."""
     (tmp_path / "root" / "a").mkdir(parents=True)
     calls.clear()
     for n in range(3):

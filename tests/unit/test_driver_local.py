@@ -305,7 +305,7 @@ def test_the_file_system_of_a_path_is_found(path: str, expected: str, shared: bo
 
 @pytest.mark.heavy
 def test_traits_tell_a_network_file_system(tmp_path: Path) -> None:
-    """The traits of a folder on Lustre say shared; those of a local disk do not."""
+    """A folder on Lustre has shared traits, one on a local disk has not."""
     assert LocalDriver(tmp_path, fs_type=lambda path: "lustre").traits.shared is True
     assert LocalDriver(tmp_path, fs_type=lambda path: "ext4").traits.shared is False
     assert fs_type(str(tmp_path)) == _by_stat(tmp_path)

@@ -43,30 +43,30 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store() -> OddStore:
-    """One that answers as it should, until the test says otherwise."""
+    """Return a store that answers correctly until the test sets a fault."""
     return OddStore()
 
 
 @pytest.fixture
 def server(store: OddStore) -> Iterator[ScriptedServer]:
-    """The store, behind a URL."""
+    """Serve the store at a URL."""
     with ScriptedServer(store) as server:
         yield server
 
 
 @pytest.fixture
 def root(server: ScriptedServer) -> str:
-    """The URI of a folder of runs; nothing is tried for longer than two seconds."""
+    """Return the URI of a folder of runs, with retries for at most two seconds."""
     return f"s3://bucket/run?endpoint={server.url}&region=us-east-1&part_size=5MiB&deadline=2s"
 
 
 def below(root: str, name: str) -> str:
-    """The URI of a checkpoint in ``root``."""
+    """Return the URI of a checkpoint in ``root``."""
     return root.replace("?", f"/{name}?", 1)
 
 
 def web_site(status: int) -> Any:
-    """A server of pages: it answers everything with the same one, objects with ``status``."""
+    """Answer every request with the same page, and requests for objects with ``status``."""
 
     def answer(asked: Request) -> Answer:
         is_object = kind_of(asked) in ("get", "head", "put")
@@ -76,7 +76,7 @@ def web_site(status: int) -> Any:
 
 
 def resumed(root: str) -> int:
-    """The step that a run resumes from."""
+    """Return the step that a run resumes from."""
     with holdfast.Checkpointer(root) as checkpointer:
         return checkpointer.resume({"x": torch.zeros(1000), "step": 0})
 
@@ -97,8 +97,10 @@ CALLS = {
 def test_a_web_site_is_no_empty_store(
     call: str, status: int, before: bool, root: str, store: OddStore
 ) -> None:
-    """The port of a console, or a page to log in, whether it stood there from the start or came
-    after a save: every call fails and says so."""
+    """Every call to a web site instead of a store fails with a clear error.
+
+    Such a site is the port of a console or a login page, from the start or after a save.
+    """
     if before:
         holdfast.save(below(root, "step-1"), STATE)
     store.fault = web_site(status)
@@ -117,14 +119,14 @@ def test_answers_of_no_store_at_all_are_no_empty_listing(
 
 
 def test_an_empty_store_is_empty(root: str) -> None:
-    """It proves that it is a store by refusing an object that nobody has."""
+    """An empty store proves that it is a store by refusing a read of a missing object."""
     assert list(holdfast.list_checkpoints(root)) == []
     assert resumed(root) == 0
 
 
 @pytest.mark.parametrize("call", ["list_checkpoints", "prune"])
 def test_a_listing_that_repeats_itself_ends(call: str, root: str, store: OddStore) -> None:
-    """A store that ignores continuation tokens shows its first page for ever."""
+    """A listing ends on a store that ignores continuation tokens and repeats its first page."""
     holdfast.save(below(root, "step-0"), STATE, step=0)
     store.objects |= {f"run/step-0/more/{n}": (b"", 0.0) for n in range(300)}
     store.page, store.honours_tokens = 300, False
@@ -133,8 +135,10 @@ def test_a_listing_that_repeats_itself_ends(call: str, root: str, store: OddStor
 
 
 def test_objects_that_a_listing_shows_several_times_count_once(root: str, store: OddStore) -> None:
-    """Caches of folders show an object twice after two clients have put it at the same time, and
-    some stores a whole page."""
+    """An object that a listing repeats counts once.
+
+    Folder caches show an object twice after concurrent puts, and some stores repeat a whole page.
+    """
     for n in range(2):
         holdfast.save(below(root, f"step-{n}"), STATE, step=n)
     junk = {f"run/step-0/{n}": (b"", 0.0) for n in range(1000)}
@@ -152,7 +156,7 @@ def test_objects_that_a_listing_shows_several_times_count_once(root: str, store:
 
 
 def test_redirects_in_a_circle_are_a_wrong_endpoint(root: str, store: OddStore) -> None:
-    """They are no outage, which would be waited for."""
+    """Circular redirects mean a wrong endpoint, and are not retried like an outage."""
     store.fault = lambda asked: Answer(301, b"", {"location": asked.path})
     for call in ("list_checkpoints", "load"):
         with pytest.raises(holdfast.StorageError, match="at another endpoint"):
@@ -181,7 +185,9 @@ def test_no_save_aborts_its_own_upload(dates: str, root: str, store: OddStore) -
 def test_a_sweep_spares_what_another_process_uploads(
     part: bool, dates: str, root: str, store: OddStore
 ) -> None:
-    """Another rank's image, say: where the store's dates are wrong, nothing is taken for dead."""
+    """If the store's dates are wrong, a sweep discards nothing, since another rank may be
+    uploading.
+    """
     store.initiated_s = DATES[dates]
     theirs = Unfinished("run/step-1/data/20260101T000000-00000000/1.safetensors", DATES[dates]())
     if part:
@@ -193,7 +199,7 @@ def test_a_sweep_spares_what_another_process_uploads(
 
 
 def test_a_sweep_drops_what_is_dead(root: str, store: OddStore) -> None:
-    """An upload that began two hours ago by a clock that is right, and nothing else."""
+    """A sweep drops only an upload that began two hours ago by a correct clock."""
     for name, began_s in (("dead", time.time() - 7200), ("young", time.time() - 600)):
         store.uploads[name] = Unfinished(f"run/step-1/data/{name}/0.safetensors", began_s)
     holdfast.save(below(root, "step-1"), STATE)
@@ -203,7 +209,10 @@ def test_a_sweep_drops_what_is_dead(root: str, store: OddStore) -> None:
 def test_credentials_renewed_during_an_upload_sign_its_next_part(
     root: str, store: OddStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the moment at which the shared file has others, the store takes only these."""
+    """Credentials renewed in the shared file sign the next part of a running upload.
+
+    The store rejects the old ones from then on.
+    """
     file = tmp_path / "credentials"
     known = "OLD"
 
@@ -233,8 +242,11 @@ def test_credentials_renewed_during_an_upload_sign_its_next_part(
 def test_credentials_that_expire_under_a_part_begin_the_image_again(
     lazy: bool, root: str, store: OddStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that was signed with the old ones is refused, and the parts before it are lost. The
-    image is written from the copies, which the trainer may not change: it is as of the call."""
+    """If credentials expire during a part, the upload restarts with the new ones.
+
+    The earlier parts are lost. The image comes from the captured copies, so it has the state at the
+    call.
+    """
     file = tmp_path / "credentials"
     known = "OLD"
     state, changed = {"x": torch.arange(3_000_000.0)}, threading.Event()
@@ -270,8 +282,10 @@ def test_credentials_that_expire_under_a_part_begin_the_image_again(
 def test_a_bucket_with_object_lock_gets_its_checksums(
     state: Any, root: str, store: OddStore
 ) -> None:
-    """It refuses objects and parts without one. It is asked once in a process, and from then on all
-    requests have one."""
+    """Requests to a bucket with object lock carry the checksums that it requires.
+
+    The bucket's setting is read once per process.
+    """
     refused = []
 
     def fault(asked: Request) -> Answer | None:

@@ -269,8 +269,7 @@ TASKS = Path("/proc/self/task")
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads are told apart by /proc")
 def test_the_end_waits_for_threads_that_may_want_the_lock() -> None:
-    """At exit, Holdfast waits for a busy thread of obstore, which may need the interpreter's
-    lock."""
+    """The exit waits for a busy thread of obstore, which may need the interpreter's lock."""
     runtime.use("s3://bucket")
     begun, ended = threading.Event(), threading.Event()
 

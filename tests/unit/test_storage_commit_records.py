@@ -1,4 +1,4 @@
-"""Test commit records: one process commits an attempt, which is then neither deleted nor mixed."""
+"""Commit records: one process commits an attempt, which then is neither deleted nor mixed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ BUDGET_NBYTES = 64 << 20
 
 
 class Flaky(MemoryDriver):
-    """Its first commit record fails, stored or not; then ``meanwhile`` happens, before the next try."""
+    """A driver whose first put of a commit record fails, whether or not the record was stored.
+
+    ``meanwhile`` runs before the retry.
+    """
 
     remote = True  # type: ignore[misc]
 
@@ -50,7 +53,7 @@ class Flaky(MemoryDriver):
 
 
 def retried(driver: Driver) -> Driver:
-    """With a layer that tries again."""
+    """Return the driver within a layer that retries."""
     return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
 
 
@@ -61,7 +64,7 @@ def aged(storage: MemoryDriver, key: str, seconds: float) -> None:
 
 
 async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifest]:
-    """A copy that has yet to commit."""
+    """Prepare a copy that is not yet committed."""
     manifest, _ = await read_manifest(theirs)
     attempt, _ = await commit.begin_copy(storage, "the same checkpoint")
     target = replace(manifest, attempt=attempt.id)
@@ -72,7 +75,7 @@ async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifes
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: bool) -> None:
-    """A lost answer never makes a copy take the other's record."""
+    """After a lost response, a copy does not mistake the other copy's record for its own."""
     theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
     outcomes: list[object] = []
 
@@ -108,7 +111,7 @@ def test_a_commit_record_whose_answer_was_lost_is_recognised() -> None:
 def test_a_commit_record_that_the_client_put_twice_is_recognised(
     layer: Callable[[Driver], Driver],
 ) -> None:
-    """A refused repetition of the own put counts as success."""
+    """A conflict with one's own commit record, after a retried put, counts as success."""
     storage = MemoryDriver()
     refused = []
 
@@ -137,7 +140,7 @@ def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
 
 
 def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
-    """Only the own lock is deleted."""
+    """A pruning deletes only its own prune lock."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -198,14 +201,14 @@ def test_an_image_of_another_size_is_not_committed() -> None:
 
 
 def checkpoint_state() -> Any:
-    """A state with a tensor."""
+    """Return a state with a tensor."""
     import torch
 
     return {"who": "new", "x": torch.arange(100)}
 
 
 def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> None:
-    """A two-hour save is spared after its commit."""
+    """The grace hour starts at the commit record, so a two-hour save is spared after its commit."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     (attempt,) = attempts(storage)
@@ -230,7 +233,9 @@ def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected()
 
 
 def test_an_attempt_is_as_young_as_its_newest_file() -> None:
-    """In whatever order files are listed: a save that is writing is spared."""
+    """The newest file determines an attempt's age, in any order of listing: active saves are
+    spared.
+    """
     storage = MemoryDriver()
     attempt = "20200101T000000-00000000"
     for name, age_s in (
@@ -251,7 +256,8 @@ def test_an_attempt_is_as_young_as_its_newest_file() -> None:
 def test_a_copy_is_settled_only_where_no_other_can_have_put_its_commit_record(
     exclusive: bool,
 ) -> None:
-    """Without an exclusive put another copy may be about to put the manifest once more."""
+    """Without exclusive puts a copy stays unsettled, since another copy may still put the
+    manifest."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
     copied(theirs, ours)
@@ -261,7 +267,7 @@ def test_a_copy_is_settled_only_where_no_other_can_have_put_its_commit_record(
 
 @pytest.mark.parametrize("moment", ["committed", "claimed"])
 def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment: str) -> None:
-    """Two copies share an attempt; one meets damage."""
+    """A copy that meets damage leaves an attempt that another copy shares."""
     theirs, ours, once = checkpoint(), MemoryDriver(), list[str]()
 
     async def meanwhile(operation: str, key: str) -> None:

@@ -25,7 +25,7 @@ STATE = {
 
 @pytest.fixture
 def storage() -> MemoryDriver:
-    """A small checkpoint."""
+    """Return storage with a small checkpoint."""
     made = MemoryDriver()
     run_inline(save_of(STATE)(made))
     return made
@@ -33,7 +33,7 @@ def storage() -> MemoryDriver:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of several chunks: tensors x (40 MB) and y."""
+    """Return storage with a checkpoint of several chunks: tensors x (40 MB) and y."""
     path = tmp_path_factory.mktemp("large") / "c"
     holdfast.save(
         path, {"x": torch.arange(10 << 20, dtype=torch.float32), "y": torch.arange(100_000)}

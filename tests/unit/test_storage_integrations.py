@@ -63,7 +63,7 @@ def test_a_container_in_itself_is_refused() -> None:
 
 
 def test_the_newest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path) -> None:
-    """The newest checkpoint is the intact one with the highest step; None if there is none."""
+    """The newest checkpoint is the intact one with the highest step; None without any."""
     assert newest_checkpoint(tmp_path / "nothing") is None
     holdfast.save(tmp_path / "weights", {"w": torch.ones(2)})
     assert newest_checkpoint(tmp_path) is None

@@ -1,4 +1,4 @@
-"""Optimizer states come back to the last bit, to their own parameters and groups."""
+"""Optimizer states load bit for bit into their own parameters and groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import holdfast
 
 
 class Rich(torch.optim.Optimizer):
-    """An optimizer with a state of every kind: of other dtypes than its parameters, nested, and no
-    tensor at all."""
+    """An optimizer with nested state, other dtypes than its parameters, and values besides
+    tensors."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -113,10 +113,10 @@ class Recasting(Rich):
 
 
 class Apart(Rich):
-    """Takes its state in a way of its own."""
+    """An optimizer that loads its state in its own way."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Without torch's method."""
+        """Load without torch's method."""
         self.taken = state_dict
 
 
@@ -184,7 +184,7 @@ def test_fused_steps_are_float32() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Hands everything on to another optimizer, as wrappers of training frameworks do."""
+    """An optimizer that delegates to another one, like wrappers of training frameworks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -198,7 +198,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """To the other one."""
+        """Load into the inner optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
 
@@ -213,7 +213,7 @@ def test_wrapped_optimizer() -> None:
 
 
 class App:
-    """Model and optimizer as one object."""
+    """A model and its optimizer as one object."""
 
     def __init__(self, net: nn.Module, optim: torch.optim.Optimizer) -> None:
         self.net, self.optims = net, {"only": optim}
@@ -223,7 +223,7 @@ class App:
         return {"net": self.net.state_dict(), "optim": self.optims["only"].state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To both."""
+        """Load both state dicts."""
         self.net.load_state_dict(state["net"])
         self.optims["only"].load_state_dict(state["optim"])
 
@@ -239,7 +239,7 @@ def test_optimizer_within_an_object() -> None:
 
 
 class Frozen(App):
-    """Gives its optimizer entries that cannot be assigned to."""
+    """An object that passes read-only entries to its optimizer."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load entries wrapped in other types of mappings."""
@@ -249,7 +249,7 @@ class Frozen(App):
 
 
 def test_read_only_entry_becomes_a_dict() -> None:
-    """An entry that cannot be assigned to is loaded to the last bit."""
+    """A read-only entry loads bit for bit."""
     net, optim = pair(torch.bfloat16)
     optim.fill()
     uri = saved({"app": App(net, optim)})
@@ -262,7 +262,7 @@ def test_read_only_entry_becomes_a_dict() -> None:
 
 @pytest.mark.parametrize("stored", [[torch.ones(3)], torch.ones(3), 3])
 def test_state_of_another_form_is_refused(stored: object) -> None:
-    """A state that is not a mapping is of another kind of optimizer, and is not loaded."""
+    """A state that is no mapping belongs to another kind of optimizer and is refused."""
 
     class Listed(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def test_optimizer_as_the_whole_state() -> None:
 
 
 class Beside(torch.optim.SGD):
-    """Keeps a state that belongs to no parameter, and entries of its own in its state dict."""
+    """An optimizer with state of no parameter and with its own entries in the state dict."""
 
     def fill(self, n: int) -> None:
         """Fill the state as a step would."""
@@ -305,11 +305,11 @@ class Beside(torch.optim.SGD):
                 self.state[p] = {"momentum_buffer": torch.full_like(p, float(n))}
 
     def state_dict(self) -> Any:
-        """Torch's, and more."""
+        """Return torch's state dict with additional entries."""
         return super().state_dict() | {"extra": self.extra}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Both."""
+        """Load torch's state dict and the additional entries."""
         self.extra = state_dict["extra"]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "extra"})
 

@@ -1,6 +1,6 @@
 """Rare schedules, shortened: the correct engine always passes them, a broken one fails.
 
-The first schedule and the one with a pruning exposed real bugs: the engine lacked that step.
+The first schedule and the pruning's exposed real bugs: the engine lacked that step.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ Large tensors give an image several chunks, and its upload several parts.
 KILL_WITHIN_S = 0.4
 PATIENCE_S = 120.0
 IN_FLIGHT_S = 1.0
-"""How long a server may still execute a request of a killed process."""
+"""Time that a server may still spend on a request of a killed process."""
 ABSENT = None
 
 
