@@ -1,5 +1,4 @@
-"""Megatron-core itself, on gloo: a small GPT with a distributed optimizer, saved under one layout
-and resumed under another."""
+"""Megatron-core on gloo: a small GPT with a distributed optimizer resumes under other layouts."""
 
 from __future__ import annotations
 

@@ -35,8 +35,10 @@ _MOUNT_TIMEOUT_S = 20.0
 
 @contextmanager
 def lustre(folder: Path, *, osts: int = 8, mode: str = "") -> Iterator[Path]:
-    """A stand-in for Lustre below ``folder``; see ``lustre_standin.py`` for its modes. Skips the
-    test where none can be."""
+    """Mount a stand-in for Lustre below ``folder``, or skip the test if that is impossible.
+
+    See ``lustre_standin.py`` for its modes.
+    """
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("Lustre's stand-in needs /dev/fuse")
     try:

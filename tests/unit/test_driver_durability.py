@@ -1,5 +1,4 @@
-"""Durable on return, or an error and nothing visible: the order of system calls, and what happens
-when one fails."""
+"""The local driver's durability: the order of system calls, and the effects of failures."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ async def upload(driver: LocalDriver, key: str, nbytes: int) -> None:
 
 
 class Calls(list[str]):
-    """The system calls that matter, in their order, with the name of the file or folder they act
-    on."""
+    """A log of the relevant system calls, with the name of the file or folder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fail: dict[str, int] = {}

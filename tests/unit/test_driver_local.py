@@ -38,8 +38,10 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 @pytest.fixture
 def outside(root: Path, tmp_path: Path) -> Path:
-    """A folder outside of the root, with links to it from inside: ``link`` (folder) and ``file``
-    (file)."""
+    """Create a folder outside of the root.
+
+    The root has the links ``link`` (to the folder) and ``file`` (to a file in it).
+    """
     outside = tmp_path / "outside"
     for folder in (outside, root / "real"):
         folder.mkdir(parents=True)

@@ -99,7 +99,7 @@ def test_a_web_site_is_no_empty_store(
 ) -> None:
     """Every call to a web site instead of a store fails with a clear error.
 
-    Such a site is the port of a console or a login page, from the start or after a save.
+    The site is a console or a login page, there from the start or since a save.
     """
     if before:
         holdfast.save(below(root, "step-1"), STATE)
@@ -185,9 +185,7 @@ def test_no_save_aborts_its_own_upload(dates: str, root: str, store: OddStore) -
 def test_a_sweep_spares_what_another_process_uploads(
     part: bool, dates: str, root: str, store: OddStore
 ) -> None:
-    """If the store's dates are wrong, a sweep discards nothing, since another rank may be
-    uploading.
-    """
+    """With wrong dates from the store, a sweep discards nothing: another rank may be uploading."""
     store.initiated_s = DATES[dates]
     theirs = Unfinished("run/step-1/data/20260101T000000-00000000/1.safetensors", DATES[dates]())
     if part:

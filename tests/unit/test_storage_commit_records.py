@@ -233,8 +233,7 @@ def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected()
 
 
 def test_an_attempt_is_as_young_as_its_newest_file() -> None:
-    """The newest file determines an attempt's age, in any order of listing: active saves are
-    spared.
+    """An attempt is as old as its newest file, in any order of listing, which spares active saves.
     """
     storage = MemoryDriver()
     attempt = "20200101T000000-00000000"
@@ -256,8 +255,7 @@ def test_an_attempt_is_as_young_as_its_newest_file() -> None:
 def test_a_copy_is_settled_only_where_no_other_can_have_put_its_commit_record(
     exclusive: bool,
 ) -> None:
-    """Without exclusive puts a copy stays unsettled, since another copy may still put the
-    manifest."""
+    """Without exclusive puts a copy stays unsettled: another may still put the manifest."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
     copied(theirs, ours)

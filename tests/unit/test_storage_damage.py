@@ -33,7 +33,7 @@ def storage() -> MemoryDriver:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return storage with a checkpoint of several chunks: tensors x (40 MB) and y."""
+    """Return the path of a checkpoint with several chunks: tensors x (40 MB) and y."""
     path = tmp_path_factory.mktemp("large") / "c"
     holdfast.save(
         path, {"x": torch.arange(10 << 20, dtype=torch.float32), "y": torch.arange(100_000)}

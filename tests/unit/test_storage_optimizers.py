@@ -17,8 +17,7 @@ import holdfast
 
 
 class Rich(torch.optim.Optimizer):
-    """An optimizer with nested state, other dtypes than its parameters, and values besides
-    tensors."""
+    """An optimizer with nested state, other dtypes than its parameters' and plain values."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})

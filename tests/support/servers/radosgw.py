@@ -30,8 +30,11 @@ rgw_gc_processor_max_time = 60
 
 @dataclass
 class Radosgw(CephCluster, S3Server):
-    """A server below ``folder``. ``start`` it, ``stop`` it; in between its gateway can be killed
-    and started again. ``extra`` is for the gateway's section of the configuration."""
+    """A server below ``folder``.
+
+    Its gateway can be killed and restarted between ``start`` and ``stop``. ``extra`` is added to
+    the gateway's section of the configuration.
+    """
 
     access_key: str = "test"
     secret_key: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)

@@ -238,8 +238,10 @@ def _committing(real: Any) -> Any:
 
 
 class _NoThreads(OperationThreads):
-    """``drivers.threads.OperationThreads`` without threads: a call waits for its turn, and is then
-    done at one moment."""
+    """``drivers.threads.OperationThreads`` without threads.
+
+    A call waits for its turn, and then runs instantaneously.
+    """
 
     def __init__(self, count: int, *, uri: str, errors: Any) -> None:
         self._uri, self._closed, self._errors = uri, False, errors
@@ -256,8 +258,10 @@ class _NoThreads(OperationThreads):
 
 
 class _Patient:
-    """``asyncio`` for the modules where ranks wait for each other: short pauses last until
-    something has changed in the job's store, or a second."""
+    """``asyncio`` for the modules in which ranks wait for each other.
+
+    A short pause lasts until the job's store changes, or for a second.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

@@ -112,8 +112,11 @@ def _put(names: dict[str, Inode | Folder], name: str, node: Inode | Folder | Non
 
 
 class FileSystem:
-    """The tree. ``syscall(name, key)`` is called before each system call, and may raise;
-    ``changed(key)`` after names have changed."""
+    """The tree of folders and files.
+
+    ``syscall(name, key)`` is called before each system call, and may raise; ``changed(key)`` after
+    a change of names.
+    """
 
     def __init__(
         self,

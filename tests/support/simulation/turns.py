@@ -1,8 +1,7 @@
-"""Saves and loads in turns: every access to storage is a step, and which actor steps next is the
-test's choice.
+"""Saves and loads in turns: each access to storage is a step, and the test picks the next actor.
 
-For all orders of a few actors, one after the other, where a seed would only find some. No faults
-but deaths.
+This covers all orders of a few actors, where random seeds would miss some. The only faults are
+crashes.
 """
 
 from __future__ import annotations

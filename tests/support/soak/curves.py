@@ -27,8 +27,10 @@ MIB = 1 << 20
 
 @dataclass
 class Curve:
-    """One quantity over time. ``slack`` and ``slack_share`` (of the first half's median): how far
-    it may rise."""
+    """One quantity over time.
+
+    ``slack`` and ``slack_share`` (of the first half's median) limit its rise.
+    """
 
     name: str
     unit: str
