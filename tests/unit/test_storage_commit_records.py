@@ -233,8 +233,7 @@ def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected()
 
 
 def test_an_attempt_is_as_young_as_its_newest_file() -> None:
-    """An attempt is as old as its newest file, in any order of listing, which spares active saves.
-    """
+    """An attempt is as old as its newest file, in any order of listing: active saves are spared."""
     storage = MemoryDriver()
     attempt = "20200101T000000-00000000"
     for name, age_s in (
