@@ -1,8 +1,7 @@
-"""Hosts that are lost, with the trainers and the keeper on them: real jobs under torchrun, in which
-each host has a keeper, an address and a failure domain of its own.
+"""Lost hosts, with their trainers and keepers: real jobs under torchrun.
 
-Whatever is lost, a run goes on from a step that is whole, and comes to the losses of a run that
-nothing has happened to.
+Each host has a keeper, an address and a failure domain of its own. Whichever host is lost, the run
+resumes from a whole step and reaches the losses of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def run(tmp_path: Path) -> Iterator[KeptRun]:
 
 
 def check(found: Found, step: int, tier: str, steps: int) -> None:
-    """The job has gone on from ``step``, and come to the losses of an undisturbed run."""
+    """Check that the job resumed from ``step`` and reached the losses of an undisturbed run."""
     assert found.code == 0, found.stderr
     assert (found.resumed["step"], found.resumed["tier"]) == (step, tier), found.stderr
     expected = expected_losses(steps)
@@ -89,7 +88,7 @@ def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
     found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.05), 2)
     assert found.code != 0
     (step,) = run.steps()
-    assert step in range(3, 7)  # one rank is told a step or two before the other
+    assert step in range(3, 7)  # one rank gets the signal a step or two earlier
     with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
         checkpoint.verify()
 
@@ -107,8 +106,12 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
 
 @pytest.mark.nightly(12)
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
-    """What they say before that may not fit together: a keeper that is asked late may have given up
-    a step, since all had parity of the next one, which one that was asked early did not say."""
+    """Keepers are asked for their inventory again once all of them have offered their images.
+
+    Earlier answers may be inconsistent. A keeper that is asked late may already have dropped a step
+    because all had parity of the next one, which a keeper that was asked early had not yet
+    reported.
+    """
     found = run.train(Job(1, hosts=HOSTS[:2], late_s=1.0), 2)
     assert found.code == 0, found.stderr
     looks = [
@@ -122,7 +125,7 @@ def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptR
 
 @pytest.mark.nightly(15)
 def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
-    """The keeper of the host that it does without is asked for what it has."""
+    """A job resumes on fewer hosts, and reads images from the keeper of the unused host."""
     run.train(killed_at(5, hosts=HOSTS[:2]), 4)
     found = run.train(Job(8, hosts=("a",)), 2)
     check(found, 5, "memory", 8)
@@ -136,7 +139,7 @@ def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
 def test_another_number_of_hosts_and_ranks(
     run: KeptRun, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    """As ranks and hosts; every rank reads what it needs from whichever host has it."""
+    """A job resumes on another number of hosts and ranks; each rank reads from any host."""
     run.train(killed_at(5, hosts=HOSTS[: before[1]]), before[0])
     found = run.train(Job(8, hosts=HOSTS[: after[1]]), after[0])
     check(found, 5, "memory", 8)
@@ -156,7 +159,7 @@ def test_two_hosts_are_lost_of_four_with_two_parities(run: KeptRun) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize("lost", [("a", "c"), HOSTS])
 def test_more_hosts_are_lost_than_can_be_made_up_for(run: KeptRun, lost: tuple[str, ...]) -> None:
-    """It is said by name, and the run goes on from storage."""
+    """A run that has lost too many hosts says so by name and resumes from storage."""
     run.train(killed_at(5, every=4, hosts=HOSTS), 4)
     run.lose(*lost)
     found = run.train(Job(8, hosts=HOSTS), 4)
@@ -195,8 +198,10 @@ def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
     ],
 )
 def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, operations: int) -> None:
-    """Kill the leader or another keeper after some operations, each of which takes a while. Its
-    successor is handed the images, and asked again to write them."""
+    """A keeper killed during a flush is replaced by one that gets the images and flushes again.
+
+    The leader or another keeper is killed after some slow operations.
+    """
     run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
     process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
     wait_until((run.uri / "step-00000008" / "data").exists, 90)

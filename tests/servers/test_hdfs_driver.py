@@ -1,4 +1,4 @@
-"""The HDFS driver on a real name node: what the shared trials of all drivers do not ask."""
+"""Test the HDFS driver on a real name node, beyond the conformance tests of all drivers."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def open_driver(url: str, **options: str) -> HdfsDriver:
 
 
 def native(server: Hadoop) -> hdfs_native.Client:
-    """Another client than the one under test."""
+    """Return a client other than the one under test."""
     return hdfs_native.Client(f"hdfs://{server.address}")
 
 
 def path_of(url: str) -> str:
-    """Where a URI's root lies."""
+    """Return the path of a URI's root."""
     return "/" + parse(url).location.partition("/")[2]
 
 
@@ -153,7 +153,10 @@ async def test_block_size_replication_and_sync(hadoop: Hadoop, hdfs_url: str) ->
 @pytest.mark.nightly(5)
 @asynchronous
 async def test_a_quota_is_a_full_error(hadoop: Hadoop, hdfs_url: str) -> None:
-    """Of space or of names; what was begun is gone, and with the quota raised it works."""
+    """Exceeding a quota on space or names raises FullError and leaves nothing behind.
+
+    Once the quota is raised, the write succeeds.
+    """
     client, root = native(hadoop), path_of(hdfs_url)
     client.mkdirs(root, create_parent=True)
     await asyncio.to_thread(hadoop.admin, "-setSpaceQuota", "1m", root)
@@ -191,7 +194,7 @@ async def test_a_stranger_is_refused(
 @pytest.mark.nightly(5)
 @asynchronous
 async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
-    """A name node that asks to be left alone is told from one that is down; reading goes on."""
+    """A name node in safe mode raises BusyError instead of StorageDownError; reads still work."""
     driver = open_driver(hdfs_url)
     await driver.put("x", b"content")
     await asyncio.to_thread(hadoop.admin, "-safemode", "enter")
@@ -236,7 +239,7 @@ async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> Non
 
 @asynchronous
 async def test_a_call_that_is_left_behind_does_not_touch_the_callers_memory(hdfs_url: str) -> None:
-    """A cancelled write returns at once, and what it had not yet taken may change."""
+    """A cancelled write returns at once, and the caller may then reuse its buffer."""
     driver = open_driver(hdfs_url)
     content = bytearray(PART)
     upload = await driver.create("x", PART)
@@ -303,8 +306,10 @@ async def test_a_live_upload_shows_that_it_lives(
 async def test_a_rename_whose_answer_was_lost_is_looked_up(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key has our file: the put succeeded, whatever the client heard. It has another's: it did
-    not."""
+    """A put whose rename was acknowledged too late succeeds if the key holds our file.
+
+    If the key holds another writer's file, the put fails.
+    """
     driver = open_driver(hdfs_url)
     rename = driver._client.rename
 
@@ -345,8 +350,11 @@ async def test_a_rename_that_finds_nothing_does_not_take_anothers_file_for_ours(
 async def test_a_file_that_was_completed_short_never_gets_the_key(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that fails may complete its file all the same: the name node is asked for the length
-    first."""
+    """A file that was completed too short is never renamed to its key.
+
+    A failing writer may still complete its file, so the driver first asks the name node for the
+    length.
+    """
     driver = open_driver(hdfs_url)
     write = uploads._write
 

@@ -19,7 +19,7 @@ from support.simulation.states import PACKED
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "36"))
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "4"))
-"""How long seeds are tried that nobody has tried before."""
+"""Seconds to spend on fresh seeds."""
 MOST = 300
 """Schedules until which a broken engine must be caught."""
 QUICK = [broken for broken in BROKEN if broken.seed is not None]
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 def told(failure: Failure | None) -> str:
-    """How to see it again, and the shortest schedule that fails likewise."""
+    """Return how to reproduce a failure, and the shortest schedule that fails likewise."""
     if failure is None:
         return ""
     short = shrunk(failure, 200)
@@ -47,9 +47,11 @@ def told(failure: Failure | None) -> str:
 def test_promises_hold_in_known_and_in_fresh_schedules(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """A reader finds an earlier checkpoint or the new one, whole; what was acknowledged survives;
-    nobody waits for ever; and the next save works, and leaves nothing beside itself. From so many
-    known seeds, and from some that are new."""
+    """The engine keeps its promises under known and fresh seeds.
+
+    A reader finds an earlier or the new checkpoint, whole. Acknowledged saves survive. No process
+    hangs. The next save works and leaves no other files.
+    """
     tally = Tally()
     for seed in range(FIXED):
         assert told(run(drawn(seed), tally)) == ""
@@ -95,7 +97,7 @@ def test_a_seed_replays_exactly() -> None:
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
 def test_a_broken_engine_breaks_what_is_there(broken: Broken) -> None:
-    """Each replaces parts that the engine has, also those that take too long to be caught here."""
+    """Each broken engine replaces existing parts, even one that takes too long to catch here."""
     with broken.engine():
         pass
 
@@ -113,8 +115,10 @@ def test_a_broken_engine_is_caught(broken: Broken) -> None:
 
 
 def test_a_failure_shrinks_to_its_cause() -> None:
-    """Of a schedule that fails, what has nothing to do with it goes; what is left fails alike, and
-    says how to run it again."""
+    """A failing schedule shrinks to the actors and faults that cause it.
+
+    The short schedule fails alike and can be run again from its JSON.
+    """
     broken = next(b for b in BROKEN if b.name == "an error of the manifest's put is dropped")
     with broken.engine():
         failure = run(drawn(broken.seed or 0)) or seeds_until_caught(broken, MOST)[2]

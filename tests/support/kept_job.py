@@ -1,8 +1,9 @@
-"""A job that trains with a keeper, alone or under torchrun, and has an accident. Arguments: where to
-save, a folder for what it found, and a description in JSON of what happens.
+"""A training job with a keeper, alone or under torchrun, that has an accident.
 
-Each rank leaves a line for each step: the step and the loss, exactly. The state follows from the
-step alone, so that a job which goes on from any step has to come to the same losses.
+Arguments: where to save, a folder for results, and a JSON description of the job.
+
+Each rank writes a line for each step: the step and the exact loss. The state depends on the step
+alone, so a job that resumes from any step has to reach the same losses.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ POINTS: dict[str, tuple[type, str]] = {
     "copy": (TensorChunks, "copy_range"),
     "label": (Arena, "captured"),
 }
-"""What a capture does, in order: it gets a slot, copies, and hands over what belongs on the
-label."""
+"""Stages of a capture, in order: get a slot, copy, hand over the label."""
 
 
 @dataclass(frozen=True)
 class Accident:
-    """At ``step``, on ``rank`` (-1: on all), ``what`` happens: ``kill`` once the step is agreed on,
-    ``kill before POINT``, one of :data:`POINTS`, while it is captured; ``stop keeper`` and ``kill
-    keeper`` send that signal to the keeper; ``sigterm`` to this process, ``sigterm to all`` to the keeper, too."""
+    """Accident ``what`` at ``step`` on ``rank`` (-1: on all).
+
+    ``kill``: once the step is agreed. ``kill before POINT``, one of :data:`POINTS`: during its
+    capture. ``stop keeper`` and ``kill keeper``: send that signal to the keeper. ``sigterm``: send
+    it to this process; ``sigterm to all``: to the keeper too.
+    """
 
     step: int
     what: str
@@ -52,13 +55,20 @@ class Accident:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job does. ``every``: steps between saves to storage, None for none. ``wait``: for each
-    step to be agreed on before the next, so that it is known what is in memory. ``hosts``: names of
-    hosts, each of which has as many ranks, a keeper of its own, and an address of the loopback;
-    none: this one, whose keeper serves nothing. ``guards``: whether to wait for parity of each
-    step, too. ``late_s``: the last rank begins to resume so much later than the others.
-    ``patience_s``: how long ranks wait for each other. ``rate``: what a keeper that this job starts
-    may read from others in a second."""
+    """Description of a job.
+
+    ``every``: steps between saves to storage, None for none. ``wait``: wait until each step is
+    agreed
+    before the next, so that the content of memory is known. ``hosts``: names of hosts with equally
+    many
+    ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
+    nobody.
+    ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank starts
+    to
+    resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second that a
+    keeper
+    started by this job may read from other keepers.
+    """
 
     steps: int
     every: int | None = None
@@ -80,7 +90,7 @@ class Job:
     rate: str | None = None
 
     def host_of(self, rank: int, world: int) -> int:
-        """The place among ``hosts`` of that of ``rank``."""
+        """Return the index in ``hosts`` of the host that runs ``rank``."""
         return rank * len(self.hosts) // world
 
     def encode(self) -> str:
@@ -153,8 +163,10 @@ def main() -> None:
 
 
 def note_looks(to: Path) -> None:
-    """Leave a line for each time that the keeper is asked for what it holds: when that began and
-    ended, by a clock that all processes share."""
+    """Write a line for each query of the keeper's inventory: its start and end.
+
+    Both times come from a clock that all processes share.
+    """
     real = Arena.look_up
 
     async def noted(self: Arena) -> Inventory | None:
@@ -168,7 +180,7 @@ def note_looks(to: Path) -> None:
 
 
 def on_host(job: Job, rank: int, world: int) -> dict[str, Any]:
-    """What the keeper of a rank's host is told, and where it is."""
+    """Return the keeper's options for a rank's host, and set its folder in the environment."""
     place = job.host_of(rank, world)
     base = Path(os.environ[KEEPER_DIR_VARIABLE]) / job.hosts[place]
     base.mkdir(mode=0o700, exist_ok=True)
@@ -202,7 +214,7 @@ def new_state(job: Job, rank: int) -> dict[str, Any]:
 
 
 def take_step(state: dict[str, Any], step: int) -> float:
-    """What follows from the state before, so that no step can be left out unnoticed."""
+    """Compute the next state from the previous one, so that a skipped step changes the losses."""
     holdfast.fence()
     weights = state["w"]
     weights.mul_(0.5).add_(step)
@@ -259,7 +271,7 @@ def keeper_pid(uri: str) -> int:
 
 
 def keeper_folder(uri: str) -> KeeperFolder:
-    """That of the run's keeper, on the host of this rank."""
+    """Return the folder of the run's keeper on the host of this rank."""
     return KeeperFolder.of(json.loads((Path(uri) / "run.json").read_text())["run"])
 
 

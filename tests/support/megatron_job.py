@@ -50,8 +50,10 @@ LEARNING_RATE = 1e-2
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is divided; what is left of its ranks is data-parallel. ``vocabulary`` includes
-    the padding."""
+    """Parallel layout of a job. The remaining ranks are data-parallel.
+
+    ``vocabulary`` includes the padding.
+    """
 
     world: int
     tensor: int = 1
@@ -204,8 +206,10 @@ def trains(layout: Layout, uri: str, save_after: int, last: int) -> list[float]:
 
 
 def goes_on(layout: Layout, uri: str, last: int, again: str) -> tuple[int, list[float]]:
-    """The step and the further losses of another job, which goes on from ``uri``, and first saves
-    what it has loaded to ``again``."""
+    """Resume another job from ``uri``, and save the loaded state to ``again`` before training.
+
+    Return the step and the losses after it.
+    """
     with Job(layout, seed=2) as job:
         state = job.state()
         holdfast.load(uri, into=state)
@@ -229,8 +233,10 @@ def saves_and_dies(layout: Layout, uri: str, other: str) -> int:
 def saves_by_megatron(
     layout: Layout, folder: str, save_after: int, last: int, strategy: Any = None
 ) -> list[float]:
-    """The losses of a job that saves with Megatron's own ``save``, and goes on. Without a strategy
-    of ours, the files are Megatron's, too."""
+    """Return the losses of a job that saves with Megatron's own ``save`` and trains on.
+
+    Without a strategy of ours, the files are in Megatron's own format.
+    """
     with Job(layout, seed=1) as job:
         losses = job.train(0, save_after)
         described = job.described() | {"step": save_after}
@@ -247,13 +253,13 @@ def _made(folder: str) -> str:
 
 
 def plain_tensors(folder: str) -> dict[str, torch.Tensor]:
-    """What Megatron loads without a model."""
+    """Return the tensors that Megatron loads without a model."""
     loaded: dict[str, torch.Tensor] = dist_checkpointing.load_plain_tensors(folder)
     return loaded
 
 
 def loads_by_megatron(layout: Layout, folder: str, first: int, last: int) -> list[float]:
-    """The losses of another job, which goes on from what Megatron's own ``load`` has loaded."""
+    """Return the losses of another job that resumes from a load by Megatron's own ``load``."""
     with Job(layout, seed=2) as job:
         job.train(0, 1)  # Megatron has no moments to load into before, without Apex
         described = job.described(loading=True)
@@ -264,8 +270,10 @@ def loads_by_megatron(layout: Layout, folder: str, first: int, last: int) -> lis
 
 
 def runs_blocks(layout: Layout, blocks: Sequence[str], folder: str) -> list[str]:
-    """Run files with the code of a page of how-to, with what that speaks of. What Megatron has
-    loaded."""
+    """Run the code blocks of a how-to page with the variables they use.
+
+    Return the names that Megatron has loaded.
+    """
     with Job(layout, seed=1) as job:
         job.train(0, 2)
         names: dict[str, Any] = {
@@ -283,7 +291,7 @@ def runs_blocks(layout: Layout, blocks: Sequence[str], folder: str) -> list[str]
 
 
 def refusals(layout: Layout, uri: str) -> dict[str, str]:
-    """What a job with master copies must not do, and what it is told."""
+    """Return the error for each operation that a job with master copies must not do."""
     with Job(layout, seed=1) as job:
         state = job.state()
         holdfast.save(uri, state)
@@ -301,7 +309,7 @@ def refusals(layout: Layout, uri: str) -> dict[str, str]:
 
 
 def raised(call: Callable[[], object]) -> str:
-    """What a call raises, as text; "" where nothing."""
+    """Return the error that a call raises as text, "" if it raises none."""
     try:
         call()
     except Exception as error:

@@ -36,8 +36,10 @@ STATE = {"x": torch.zeros(1000)}
 def signalled(
     work: Callable[[Tell], None], *, at: object = 3, timeout_s: float = 60
 ) -> tuple[int, float, list[str]]:
-    """Fork a child that does ``work``; send it SIGTERM once it has told ``at``. Return its status,
-    how long it took to end, and what it told."""
+    """Fork a child that does ``work``, and send it SIGTERM once it reports ``at``.
+
+    Return its exit status, how long it took to end, and its reports.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -96,7 +98,7 @@ def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: 
 
 @pytest.mark.nightly(4)
 def test_a_handler_that_was_there_before_is_called(tmp_path: Path) -> None:
-    """After the saving; it may let the loop end by itself."""
+    """An earlier signal handler runs after the save and may let the loop end by itself."""
 
     def work(tell: Tell) -> None:
         stop: list[int] = []
@@ -341,7 +343,10 @@ def test_all_checkpointers_of_a_process_save(stepped: str, tmp_path: Path) -> No
 def test_a_checkpointer_that_never_steps_keeps_the_others_no_longer_than_its_grace(
     tmp_path: Path,
 ) -> None:
-    """They have saved, and training goes on meanwhile."""
+    """A checkpointer that never steps delays the signal by no more than its grace period.
+
+    The others have saved, and training continues meanwhile.
+    """
     status, took_s, told = signalled(both(tmp_path, "a", (30.0, 2.0)))
     assert status == -signal.SIGTERM, told
     assert 1.5 < took_s < 20
@@ -367,7 +372,10 @@ def term() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_the_last_of_several_to_end_hands_the_signal_over(order: tuple[int, ...]) -> None:
-    """Whether it has saved, or is closed; once; and after that the signal does what it did before."""
+    """The last checkpointer to save or close passes the signal on, once.
+
+    After that, the signal has its earlier effect.
+    """
     with Heard() as heard:
         made = [holdfast.Checkpointer(fresh_uri(), grace_s=30.0 + n) for n in range(3)]
         term()
@@ -409,7 +417,7 @@ def test_a_signal_that_was_handed_over_does_not_count_again() -> None:
 
 
 def test_a_checkpointer_that_is_made_after_the_signal_is_asked_too() -> None:
-    """Where others are still at it."""
+    """A checkpointer made after the signal saves too, while others are still saving."""
     with Heard() as heard:
         first = holdfast.Checkpointer(fresh_uri())
         term()
@@ -473,7 +481,7 @@ def test_a_handler_that_was_set_between_two_is_the_one_that_is_handed_over_to() 
 
 
 def test_a_step_that_was_just_saved_is_not_saved_again() -> None:
-    """Though the signal comes before its step is told."""
+    """A step that was just saved is not saved again when the signal precedes ``step``."""
     with Heard() as heard, holdfast.Checkpointer(fresh_uri(), every=1000) as ckpt:
         ckpt.save(7, {"x": torch.ones(3)})
         term()

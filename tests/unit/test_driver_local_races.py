@@ -1,5 +1,4 @@
-"""Who may write below the root puts links, pipes and devices in the place of files, also while they
-are read."""
+"""Test files that another user replaces by links, pipes and devices, also during reads."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ WAIT_S = 20.0
 STATE = {"w": torch.arange(50_000.0), "step": 3}
 IN_OPEN = 0x20
 EVENT = struct.Struct("iIII")
-"""Of inotify; the name follows."""
+"""Header of an inotify event; the name follows."""
 
 
 class Watch:
@@ -59,7 +58,7 @@ class Watch:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[tuple[Path, Watch]]:
-    """A folder beside the root, and who looks into it."""
+    """Yield a folder beside the root, and a watch of the files opened in it."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "file").write_bytes(b"secret")
@@ -72,7 +71,7 @@ def outside(tmp_path: Path) -> Iterator[tuple[Path, Watch]]:
 
 
 def impostors(outside: Path) -> dict[str, Callable[[Path], None]]:
-    """What may stand where a file was."""
+    """Return functions that put something else in the place of a file."""
 
     def device(path: Path) -> None:
         if os.geteuid() == 0:
@@ -97,7 +96,7 @@ def impostors(outside: Path) -> dict[str, Callable[[Path], None]]:
 
 
 def saved(tmp_path: Path, outside: Path) -> tuple[Path, list[Path]]:
-    """A checkpoint, and its files, of which there are whole copies outside."""
+    """Return a checkpoint and its files, with whole copies of them outside the root."""
     root = tmp_path / "root"
     holdfast.save(root, STATE)
     files = [root / MANIFEST_KEY, next(root.rglob("0.safetensors"))]
@@ -107,13 +106,15 @@ def saved(tmp_path: Path, outside: Path) -> tuple[Path, list[Path]]:
 
 
 def name_of(beside: Path) -> str:
-    """The name of the file that ``beside`` is to replace."""
+    """Return the name of the file that ``beside`` is to replace."""
     return beside.name.removeprefix(".").removesuffix(".other")
 
 
 def put_in_place(make: Callable[[Path], None], file: Path) -> None:
-    """Exchange a file for an impostor, as an attacker would: prepared beside it, and renamed where
-    that can be."""
+    """Exchange a file for an impostor, as an attacker would.
+
+    Prepare it beside the file and rename it where possible.
+    """
     beside = file.with_name("." + file.name + ".other")
     make(beside)
     if beside.is_dir() and not beside.is_symlink():
@@ -154,7 +155,7 @@ def within(work: Callable[[], None]) -> None:
 
 
 def readers(root: Path, copies: Iterator[int]) -> list[Callable[[], None]]:
-    """All that reads a checkpoint; what it gives is what was saved."""
+    """Return all operations that read a checkpoint; each checks the values it reads."""
 
     def load() -> None:
         assert torch.equal(holdfast.load(root)["w"], STATE["w"])
@@ -193,8 +194,10 @@ def test_an_impostor_is_neither_followed_nor_waited_for(
 def test_files_that_are_exchanged_while_they_are_read_are_not_followed(
     tmp_path: Path, outside: tuple[Path, Watch], rng: np.random.Generator
 ) -> None:
-    """By all kinds of impostors, again and again: what is read is what was saved, or an error of
-    ours; nobody waits."""
+    """Files that are replaced again and again during reads are never followed out of the root.
+
+    Every read returns the saved values or raises one of our errors, and none hangs.
+    """
     folder, watch = outside
     root, files = saved(tmp_path, folder)
     kinds, stop, rounds = list(impostors(folder).values()), threading.Event(), itertools.count()

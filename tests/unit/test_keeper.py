@@ -1,5 +1,4 @@
-"""A keeper and trainers' lines to it, in one process: what it refuses, what it makes of a flush that
-fails, and that it lives whatever comes."""
+"""One keeper and its trainers' connections in one process: refusals, failed flushes, survival."""
 
 from __future__ import annotations
 
@@ -69,7 +68,9 @@ NBYTES = 100_000
 
 
 def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
-    """In that order; what is then in storage is what was captured."""
+    """A step is sealed, agreed and durable, in that order, and storage then holds the captured
+    state.
+    """
     told = Told()
 
     async def body() -> None:
@@ -92,7 +93,7 @@ def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
 def test_a_flush_that_fails_is_tried_again_until_storage_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each failure is told; meanwhile later steps are kept."""
+    """The trainer hears of each failed attempt, and the keeper keeps later steps meanwhile."""
     told = Told()
     later = Told()
     flush = writing.flush
@@ -272,7 +273,10 @@ async def test_memory_of_no_bytes_is_refused() -> None:
 
 
 def test_what_no_image_can_be_is_refused() -> None:
-    """Sizes beyond the memory of the slot would have the keeper read what is not its."""
+    """A capture that claims more bytes than its slot has is refused.
+
+    Otherwise the keeper would read memory that does not belong to the slot.
+    """
     told = Told()
 
     async def body() -> None:
@@ -292,7 +296,7 @@ def test_what_no_image_can_be_is_refused() -> None:
 
 @in_loop
 async def test_an_image_that_is_not_there_is_damage() -> None:
-    """For whoever goes on from it."""
+    """Fetching an image that the keeper does not hold raises DamagedError."""
     async with kept() as (_, folder), trainer(folder) as arena:
         await arena.enter(Enter(0, None))
         with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
@@ -300,15 +304,17 @@ async def test_an_image_that_is_not_there_is_damage() -> None:
 
 
 async def cut(arena: Arena) -> None:
-    """End the line of a rank to its keeper, which goes on."""
+    """Cut the connection between a rank and its keeper. The keeper keeps running."""
     assert arena._client is not None
     await arena._client.close()
     arena._lost()
 
 
 def test_a_step_that_goes_to_storage_is_waited_for_where_a_line_is_cut(tmp_path: Path) -> None:
-    """The rank connects anew, hands over what it has, and asks again for what it wants in storage:
-    the keeper that answers may be another one. It is told how that ends, also if it has by then."""
+    """After a cut connection the rank reconnects, hands over its images and repeats its flush.
+
+    It may reach another keeper. The rank learns the outcome even if the flush had already ended.
+    """
     told = [Told(), Told()]
     (tmp_path / "file").write_bytes(b"")
 
@@ -337,8 +343,11 @@ def test_a_step_that_goes_to_storage_is_waited_for_where_a_line_is_cut(tmp_path:
 def test_no_step_is_kept_before_the_next_keeper_has_been_handed_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To a keeper, a rank that has gone on has nothing earlier any more: what it hands over late, and
-    others wait for, would be given up."""
+    """No step is kept until the rank has handed its earlier images to the next keeper.
+
+    For a keeper, a rank that keeps a newer step has dropped all earlier ones. It would discard an
+    image that arrives late, although other ranks wait for it.
+    """
     told = Told()
 
     async def body() -> None:
@@ -428,8 +437,11 @@ async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
 
 @in_loop
 async def test_what_is_passed_along_is_what_was_given_however_long_it_waits() -> None:
-    """An end that does not read makes it wait; its owner may close it meanwhile, and its number may
-    become that of something else."""
+    """A queued descriptor still refers to the same file when it is finally sent.
+
+    A peer that does not read delays the send. Meanwhile the owner may close the descriptor, and its
+    number may be reused for another file.
+    """
     ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     sent = [asyncio.ensure_future(ours.send(b"before"))]
     await asyncio.sleep(0)
@@ -456,8 +468,11 @@ async def test_what_is_passed_along_is_what_was_given_however_long_it_waits() ->
 def test_what_has_no_room_is_left_on_storage_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Where a keeper begins anew with less memory than it had, by its budget or by what the system
-    can spare. The newest images come first."""
+    """A keeper that restarts with less memory leaves older images on the host's local storage.
+
+    The limit is its budget or the memory that the system has available. The newest images load
+    first.
+    """
 
     async def body() -> None:
         given = {"local": tmp_path.as_uri(), "local_every": 1}
@@ -510,7 +525,7 @@ def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.MonkeyP
 
 @in_loop
 async def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() -> None:
-    """It came in the moment in which the wait for it ended."""
+    """Descriptors of an answer that arrives just as its wait is cancelled are closed."""
     ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     client = KeeperClient(ours, DEADLINE_S, lambda event, fds: None)
     asking = asyncio.ensure_future(client.ask(Fill(1, NBYTES, 1.0), Filled))
@@ -528,7 +543,10 @@ async def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_close
 
 @in_loop
 async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -> None:
-    """They may have been told, too, and save what they have; it ends once they have gone."""
+    """A keeper that is asked to end keeps serving until its trainers have left.
+
+    The trainers may have been asked to end too, and are saving their state.
+    """
     async with kept() as (keeper, folder):
         async with trainer(folder) as rank:
             await rank.enter(Enter(0, None))
@@ -574,8 +592,11 @@ async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> 
 
 @in_loop
 async def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
-    """A trainer that has waited too long for the keeper to begin tries again: what is left of its
-    first try is not taken for a newer one."""
+    """A stale connection does not replace a newer one of the same trainer.
+
+    A trainer that waited too long for the keeper to start connects again; its first attempt is
+    stale.
+    """
     keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
     hello = Hello(VERSION, RUN, 0, 1, "here")
     lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -584,7 +605,7 @@ async def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
     await asyncio.sleep(0.1)
     asking[0].cancel()
     await clients[0].close()
-    for _, theirs in reversed(lines):  # the one that was given up is looked at last
+    for _, theirs in reversed(lines):  # the stale one comes last
         keeper.run_later(keeper.attend(Line(theirs)))
         await asyncio.sleep(0.1)
     keeper.welcomes()

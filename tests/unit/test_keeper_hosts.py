@@ -1,5 +1,7 @@
-"""Keepers of several hosts: what they agree on, how they guard each other's images, and what is left
-when hosts are lost. Real keepers, which serve each other over HTTP, within one process."""
+"""Keepers of several hosts: agreement, protection of each other's images, and lost hosts.
+
+These are real keepers that serve each other over HTTP within one process.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def kinds(told: Told) -> set[type]:
-    """What was told."""
+    """Return the types of the events received."""
     return {type(event) for event in told.events}
 
 
@@ -87,8 +89,7 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
 )
 @in_loop
 async def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
-    """Their images are made again on what is left, byte for byte; the job goes on there, and is
-    protected anew."""
+    """Images of lost hosts are rebuilt byte for byte on the others; the job resumes protected."""
     async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
         await job.step(1, Protected)
         newest = GenerationId(0, 1)
@@ -159,7 +160,10 @@ async def test_an_image_that_is_made_again_for_a_trainer_that_has_ended_is_not_k
 async def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the keeper does meanwhile: others might ask for it as soon as they know of it."""
+    """A keeper announces a rebuilt image only once it can be read.
+
+    Other keepers may request it as soon as they know of it.
+    """
     async with kept_hosts("xor", [0], [1], [2]) as job:
         await job.step(1, Protected)
         await job.lose("a")
@@ -182,8 +186,10 @@ async def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
 
 @in_loop
 async def test_a_flush_that_others_have_let_go_of_ends(tmp_path: Path) -> None:
-    """They do when a resume comes. The lead keeper does not try for ever, and gives back what it
-    has kept for that."""
+    """A flush that other hosts dropped ends, and the lead keeper releases its images.
+
+    The others drop it when the job resumes. The lead keeper must not retry for ever.
+    """
     async with kept_hosts("off", [0], [1]) as job:
         (tmp_path / "file").write_bytes(b"")  # in the way of what is flushed
         for name, rank in ("a", 0), ("b", 1):
@@ -257,8 +263,10 @@ async def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path
 @pytest.mark.nightly(10)
 @in_loop
 async def test_a_flush_of_what_the_next_lead_keeper_has_lost_ends(tmp_path: Path) -> None:
-    """Its trainer had no image to hand over. Those of other hosts do not wait for it until their
-    deadline, and their slots are of use again."""
+    """A flush ends if its image is lost and the trainer cannot hand it over again.
+
+    Other hosts do not wait until their deadline, and free their slots.
+    """
     async with kept_hosts("off", [0], [1]) as job:
         a, b = (job.hosts[name] for name in "ab")
         assert await b.arenas[1].flush(Flush(1, str(tmp_path / "c")))

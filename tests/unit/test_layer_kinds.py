@@ -1,4 +1,4 @@
-"""Limit, throttle, hedge, metrics and faults: what each does, in virtual time."""
+"""Test the limit, throttle, hedge, metrics and faults layers in virtual time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_limit_lets_the_others_wait_in_turn() -> None:
 
 
 def test_an_abort_needs_no_slot() -> None:
-    """While everything hangs, what it holds can still be given up."""
+    """An upload can be aborted while another operation hangs and occupies the only slot."""
 
     async def run() -> float:
         below = Flaky([None, SLOW])
@@ -121,8 +121,10 @@ def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
 
 @pytest.mark.heavy
 def test_drivers_with_the_same_rate_share_one_bucket() -> None:
-    """Two saves in flight get the rate together, not each; another rate is another bucket, and a
-    child process begins anew."""
+    """Drivers with the same rate share one bucket, so two saves in flight share that rate.
+
+    Another rate gets another bucket, and a child process gets a bucket of its own.
+    """
     a, b, c = (
         open_driver(f"memory://{n}?max_bytes_per_s={r}")
         for n, r in (("a", "7MB"), ("b", "7000000"), ("c", "8MB"))
@@ -144,8 +146,10 @@ def test_drivers_with_the_same_rate_share_one_bucket() -> None:
 async def hedged(
     script: list[Step], reads: int = 1, percent: int = 5
 ) -> tuple[Flaky, float, bytes]:
-    """Reads of 16 bytes after so many quick ones that slow ones are known; what is below, time
-    taken, what was read."""
+    """Read 16 bytes ``reads`` times after 100 fast reads that teach the layer what is slow.
+
+    Return the driver below, the time taken and the bytes read.
+    """
     below = Flaky(USUAL)
     await below.inner.put("k", bytes(range(16)))
     driver = HedgeLayer(below, percent)
@@ -176,7 +180,7 @@ def test_second_reads_are_counted_where_something_records() -> None:
 
 
 def test_a_slow_fetch_gets_a_second_one_and_the_faster_is_used() -> None:
-    """As with a read; what the winner has handed over is what the caller gets."""
+    """A slow fetch is hedged like a read, and the caller gets the winner's data."""
 
     async def run() -> tuple[Flaky, float, Buffer]:
         below = Flaky([*USUAL, SLOW, 0.02])
@@ -201,8 +205,11 @@ def test_the_first_may_still_win() -> None:
 
 
 def test_a_loser_that_writes_late_does_no_harm() -> None:
-    """A first read that cannot be stopped at once, and scribbles on the caller's buffer before it
-    ends, is waited for: what the caller gets is what the winner read."""
+    """The caller gets the winner's bytes even if the loser writes late.
+
+    The loser cannot be stopped at once and scribbles on the caller's buffer, so the layer waits for
+    it.
+    """
 
     class Stubborn(Flaky):
         async def read(self, key, start, into):  # type: ignore[no-untyped-def]
@@ -230,14 +237,14 @@ def test_a_loser_that_writes_late_does_no_harm() -> None:
 
 
 def test_a_failure_of_one_is_made_good_by_the_other() -> None:
-    """Only when both fail is there an error: that of the first."""
+    """A hedged read fails only if both reads fail, and then raises the error of the first."""
     assert run_virtual(hedged([0.03, StorageDownError("cut")]))[2] == bytes(range(16))
     with pytest.raises(StorageDownError, match="first"):
         run_virtual(hedged([(5.0, StorageDownError("first")), (1.0, StorageDownError("second"))]))
 
 
 def test_a_quick_failure_is_not_hedged() -> None:
-    """What is not there is not looked for twice."""
+    """A read that quickly finds no object is not repeated."""
     below = run_virtual(hedged([None]))[0]
     assert len(below.tried) == 1
     with pytest.raises(NotFoundError):
@@ -330,7 +337,10 @@ def test_a_quantile_is_within_its_bucket() -> None:
 
 
 def test_metrics_of_a_store_outlive_its_drivers() -> None:
-    """Each save opens a driver of its own; what they did together is found under scheme and bucket."""
+    """The metrics of all drivers of a store are added up under its scheme and bucket.
+
+    Each save opens a driver of its own.
+    """
 
     async def run() -> None:
         for step in (1, 2):
@@ -347,7 +357,7 @@ def test_metrics_of_a_store_outlive_its_drivers() -> None:
 
 
 async def outcomes(plan: FaultPlan, operations: int = 300) -> list[str]:
-    """What came of so many puts, and whether what failed is there."""
+    """Return the outcome of each put, and for a failed one whether its object exists."""
     storage = MemoryDriver()
     driver = FaultsLayer(storage, plan)
     seen = []
@@ -425,7 +435,7 @@ def test_each_fault_does_what_it_says(kind: str) -> None:
 
 
 class _Order(Layer):
-    """Notes how long the writes were, in the order in which they came."""
+    """Layer that records the length of each write, in order of arrival."""
 
     def __init__(self, inner: Driver) -> None:
         super().__init__(inner)

@@ -1,10 +1,8 @@
-"""What is left when a run is over, or when everybody dies in the middle of it: it can be opened,
-and saved to.
+"""Check the storage after a run, or after all processes die during it: it opens and takes a save.
 
-A schedule that ends early begins as its run does. So it is not run again: at some moments of a run
-what is stored is put aside, and what becomes of it is seen afterwards. On a local disk half of
-these endings are power cuts. In half of them the next save begins at once, in the others a day
-later.
+A schedule that ends early begins like the full run, so it is not run again. Instead the run sets
+snapshots of the storage aside, and they are checked afterwards. On a local disk half of these
+endings are power cuts. In half of them the next save starts at once, in the others a day later.
 """
 
 from __future__ import annotations
@@ -43,15 +41,18 @@ class Ending:
         return cls(world.operations, left, checker.of(left))
 
     def check(self) -> None:
-        """Raise what is wrong with what is left."""
+        """Raise a Violation if the remaining state breaks a promise."""
         self.world.be_host()
         _cut(self.world)
         soon, told = self.world.below(2) == 1, self.world.log is not None
         _next_save(self.world, self.checker, soon=soon, load=told or not self._was_opened())
 
     def _was_opened(self) -> bool:
-        """Whether the same bytes have been opened before, on such storage, in this process of ours:
-        then they open again, since here nothing fails. Says from now on that they were."""
+        """Return whether the same bytes on such storage were opened before in this process, and
+        note it.
+
+        They open again then, since no fault is injected here.
+        """
         told = self.checker.check_whole()
         opened, key = remembered("opened"), (self.world.schedule.storage, told)
         return opened.setdefault(key, self) is not self
@@ -70,8 +71,10 @@ def _cut(world: World) -> None:
 
 
 def _next_save(world: World, checker: Checker, *, soon: bool, load: bool) -> None:
-    """What is there is what was acknowledged; it can be opened; the next save works, and, if it
-    comes when all graces are over, leaves nothing but itself."""
+    """Check that the acknowledged state opens and that the next save works.
+
+    If the save starts after all grace periods, check that it leaves no other files.
+    """
     world.loop.now_s += SOON_S if soon else LATER_S
     task = world.loop.spawn(
         world.process("afterwards", "afterwards"), _afterwards(world, checker, load)
@@ -96,7 +99,7 @@ def _next_save(world: World, checker: Checker, *, soon: bool, load: bool) -> Non
 
 
 async def _afterwards(world: World, checker: Checker, load: bool) -> bool:
-    """Whether the save was refused since a pruning seemed to go on."""
+    """Return whether the save was refused because a pruning seemed to be in progress."""
     driver, last = world.driver(MAIN), checker.history[-1]
     if load and (found := await _opened(driver)) != last.state:
         raise Violation(f"what can be opened afterwards is state {found}, and it was {last.state}")
