@@ -1,5 +1,6 @@
-"""kill -9 of a process that imports: afterwards there is one whole checkpoint or none, and the next
-import goes on."""
+"""An import that is killed by SIGKILL leaves one whole checkpoint or none, and the next one
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +46,11 @@ def undecided_images(uri: Path) -> list[Path]:
 @pytest.mark.nightly(17)
 @pytest.mark.timeout(300)
 def test_an_import_killed_before_one_of_its_system_calls(tmp_path: Path, seed: int) -> None:
-    """Every thirteenth of them: a reader finds what was there, and from the commit on the import.
-    The same import then ends well; images that were whole are the files that they were, and as many
-    bytes are not written again."""
+    """Kill an import before every thirteenth system call, then import again.
+
+    Before the commit, a reader finds the old checkpoint, and from then on the import. The second
+    import succeeds. It keeps whole images, whose bytes it does not write again.
+    """
     save_file(MODEL, tmp_path / "model.safetensors")
     kept, found = 0, []
     for at in itertools.count(1 + seed % 13, 13):

@@ -106,11 +106,10 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
 
 @pytest.mark.nightly(12)
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
-    """Keepers are asked for their inventory again once all of them have offered their images.
+    """Ranks read the inventory of their keeper again once all keepers have offered their images.
 
-    Earlier answers may be inconsistent. A keeper that is asked late may already have dropped a step
-    because all had parity of the next one, which a keeper that was asked early had not yet
-    reported.
+    Earlier answers may be inconsistent. A keeper that answers late may already have dropped a
+    step because all had parity of the next one, which an earlier answer did not yet contain.
     """
     found = run.train(Job(1, hosts=HOSTS[:2], late_s=1.0), 2)
     assert found.code == 0, found.stderr

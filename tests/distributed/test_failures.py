@@ -1,4 +1,4 @@
-"""Test ranks that fail, die, are silent or disagree: the others say so, and nothing is committed."""
+"""Ranks that fail, die, hang or disagree: the others report it, and no save is committed."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def uri(tmp_path: Path) -> str:
 
 
 def untouched(uri: str) -> bool:
-    """Whether the old checkpoint is there, whole."""
+    """Return whether the old checkpoint is still whole."""
     with holdfast.open(uri) as checkpoint:
         return difference(OLD, holdfast.load(uri)) is None and checkpoint.verify().ok
 
 
 def files(uri: str) -> list[str]:
-    """What lies there."""
+    """Return the names of all files at ``uri``."""
     return sorted(p.name for p in Path(uri).rglob("*") if p.is_file())
 
 
@@ -139,7 +139,10 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, ranks: RankProcesses)
 
 
 def test_a_rank_needs_a_place_for_its_part_only(uri: str, ranks: RankProcesses) -> None:
-    """What any rank has a place for is not unexpected: pipeline stages load each their own."""
+    """Each rank may load only its own part, as pipeline stages do.
+
+    An entry is unexpected only if no rank has a place for it.
+    """
     into = {0: {"x": torch.zeros(100)}, 1: {"y": 0}, 2: {}, 3: {"x": torch.zeros(100), "y": 0}}
     loaded = ranks.run(load_with, uri, into)
     assert difference({"x": OLD["x"]}, loaded[0]) is None

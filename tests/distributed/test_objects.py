@@ -30,7 +30,10 @@ import holdfast
 def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
     kind: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """What holds DTensors gets DTensors, and no rank holds more of any than its part."""
+    """Wrappers of sharded jobs resume as if they had not been interrupted.
+
+    DTensors load as DTensors, and no rank holds more of a tensor than its shard.
+    """
     uri = str(tmp_path / "c")
     ranks.run(wrapped_save, uri, kind, "fsdp", world=2)
     whole = ranks.run(fsdp_train, "fsdp", 5, world=2)[0]
@@ -70,7 +73,7 @@ def test_states_of_another_shape_than_their_parameter_come_back_as_they_were(
 def test_plain_states_of_sharded_parameters_stay_plain(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Of an optimizer that works on local tensors, each rank gets back its own."""
+    """Each rank gets back its own state of an optimizer that works on local tensors."""
     assert ranks.run(local_states, str(tmp_path / "c"), world=2) == [True, True]
 
 
@@ -79,7 +82,7 @@ def test_plain_states_of_sharded_parameters_stay_plain(
 def test_states_of_another_shape_go_to_another_mesh(
     stored: str, layout: str, world: int, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Of one dimension more or less; the next step is taken."""
+    """States load onto a mesh with one dimension more or less, and the next step runs."""
     uri = str(tmp_path / "c")
     saved = ranks.run(factored, uri, stored, 3, False, world=4 if stored == "tp" else 2)[0][0]
     for state, _ in ranks.run(factored, uri, layout, 0, True, world=world):
@@ -90,7 +93,7 @@ def test_states_of_another_shape_go_to_another_mesh(
 def test_what_an_object_has_otherwise_or_not_at_all_is_laid_out_as_it_was(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A DTensor in another dtype, and one that the object does not have, on the mesh of the model."""
+    """A DTensor in another dtype, and a new one, load on the mesh of the model."""
     found = ranks.run(sharded_of_an_object, str(tmp_path / "c"), world=2)
     assert found == [["torch.float32 (Shard(dim=0),)"] * 3] * 2
 
@@ -115,7 +118,10 @@ def test_numbers_of_parameters_are_those_of_the_rank(ranks: RankProcesses, tmp_p
 def test_the_state_of_an_object_is_not_dealt_out_unsaid(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Positions of two ranks are not those of three or of one."""
+    """The per-rank state of an object is refused by another number of ranks.
+
+    The positions of two ranks in the data do not fit three ranks or one.
+    """
     uri = str(tmp_path / "c")
     ranks.run(dealt, uri, False, world=2)
     assert ranks.run(dealt, uri, True, world=2) == [0, 10]
@@ -149,7 +155,9 @@ def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(
 def test_what_was_saved_without_a_rule_is_loaded_with_one(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """A PerRank in the state of the load is told what each rank had."""
+    """A PerRank in the loaded state receives each rank's state, even if it was saved without a
+    rule.
+    """
     uri = str(tmp_path / "c")
     ranks.run(dealt, uri, False, world=2)
     assert ranks.run(per_rank_of_plain, uri, world=3) == [10 + 3, 1010 + 3, 2010 + 3]
@@ -160,7 +168,7 @@ def test_what_was_saved_without_a_rule_is_loaded_with_one(
 def test_an_optimizer_that_has_a_part_of_the_state_on_each_rank(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Of a ZeroRedundancyOptimizer each rank stores its part."""
+    """Each rank saves its own part of a ZeroRedundancyOptimizer."""
     for said in ranks.run(zero, str(tmp_path / "c"), world=2):
         (text,) = said
         assert text.startswith('state["optim"] is a ZeroRedundancyOptimizer')

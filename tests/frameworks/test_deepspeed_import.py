@@ -72,7 +72,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_and_moments_are_those_of_deepspeed(
     job: Path, tmp_path: Path, stage: int, dtype: str, world: int
 ) -> None:
-    """Of several groups, with frozen parameters and buffers; parameters that partitions cut."""
+    """Imported weights and moments equal DeepSpeed's own.
+
+    The job has several parameter groups, frozen parameters, buffers, and parameters that span
+    partitions.
+    """
     done = run_job(job, str(stage), dtype, tmp_path / "ds", world=world, timeout_s=300)
     assert done.returncode == 0, done.stderr[-3000:]
     holdfast.import_(tmp_path / "ds", tmp_path / "c")
@@ -96,7 +100,7 @@ def test_weights_and_moments_are_those_of_deepspeed(
 
 
 def zero_to_fp32(folder: Path) -> dict[str, torch.Tensor]:
-    """What DeepSpeed's own program makes of it."""
+    """Return the weights that DeepSpeed's own program extracts."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder))

@@ -26,7 +26,7 @@ if find_spec("lightning") is None:
     pytest.skip("lightning is not installed: make frameworks", allow_module_level=True)
 
 JOB = Path(__file__).parents[1] / "support" / "lightning_job.py"
-# Lightning's own, and those of what it imports.
+# Warnings of Lightning and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
@@ -63,7 +63,7 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
     assert outcome["best"] == [str(checkpoints / f"step={step}.ckpt") for step in (12, 14)]
     listed = {c.path: c.step for c in holdfast.list_checkpoints(checkpoints)}
     assert {"step=12.ckpt", "step=14.ckpt", "last.ckpt"} <= listed.keys()
-    # What was saved after the checkpoint that the job resumed from is unknown to Lightning.
+    # Lightning does not know checkpoints that the killed job saved after the resume point.
     assert listed.keys() - {"step=12.ckpt", "step=14.ckpt", "last.ckpt"} <= {"step=8.ckpt"}
     assert listed["last.ckpt"] == 14
 
@@ -99,8 +99,11 @@ def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
 def test_two_ranks_that_shard_the_model_go_on_as_if_they_had_never_stopped(
     uninterrupted: Path, tmp_path: Path, strategy: str, plugin: str
 ) -> None:
-    """Each rank saves its shards and loads them again; a single rank loads all of them, and what it
-    saves then is the same, bit for bit. The plugin reads what they saved as Lightning's dict."""
+    """Two ranks that shard the model resume to exactly the losses of an uninterrupted run.
+
+    A single rank loads all shards and saves the same bits. The plugin reads the checkpoint as
+    Lightning's dict.
+    """
     from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
 
     folder = tmp_path / "killed"
@@ -133,8 +136,10 @@ def test_two_ranks_that_shard_the_model_go_on_as_if_they_had_never_stopped(
 def test_a_load_into_a_sharded_model_reads_the_manifest_once(
     tmp_path: Path, serve: Serve, strict: bool
 ) -> None:
-    """With what else was saved; a checkpoint that has nothing else, as that of a single rank under
-    DDP, is refused."""
+    """A load into a sharded model reads the manifest once and returns the rest of the saved state.
+
+    A checkpoint with weights alone, as a single rank saves under DDP, is refused.
+    """
     from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
 
     read: list[str] = []
@@ -233,8 +238,11 @@ def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_deleted_when_the_saves_before_are_durable(tmp_path: Path) -> None:
-    """If one of them has failed, what it was to replace stays, and the error is raised by whatever
-    waits for that save."""
+    """A checkpoint is deleted only once all earlier saves are durable.
+
+    If an earlier save failed, its predecessor stays, and the next wait for that save raises the
+    error.
+    """
     from holdfast.storage.integrations.lightning import HoldfastAsyncCheckpointIO
 
     io = HoldfastAsyncCheckpointIO()

@@ -38,11 +38,11 @@ minutes, and a file that hangs leaves time for the others."""
 INTERRUPTED_S = 10.0
 """Time for an interrupted part to write its results."""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""The signals by which schedulers and closed terminals end a process."""
+"""Signals that schedulers and closed terminals send to end a process."""
 
 
 def main() -> int:
-    """Return 0 where all passed, or where there is no GPU; 130 where this is interrupted."""
+    """Return 0 if all tests passed or the host has no GPU, and 130 if interrupted."""
     given = _arguments()
     interrupt_on_signals()
     try:
@@ -93,7 +93,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="the benchmark in its smallest size")
     parser.add_argument("--no-bench", action="store_true", help="only the tests")
-    # To try the mechanics where there is no GPU.
+    # For trying the script on a host without a GPU.
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -45,8 +45,10 @@ seconds = st.floats(0, 60, allow_nan=False)
 def test_pauses_are_bounded(
     tries: int, chance: float, asked_s: float | None, first_s: float, max_s: float
 ) -> None:
-    """A pause is never shorter than asked for, nor longer than that and the longest one; and grows
-    twofold until there."""
+    """A pause lasts at least as long as the server requires, plus at most the maximum pause.
+
+    Otherwise its upper bound doubles with each try, up to the maximum.
+    """
     policy = RetryPolicy(9, None, first_pause_s=first_s, pause_max_s=max_s)
     asked = max(0.0, asked_s or 0.0)
     waited_s = pause_s(policy, tries, BusyError("x", retry_after_s=asked_s), lambda: chance)
@@ -67,8 +69,10 @@ def test_pauses_are_bounded(
 def test_an_operation_ends_in_time_and_after_the_tries_it_may_take(
     steps: list[float | str | None], retries: int, op_timeout_s: float | None, chance: float
 ) -> None:
-    """Whatever the storage does: at most 1 + retries tries, no later than the deadline; and it
-    succeeds exactly if a try did. A wrong result is never given."""
+    """An operation makes at most 1 + retries tries and ends by its deadline.
+
+    It succeeds exactly if a try succeeded, and never returns a wrong result.
+    """
     errors = {
         "down": StorageDownError("x"),
         "busy": BusyError("y", retry_after_s=3.0),
@@ -130,8 +134,10 @@ def test_a_bucket_never_lets_more_through_than_its_rate(
     rate=st.integers(1, 1000),
 )
 def test_who_gives_up_waiting_leaves_no_debt(cancelled: list[bool], rate: int) -> None:
-    """Bytes of cancelled operations are given back: afterwards the next waits only for those that
-    passed."""
+    """A cancelled operation returns its bytes to the bucket.
+
+    The next one waits only for the bytes of completed operations.
+    """
 
     async def run() -> float:
         bucket = TokenBucket(rate)
@@ -229,7 +235,7 @@ def test_of_exclusive_puts_exactly_one_is_told_that_it_won(
 def test_hedged_reads_return_the_right_bytes_within_the_account(
     durations: list[float], percent: int
 ) -> None:
-    """Every read gives what is stored, and no more second reads are begun than the account allows."""
+    """Every hedged read returns the stored bytes, and second reads stay within the budget."""
 
     async def run() -> int:
         below = Flaky(durations)
@@ -254,9 +260,11 @@ def test_hedged_reads_return_the_right_bytes_within_the_account(
 def test_saves_through_a_failing_storage_are_whole_or_absent(
     seed: int, error: float, unsure: float, retries: int
 ) -> None:
-    """Save after save through faults and retries: one that says it succeeded is what a load finds;
-    one that failed is there whole, or not at all, as its error allows; and what was there before is
-    never lost."""
+    """Saves through faults and retries are whole or absent.
+
+    A load finds each save that succeeded. A failed save is whole or absent, as its error allows,
+    and never destroys the earlier checkpoint.
+    """
     storage = MemoryDriver()
 
     async def save(step: int) -> bool:

@@ -1,7 +1,6 @@
-"""Manifests of every form come back, and whatever one of their columns is made into is judged as
-the format's page says.
+"""Manifests of every form survive a round trip, and altered columns are refused per the format.
 
-The checksum is made anew each time: these are the checks behind it.
+The checksum is recomputed after each change, to reach the checks behind it.
 """
 
 from __future__ import annotations
@@ -353,7 +352,7 @@ def altered(column: np.ndarray, data: st.DataObject) -> np.ndarray:
 
 
 def reshaped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
-    """The same entries in other dimensions; those of a list as a table and the other way."""
+    """Return the same entries in other dimensions: a list as a table, and a table as a list."""
     if column.ndim == 1:
         return column.reshape(data.draw(st.sampled_from([(-1, 1), (1, -1)])))
     return data.draw(
@@ -419,7 +418,7 @@ def test_a_spoiled_column_is_refused_exactly_if_it_contradicts_the_rest(
     name: str,
     data: st.DataObject,
 ) -> None:
-    """A reader raises DamagedError exactly for what no writer might have written."""
+    """A reader raises DamagedError exactly for a column that no writer could have written."""
     columns, head = parts_of(manifest)
     assert fits(columns, head)
     assume(name in columns)
@@ -494,7 +493,9 @@ FIELDS = [
 def test_a_field_of_the_header_that_makes_no_sense_is_refused(
     field: str, manifest: Manifest
 ) -> None:
-    """Of another type, not finite, negative where it is a size, or missing."""
+    """A header field is refused if it has another type, is not finite, is a negative size or is
+    missing.
+    """
     columns, head = parts_of(manifest)
     nonsense = [
         float("nan"),

@@ -48,7 +48,7 @@ def open_driver(url: str, **options: str) -> HdfsDriver:
 
 
 def native(server: Hadoop) -> hdfs_native.Client:
-    """Return a client other than the one under test."""
+    """Return a separate client, independent of the driver under test."""
     return hdfs_native.Client(f"hdfs://{server.address}")
 
 
@@ -306,7 +306,7 @@ async def test_a_live_upload_shows_that_it_lives(
 async def test_a_rename_whose_answer_was_lost_is_looked_up(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put whose rename was acknowledged too late succeeds if the key holds our file.
+    """A put whose rename lost its answer succeeds if the key holds our file.
 
     If the key holds another writer's file, the put fails.
     """

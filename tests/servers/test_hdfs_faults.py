@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
 
 @pytest.fixture
 def uri(cluster: Hadoop) -> Iterator[str]:
-    """An empty checkpoint on the cluster, all of whose servers run and are well, before and after."""
+    """Yield an empty checkpoint on the cluster, with healthy servers before and after."""
     yield f"{cluster.at(uuid.uuid4().hex)}&timeout=5s&op_timeout_s=20"
     for name in ("nn0", "dn0", "dn1", "dn2"):
         if name in cluster.running:
@@ -61,7 +61,7 @@ def state(rng: np.random.Generator) -> State:
 
 
 def same(left: State, right: State) -> bool:
-    """Whether two states are equal bit for bit."""
+    """Return whether two states are equal bit for bit."""
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )
@@ -259,7 +259,9 @@ def test_slow_servers_are_only_slow(hadoop: Hadoop, hdfs_url: str, state: State)
 
 @contextmanager
 def halted_in_turns(hadoop: Hadoop, *names: str, halt_s: float = 0.2) -> Iterator[list[str]]:
-    """One after the other these servers stand still, for so long. Yields those that have, so far."""
+    """Stop these servers for ``halt_s`` one after the other; yield the names of those stopped so
+    far.
+    """
     stop, halts = threading.Event(), list[str]()
 
     def halt() -> None:
@@ -310,8 +312,10 @@ def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
-    """A disk with room for one checkpoint and a half, at ``folder``; call what is yielded to make
-    it larger."""
+    """Mount a disk at ``folder`` with room for one and a half checkpoints.
+
+    Yield a function that enlarges it.
+    """
     if os.geteuid() != 0:
         pytest.skip("only root can mount")
     folder.mkdir(mode=0o700)
@@ -348,8 +352,7 @@ def test_a_quota_that_is_used_up_fails_the_save(
 
 @pytest.mark.nightly(41)
 def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: State) -> None:
-    """The active name node dies and the other one takes over: the save goes on there, and so does
-    what follows."""
+    """After a fail-over, the current save and all later ones continue on the other name node."""
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
     server = Hadoop(tmp_path_factory.mktemp("ha"), ha=True)

@@ -32,7 +32,7 @@ EVENTS = ("resumed from memory", "flushed", "refused to go on")
 
 
 def violation(run: Run, seed: int, counts: Counter[str]) -> str:
-    """Return what is wrong with a run, and its seed."""
+    """Return the violation found in a run with its seed, "" if it has none."""
     try:
         counts.update(run(seed))
     except Violation as problem:

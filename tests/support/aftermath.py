@@ -1,5 +1,4 @@
-"""What is there after something went wrong: one whole checkpoint; and after the next save nothing
-else."""
+"""Check that a failure leaves one whole checkpoint, and that the next save cleans up."""
 
 from __future__ import annotations
 
@@ -23,14 +22,16 @@ CLEAN = [
     *(f"data/<attempt>{name}" for name in ("", "/0.safetensors", "/fate", "/telemetry.jsonl.gz")),
     "manifest.safetensors",
 ]
-"""What a checkpoint of one rank consists of."""
+"""Files of a one-rank checkpoint."""
 
 T = TypeVar("T")
 
 
 def some(points: Sequence[T], default: int, seed: int) -> list[T]:
-    """So many of ``points``, the last among them, evenly spread, beginning where the seed says; all
-    with HOLDFAST_TEST_CRASH_POINTS=all, which may also be a number."""
+    """Return a given number of ``points``, evenly spread, from a start that depends on the seed.
+
+    The last point is always included. HOLDFAST_TEST_CRASH_POINTS sets the number, or "all".
+    """
     given = os.environ.get("HOLDFAST_TEST_CRASH_POINTS", str(default))
     most = len(points) if given == "all" else int(given)
     if most >= len(points):
@@ -60,8 +61,10 @@ def files(uri: Path) -> list[str]:
 
 
 def check_next_save(uri: Path, step: int) -> None:
-    """A save goes well, and whatever was left is gone; also what was about to be committed, whose
-    grace is over."""
+    """Check that a save works and removes all leftovers.
+
+    That includes uncommitted files whose grace period is over.
+    """
     with pytest.MonkeyPatch.context() as patch:
         after_grace(patch)
         holdfast.save(uri, state_of_step(step))

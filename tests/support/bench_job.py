@@ -1,5 +1,6 @@
-"""``holdfast bench`` in processes of its own: under torchrun, and interrupted; and what it has
-left."""
+"""Run ``holdfast bench`` in processes of its own, also under torchrun or interrupted; list
+leftovers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from holdfast.drivers.registry import open_driver
 __all__ = ["HOLDFAST", "assert_interrupted_cleanly", "bench_by_torchrun", "keys_at"]
 
 _HOLDFAST = "from holdfast.cli import main; main()"
-# A shell's background jobs, and what they start, ignore SIGINT unless they are told.
+# A shell's background jobs and their children ignore SIGINT unless a handler is set.
 HOLDFAST = (
     sys.executable,
     "-c",

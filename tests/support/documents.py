@@ -1,8 +1,8 @@
-"""The blocks of code in the documents.
+"""Code blocks in the documents.
 
-A block of Python that cannot run on any machine has the reason on the line before it:
-``<!-- not run: needs a GPU -->``, which the site shows as a note. ``<!-- run twice -->`` is for a
-block that the reader is told to run twice.
+A Python block that cannot run on every machine has the reason on the line before it:
+``<!-- not run: needs a GPU -->``, which the site shows as a note. ``<!-- run twice -->`` marks a
+block that the reader should run twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 EXCERPT = "an excerpt of "
-"""How a reason begins where the block is part of a file that tests run; the file's folder follows."""
+"""Prefix of the reason if the block is part of a tested file; the file's folder follows."""
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]+?) -->\n\n?)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL

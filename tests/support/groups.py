@@ -1,4 +1,4 @@
-"""Jobs of which some ranks save and load without the others."""
+"""Jobs with some ranks that save and load without the others."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ def alone(folder: str) -> tuple[float, int] | None:
 
 
 def copies_of_one(folder: str) -> str:
-    """On two ranks: each saves alone what it has of a tensor that is replicated, and of one that is
-    not; what the latter raises."""
+    """Save a replicated tensor on each of two ranks alone, then a sharded one.
+
+    Return the error of the latter.
+    """
     mesh = DeviceMesh("cpu", [0, 1])
     uri = Path(folder, f"of-{dist.get_rank()}")
     replicated = distribute_tensor(FULL, mesh, [Replicate()])
@@ -101,7 +103,7 @@ def copies_of_one(folder: str) -> str:
 
 
 def outside(folder: str) -> str:
-    """What a rank is told that is not in the group; the others save."""
+    """Return the error of a rank outside the group while the group saves."""
     group = dist.new_group([0])
     said = ""
     try:

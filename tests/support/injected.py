@@ -25,14 +25,13 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``value``: what the process found; ``error``: what was raised in it. Neither where it was
-    ``killed``."""
+    """Result of a process: its ``value`` or its ``error``, or neither if it was ``killed``."""
 
     value: Any
     error: BaseException | None
     killed: bool
     hits: int
-    """How many system calls were tampered with."""
+    """Number of system calls tampered with."""
 
 
 def injected(
@@ -116,4 +115,4 @@ def _obey(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> 
         pipe.send((work(*args), None))
     except Exception as error:
         pipe.send((None, error))
-    os._exit(0)  # whatever is injected is not to hit the interpreter as it ends
+    os._exit(0)  # no injected fault may hit the interpreter's exit

@@ -67,7 +67,7 @@ TESTS = Path(__file__).parents[1]
 ADVICE = "mark the test heavy, or remove its file from tests/support/light.py"
 PROCESSES = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 _running = threading.Event()
-"""Whether a test runs; pytest-xdist may start processes between them."""
+"""Set while a test runs; between tests, pytest-xdist may start processes."""
 
 
 class _NoTorch:

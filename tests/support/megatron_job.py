@@ -1,4 +1,4 @@
-"""A small GPT, trained by Megatron-core under any layout: functions that the ranks of a job call."""
+"""A small GPT that Megatron-core trains under any layout: functions for the ranks of a job."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def loads_by_megatron(layout: Layout, folder: str, first: int, last: int) -> lis
         job.train(0, 1)  # Megatron has no moments to load into before, without Apex
         described = job.described(loading=True)
         loaded = dist_checkpointing.load(described, folder, strict="raise_all")
-        job.model.load_state_dict(loaded["model"], strict=False)  # but for extra states
+        job.model.load_state_dict(loaded["model"], strict=False)  # except extra states
         job.optimizer.load_state_dict(loaded["optimizer"])
         return job.train(first, last)
 

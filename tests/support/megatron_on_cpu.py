@@ -1,8 +1,8 @@
-"""Lets Megatron-core train on a processor without a GPU, over gloo.
+"""Let Megatron-core train over gloo on a host without a GPU.
 
-Megatron asks for CUDA devices by name, and tells dtypes by the names of CUDA's tensor types. While
-:func:`cuda_is_cpu` is in force, "cuda" is the host's memory. Nothing of what is tested is replaced:
-layouts, buffers and optimizers are Megatron's own.
+Megatron requests CUDA devices by name, and recognizes dtypes by the names of CUDA's tensor types.
+While :func:`cuda_is_cpu` is in force, "cuda" is the host's memory. The code under test is not
+replaced: layouts, buffers and optimizers are Megatron's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTe
 
 
 class _OnHost(TorchFunctionMode):
-    """Makes every tensor that is asked for on "cuda" on the host."""
+    """Mode that creates tensors on the host when "cuda" is requested."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -76,8 +76,11 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of torch's Adam, Megatron forgets the step of a parameter here, and before gives all
-    parameters one tensor for it, which then counts each of them."""
+    """Keep the step of each parameter, which Megatron drops here with torch's Adam.
+
+    Before that, Megatron gives all parameters one shared step tensor, which then counts each of
+    them.
+    """
 
     def take(self: Any, parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         present = self._get_main_param_and_optimizer_states(parameter)

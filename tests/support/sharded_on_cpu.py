@@ -17,8 +17,8 @@ SHARDED = ("zero1", "zero2", "zero3", "fsdp1", "fsdp2")
 def let_accelerate_shard(sharded: str) -> None:
     """Have Accelerate run on the CPU with gloo, and shard models as ``sharded`` says.
 
-    Where it is asked for the CPU, it knows DDP alone. It shards models for FSDP where its state
-    says that there are GPUs, whatever the device of the state is.
+    On a CPU, Accelerate supports DDP alone. It shards models for FSDP if its state claims GPUs,
+    regardless of the actual device.
     """
     if sharded.startswith("zero"):
         communication: Any = importlib.import_module("deepspeed.comm.torch")
@@ -30,7 +30,7 @@ def let_accelerate_shard(sharded: str) -> None:
 
 
 def deepspeed_config(sharded: str) -> dict[str, Any]:
-    """That of a stage of ZeRO, which also partitions small parameters."""
+    """Return the configuration of a ZeRO stage that also partitions small parameters."""
     zero = {"stage": int(sharded[-1]), "stage3_param_persistence_threshold": 20}
     return {
         "train_micro_batch_size_per_gpu": 4,

@@ -1,5 +1,4 @@
-"""Tasks for rank processes: load what was stored untied into weights that are tied, sharded;
-and partial loads."""
+"""Tasks for rank processes: load untied weights into tied and sharded ones, and partial loads."""
 
 from __future__ import annotations
 
@@ -36,8 +35,11 @@ def sharded(tied: bool) -> LM:
 
 
 def tied_loads(uri: str) -> dict[str, Any]:
-    """Save an untied model of two values, then of one; load each into a tied one. Returns what was
-    raised, or loaded."""
+    """Save an untied model with two different values, then with equal ones, and load each into a
+    tied one.
+
+    Return the errors or the loaded weights.
+    """
     found: dict[str, Any] = {}
     for name, values in (("differ", (1.0, 2.0)), ("agree", (3.0, 3.0))):
         saved = sharded(False)
@@ -59,8 +61,10 @@ def tied_loads(uri: str) -> dict[str, Any]:
 
 
 def partial_loads(uri: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Each rank has a name of its own that is stored, and one that is not. Returns what the report
-    says was left."""
+    """Load on each rank one stored name of its own and one that was not stored.
+
+    Return the missing and unexpected names in the report.
+    """
     rank = dist.get_rank()
     holdfast.save(uri, {"all": torch.ones(3), f"of{rank}": torch.ones(2), "extra": 1})
     into = {"all": torch.zeros(3), f"of{rank}": torch.zeros(2), f"new{rank}": torch.zeros(2)}

@@ -1,5 +1,4 @@
-"""What benchmarks save: the sums of real and of MLPerf's models, subsets, rules, contents, and
-safetensors files that want to be believed."""
+"""Test benchmark workloads: model sizes, subsets, rules, contents, malformed safetensors."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def test_names_are_those_of_hugging_face() -> None:
 @pytest.mark.parametrize("workload", [sized(1 << 22), equal_tensors(1 << 20, 7)])
 @pytest.mark.parametrize("world", [1, 3, 64])
 def test_ranks_share_all_of_a_state(workload: Workload, world: int) -> None:
-    """Each row has one rank, however uneven; computed sizes are those of the tensors."""
+    """Each row belongs to one rank, and computed sizes match the tensors."""
     held = [workload.nbytes(rank, world) for rank in range(world)]
     specs = workload.specs(0, world)
     assert held == [sum(spec.local_nbytes(rank, world) for spec in specs) for rank in range(world)]

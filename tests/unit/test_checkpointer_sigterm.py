@@ -98,7 +98,7 @@ def test_the_step_at_hand_is_saved_and_the_process_ends_by_the_signal(tmp_path: 
 
 @pytest.mark.nightly(4)
 def test_a_handler_that_was_there_before_is_called(tmp_path: Path) -> None:
-    """An earlier signal handler runs after the save and may let the loop end by itself."""
+    """An earlier signal handler runs after the save and may let the loop finish."""
 
     def work(tell: Tell) -> None:
         stop: list[int] = []

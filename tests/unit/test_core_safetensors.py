@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what is written is parsed, and whatever else is refused."""
+"""Headers of safetensors files: written headers parse, and malformed ones are refused."""
 
 from __future__ import annotations
 

@@ -48,15 +48,17 @@ NOT_RUN = {
     "docs/how-to/use-fsdp1-and-deepspeed.md": 1,
     "docs/how-to/write-a-driver.md": 5,
 }
-"""How many blocks of each page are marked as not run: a new one is seen in a review."""
+"""Number of blocks of each page that are marked as not run, so that a review notices a new one."""
 
 HERE = sorted(BLOCKS.keys() - RUN_ELSEWHERE)
 
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong in the session of each page, and of one that is wrong, which is named
-    ``wrong``. They share a process: torch takes seconds to import."""
+    """Return the problems found in the session of each page, and of a faulty page, ``wrong``.
+
+    All sessions share a process because importing torch takes seconds.
+    """
     folder = tmp_path_factory.mktemp("documents")
     page = folder / "page.md"
     page.write_text(WRONG)
@@ -123,7 +125,7 @@ def test_pages_about_frameworks_run_there(page: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(BLOCKS))
 def test_blocks_of_python_are_python(page: str) -> None:
-    """Also those that do not run."""
+    """Every Python block parses, even one that does not run."""
     for block in BLOCKS[page]:
         ast.parse(block.code)
 
@@ -140,7 +142,7 @@ def excerpts() -> list[tuple[str, Block]]:
 
 @pytest.mark.parametrize(("page", "block"), excerpts(), ids=lambda value: str(value)[:40])
 def test_excerpts_are_in_their_files(page: str, block: Block) -> None:
-    """Line by line, whatever their formatting; ``...`` stands for what is left out."""
+    """Every line of an excerpt is in its file, however formatted; ``...`` marks omitted lines."""
     folder = ROOT / (block.reason or "").removeprefix(EXCERPT)
     files = sorted(folder.rglob("*.py"))
     assert files
@@ -167,7 +169,7 @@ def test_calls_of_the_command_are_parsed(page: str) -> None:
 
 
 def fault_of(call: list[str]) -> str:
-    """What the command's parser says against a call; "" where it takes it."""
+    """Return the parser's error for a command line, "" if it is accepted."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:

@@ -58,7 +58,7 @@ class Watch:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[tuple[Path, Watch]]:
-    """Yield a folder beside the root, and a watch of the files opened in it."""
+    """Yield a folder outside the root, and a watch of the files opened in it."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "file").write_bytes(b"secret")
@@ -106,14 +106,14 @@ def saved(tmp_path: Path, outside: Path) -> tuple[Path, list[Path]]:
 
 
 def name_of(beside: Path) -> str:
-    """Return the name of the file that ``beside`` is to replace."""
+    """Return the name of the file replaced by the path ``beside``."""
     return beside.name.removeprefix(".").removesuffix(".other")
 
 
 def put_in_place(make: Callable[[Path], None], file: Path) -> None:
     """Exchange a file for an impostor, as an attacker would.
 
-    Prepare it beside the file and rename it where possible.
+    Prepare it in the same folder, and rename it where possible.
     """
     beside = file.with_name("." + file.name + ".other")
     make(beside)

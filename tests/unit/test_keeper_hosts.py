@@ -191,7 +191,7 @@ async def test_a_flush_that_others_have_let_go_of_ends(tmp_path: Path) -> None:
     The others drop it when the job resumes. The lead keeper must not retry for ever.
     """
     async with kept_hosts("off", [0], [1]) as job:
-        (tmp_path / "file").write_bytes(b"")  # in the way of what is flushed
+        (tmp_path / "file").write_bytes(b"")  # blocks the flush
         for name, rank in ("a", 0), ("b", 1):
             arena = job.hosts[name].arenas[rank]
             assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))

@@ -1,4 +1,4 @@
-"""What a save that goes by way of a keeper tells of what has become of it."""
+"""Test the stages that a save through a keeper reports."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ class Told:
         self.keeping = Keeping(by, stages)
 
     def hear(self, *events: Event) -> bool:
-        """What the keeper tells; whether it waits for more."""
+        """Pass events from the keeper; return whether the save waits for more."""
         return [self.keeping.tell(event) for event in events][-1]
 
 
 def test_a_step_is_on_storage_of_the_host_once_the_keeper_says_so() -> None:
-    """It was told, when the step was agreed on, that it would be; and hears no more then."""
+    """A step counts as local only once the keeper reports it so, after which the save ends.
+
+    The agreement announces only that the step will be written to local storage.
+    """
     save = Told()
     assert save.hear(Sealed(1, ID), Agreed(ID, local=True))
     assert "local" not in save.ended
@@ -76,8 +79,10 @@ def test_protection_and_storage_of_the_host_are_waited_for_side_by_side() -> Non
 def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
     tmp_path: Path,
 ) -> None:
-    """Of the steps that are due there; of the others, that they are not; and of one without such
-    storage, that there is none."""
+    """A checkpointer reports when the keeper has written a step to local storage.
+
+    Steps that are not due there say so, and so does a keeper without local storage.
+    """
     state = {"w": torch.arange(8)}
     keeper = holdfast.Keeper(
         local=tmp_path / "nvme", local_every=2, memory="64MiB", linger="60s", deadline_s=60

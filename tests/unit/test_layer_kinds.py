@@ -146,7 +146,7 @@ def test_drivers_with_the_same_rate_share_one_bucket() -> None:
 async def hedged(
     script: list[Step], reads: int = 1, percent: int = 5
 ) -> tuple[Flaky, float, bytes]:
-    """Read 16 bytes ``reads`` times after 100 fast reads that teach the layer what is slow.
+    """Read 16 bytes ``reads`` times after 100 fast reads that calibrate the layer.
 
     Return the driver below, the time taken and the bytes read.
     """

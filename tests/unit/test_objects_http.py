@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _WholeHandler(_Handler):
-    """Files as a whole, whatever range is asked for: a server may, and Python's own does."""
+    """Handler that ignores ranges and sends whole files, as servers may and Python's own does."""
 
     def do_GET(self) -> None:
         del self.headers["Range"]
@@ -98,7 +98,7 @@ def _served(folder: Path, handler: type[_Handler]) -> Iterator[str]:
 
 
 def test_a_checkpoint_is_loaded_from_a_web_server(site: str, tmp_path: Path) -> None:
-    """Whole, and in slices; where there is none it says so."""
+    """A checkpoint loads from a web server, whole and in slices; a missing one raises an error."""
     state = {"w": torch.randn(6_000_000), "ü x": torch.arange(5), "step": 3}
     holdfast.save(tmp_path / "run/step 3", state)
     found = holdfast.load(f"{site}/run/step%203")
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_loaded_from_a_web_server(site: str, tmp_path: Path) -> 
 
 
 def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: Path) -> None:
-    """Every such call is an error that says so; reading finds what is there, and what is not."""
+    """Calls that change or list a web server raise an error that says so; reads work."""
     (tmp_path / "x").write_bytes(b"content")
 
     async def use() -> None:
@@ -145,8 +145,7 @@ def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: P
 
 
 def test_a_web_server_without_ranges_is_told_of(tmp_path: Path) -> None:
-    """It answers with all of an object. The error says what is wrong with the server, and what kind
-    of server is wanted."""
+    """The error for a server without range requests names the fault and a suitable server."""
     holdfast.save(tmp_path / "run", {"x": torch.arange(10)})
     with (
         _served(tmp_path, _WholeHandler) as url,

@@ -37,7 +37,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def train(folder: Path, steps: int) -> int:
-    """Resume, and go on for so many steps; return where it resumed."""
+    """Resume and train ``steps`` more steps; return the step it resumed from."""
     state = {"w": torch.zeros(5)}
     with holdfast.Checkpointer(folder, every=1, keep=2, grace_s=None, when_busy="wait") as run:
         began = run.resume(state)
@@ -184,7 +184,7 @@ BESIDE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("odd", BESIDE.values(), ids=BESIDE)
 def test_a_step_is_saved_again_beside_odd_data(odd: Callable[[Path], None], folder: Path) -> None:
-    """What cannot be read, or is not ours, is left alone."""
+    """A save leaves entries alone that it cannot read or that are not ours."""
     odd(folder / "step-00000003/data")
     with as_nobody():
         holdfast.save(folder / "step-00000003", {"w": torch.ones(5)}, step=3)

@@ -18,7 +18,7 @@ from holdfast.storage.ranks.process_group import acting_in, current_rank, curren
 
 @pytest.fixture
 def second_of_three() -> Iterator[None]:
-    """A job in which no other rank answers."""
+    """Join a group of three ranks as the only rank that answers."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=3)
     yield
     dist.destroy_process_group()

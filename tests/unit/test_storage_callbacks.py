@@ -75,7 +75,7 @@ def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation)
 def test_what_a_progress_callback_raises_ends_the_operation(
     uri: str, operate: Operation, error: BaseException
 ) -> None:
-    """The caller gets that very error, and the engine goes on."""
+    """The caller gets the exception that the callback raised, and the engine stays usable."""
 
     def fail(done: int, total: int) -> None:
         raise error
@@ -164,7 +164,7 @@ def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
 
 
 def test_a_callback_sees_the_context_of_its_caller(uri: str) -> None:
-    """Context variables (a log's fields, say) are those of whoever called the operation."""
+    """A callback sees its caller's context variables, such as the fields of a log."""
     who = contextvars.ContextVar("who", default="nobody")
     who.set("the caller")
     seen: set[str] = set()
@@ -173,7 +173,7 @@ def test_a_callback_sees_the_context_of_its_caller(uri: str) -> None:
 
 
 def test_without_a_callback_there_is_no_thread() -> None:
-    """Nobody pays for what nobody asked for."""
+    """Without a callback, the reporter starts no thread."""
     before = set(threading.enumerate())
     with ProgressReporter(None) as reporter:
         reporter.report(1, 2)
@@ -181,7 +181,7 @@ def test_without_a_callback_there_is_no_thread() -> None:
 
 
 def test_no_thread_outlives_its_operation(uri: str, no_leaks: None) -> None:
-    """Whether the callback raised or not."""
+    """No thread outlives its operation, even if the callback raised."""
     holdfast.copy(uri, fresh_uri(), progress=lambda done, total: None)
     with pytest.raises(ZeroDivisionError):
         holdfast.copy(uri, fresh_uri(), progress=lambda done, total: 1 // 0)
@@ -236,7 +236,7 @@ def test_an_open_checkpoint_refuses_to_be_read_on_the_engines_thread(uri: str, n
 
 
 def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> None:
-    """A logger of Holdfast may speak on the engine's thread; what its handlers call is the user's."""
+    """A logger may run on the engine's thread, so its handlers may call the user's code there."""
     outcomes: list[object] = []
 
     class Saving(logging.Handler):

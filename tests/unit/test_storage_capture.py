@@ -31,7 +31,7 @@ from holdfast.storage.state.plan import SavePlan, plan_save
 
 
 def state() -> dict[str, torch.Tensor]:
-    """An image of three chunks, the last of which is short."""
+    """Return a state whose image has two full chunks and a short one."""
     return {"w": torch.arange(2 * CHUNK_NBYTES // 4 + 99, dtype=torch.int32), "b": torch.ones(300)}
 
 
@@ -160,7 +160,7 @@ def test_an_image_of_many_chunks_is_captured_in_a_few_long_pieces() -> None:
 
 
 def calls_in(work: Callable[[], None]) -> int:
-    """How many functions of Python this thread calls meanwhile."""
+    """Return the number of Python functions that this thread calls during ``work``."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -219,7 +219,7 @@ def test_a_capture_that_fails_lets_go_of_the_tensors() -> None:
 
 
 def test_a_rank_without_a_shard_captures_nothing_and_writes_no_file() -> None:
-    """And is told at once that its state may change."""
+    """A rank without a shard writes no file and may change its state at once."""
     driver = MemoryDriver()
     plan = planned({})
     reached: list[str] = []

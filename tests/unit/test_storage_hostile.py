@@ -1,4 +1,4 @@
-"""Test forged manifests with valid checksums: refused at once, with our errors, in little memory."""
+"""Forged manifests with valid checksums are refused at once, with our errors, in little memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @pytest.fixture(autouse=True)
 def _little_memory() -> Iterator[None]:
-    """No more than a gibibyte of address space beyond what is in use."""
+    """Limit the address space to the current use plus a gibibyte."""
     with open("/proc/self/statm") as statm:
         in_use = int(statm.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -167,7 +167,7 @@ FORGERIES: dict[str, Alter] = {
 @pytest.mark.nightly(27)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
-    """Whatever is done with it: opened, listed, loaded, verified, read by name."""
+    """A forged manifest raises one of our errors on open, list, load, verify and read."""
     uri = stored()
     forge(uri, FORGERIES[name])
     use(uri)

@@ -1,4 +1,4 @@
-"""Test loading into a state: what must fit, what is replaced, and the errors."""
+"""Test loading into a state: matching, replacement, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def target() -> dict[str, Any]:
 
 
 def test_what_fits_is_loaded(uri: str) -> None:
-    """Tensors are filled, values replaced; containers and tensors stay the very objects they were."""
+    """A load fills tensors and replaces values; containers and tensors stay the same objects."""
     into = target()
     objects = [into, into["w"], into["list"], into["list"][1], into["more"]]
     loaded = holdfast.load(uri, into=into)
@@ -79,7 +79,7 @@ def test_every_difference_is_listed_at_once(uri: str) -> None:
 
 
 def test_not_strict_loads_what_both_have(uri: str) -> None:
-    """What only one of them has is left alone."""
+    """A load that is not strict leaves entries alone that only one side has."""
     into = {
         "w": torch.zeros(3, 4),
         "new": torch.full((2,), 9.0),
@@ -141,7 +141,7 @@ def test_keys_of_another_type_are_other_keys(key: Any) -> None:
 
 
 def test_tuples_are_made_anew_and_put_in_their_place() -> None:
-    """A tuple cannot be assigned to: what contained it gets a new one, with the tensors of the old."""
+    """A load replaces a tuple in its container by a new one with the same tensors."""
     uri = fresh_uri()
     holdfast.save(uri, {"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)})
     inner, listed, only = torch.tensor(0), [0], (torch.tensor(0),)
@@ -156,7 +156,7 @@ def test_tuples_are_made_anew_and_put_in_their_place() -> None:
 
 
 def test_a_tuple_as_the_state_comes_back_new() -> None:
-    """The only case in which a load returns another object than it was given."""
+    """A load returns a new object only if the state is a tuple."""
     uri = fresh_uri()
     holdfast.save(uri, (1, torch.tensor(2), {"a": (3,)}))
     tensor = torch.tensor(0)
@@ -197,7 +197,7 @@ def test_expanded_targets_are_refused() -> None:
     [np.broadcast_to(np.float64(0), (3,)), np.zeros(3)[::-1], np.frombuffer(bytes(24), np.float64)],
 )
 def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
-    """Read-only arrays, and those that run backwards."""
+    """A load refuses read-only arrays and arrays with negative strides."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": np.arange(3.0)})
     with pytest.raises(holdfast.UsageError, match=r'state\["x"\]'):
@@ -235,7 +235,10 @@ def test_cast_converts_as_torch_does_and_refuses_what_loses_a_kind(stored: torch
 
 @pytest.mark.parametrize("stored", [torch.float4_e2m1fn_x2, torch.float32])
 def test_cast_refuses_what_torch_cannot_convert(stored: torch.dtype) -> None:
-    """With the path, before anything is filled, though torch says that such a cast is safe."""
+    """A cast that torch cannot do is refused by path before anything is filled.
+
+    ``torch.can_cast`` claims that the cast is safe.
+    """
     wanted = {torch.float32: torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2: torch.float32}[stored]
     assert torch.can_cast(stored, wanted)
     uri = fresh_uri()
@@ -286,7 +289,7 @@ def test_a_folder_of_checkpoints_is_none_itself(tmp_path: Path) -> None:
 
 
 def test_dtypes_of_another_torch_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint with a dtype that this torch lacks says so; its other tensors can still be read."""
+    """A dtype that this torch lacks raises an error; other tensors can still be read."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": torch.ones(2, dtype=torch.float8_e8m0fnu), "y": torch.ones(2)})
     monkeypatch.delattr(torch, "float8_e8m0fnu")

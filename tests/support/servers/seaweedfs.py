@@ -67,7 +67,7 @@ class Seaweedfs(S3Program):
                 client.create_bucket(Bucket="holdfast")
                 client.put_object(Bucket="holdfast", Key="ready", Body=b"")
                 client.delete_object(Bucket="holdfast", Key="ready")
-            except Exception:  # whatever a gateway says that has no filer, or no volume, yet
+            except Exception:  # the gateway has no filer or volume yet
                 if time.monotonic() > deadline_s:
                     self.stop()
                     raise

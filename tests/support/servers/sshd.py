@@ -1,9 +1,9 @@
-"""A real SFTP server: OpenSSH's sshd on a free port of the loopback, with keys of its own.
+"""A real SFTP server: OpenSSH's sshd on a free port of the loopback, with its own keys.
 
-Found where ``make test-servers`` has put it (``.servers/openssh``), or installed on the host. It
-runs without privileges, and so lets one account in, its own: that of this process, or ``daemon``
-where this process is root, because sshd run as root wants an account and a folder that only an
-installation makes. It offers sftp and nothing else.
+It is found where ``make test-servers`` has put it (``.servers/openssh``), or installed on the host.
+It runs without privileges, so it admits only its own account: this process's, or ``daemon`` if this
+process is root. (As root, sshd needs an account and a folder that only an installation creates.)
+It offers SFTP and nothing else.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ ForceCommand internal-sftp
 
 @dataclass(frozen=True, slots=True)
 class _OpenSsh:
-    """Where OpenSSH's programs are, and the folder of libraries that this host lacks; None where it
-    lacks none."""
+    """Paths of OpenSSH's programs, and of the libraries that this host lacks (None if it lacks
+    none).
+    """
 
     sshd: Path
     keygen: Path
@@ -99,7 +100,7 @@ class Sshd:
 
     @property
     def root(self) -> Path:
-        """A folder in which the account may write, and this process may look."""
+        """Return a folder where the account may write and this process may read."""
         return self._folder / "root"
 
     @property
@@ -118,7 +119,10 @@ class Sshd:
         return self.home / ".ssh/known_hosts"
 
     def environment(self) -> dict[str, str]:
-        """What its clients need. They must not see SSH_AUTH_SOCK, an agent with other keys."""
+        """Return the environment for clients.
+
+        It omits SSH_AUTH_SOCK, because an agent would offer other keys.
+        """
         return {"HOME": str(self.home)}
 
     def start(self) -> None:
@@ -145,8 +149,7 @@ class Sshd:
                 str(account.pw_gid),
                 "--clear-groups",
             ]
-        # sshd wants to be called by its whole path, because it runs itself anew for each
-        # connection.
+        # sshd must be called by its absolute path, because it executes itself for each connection.
         sshd = self._programs / openssh.sshd.name
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(

@@ -17,11 +17,12 @@ from .world import World
 __all__ = ["Failure", "Tally", "explore", "run"]
 
 MOMENTS = 0.5
-"""Before which part of the operations that change what is stored everybody dies, in a copy of the
-world."""
+"""Fraction of mutating operations before which all processes die, in a copy of the world."""
 PATIENCE_S = 400.0
-"""How long after the last disturbance everybody must have ended: the silence that is waited for,
-some tries, cleaning up."""
+"""Seconds from the last disturbance until all actors must have ended.
+
+They cover the longest silence that an actor waits for, some retries and the cleanup.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What has been done."""
+    """Counters of simulated runs."""
 
     runs: int = 0
     schedules: int = 0
-    """Runs, and those that begin like one of them, and end earlier."""
+    """Runs, and schedules that begin like a run and end earlier."""
     operations: int = 0
     looks: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -144,7 +145,7 @@ def _check_ending(ending: Ending) -> None:
 
 
 def _waiting(world: World) -> bool:
-    """Whether an actor has yet to begin."""
+    """Return whether an actor has yet to start."""
     return any(a.begin_s > world.loop.now_s - PATIENCE_S for a in world.schedule.actors)
 
 
@@ -156,9 +157,7 @@ def _short(outcome: object) -> str:
 
 def _bury(world: World) -> None:
     """Let every task that is left end: its process is dead, so nothing is done any more."""
-    for (
-        process
-    ) in world.processes:  # so that its tasks run; whatever they touch says that they are dead
+    for process in world.processes:  # its tasks run, and every operation reports the death
         process.alive, process.paused_until_s = True, 0.0
 
     def dead(name: str, path: str) -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def shrunk(failure: Failure, most_runs: int = 600) -> Failure:
-    """The shortest schedule found within so many runs."""
+    """Return the shortest schedule found within ``most_runs`` runs that fails likewise."""
     runs = 0
     best = failure
 
@@ -62,7 +62,7 @@ def _shrink_all(now: Callable[[], Schedule], fails: Callable[[Schedule], bool]) 
 
 
 def _minimised(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> None:
-    """Try without parts of ``items``, halves first, then quarters, and so on down to one at a time."""
+    """Remove parts of ``items``: halves first, then quarters, down to single items."""
     kept = list(items)
     size = len(kept)
     while size and kept:
@@ -77,5 +77,5 @@ def _minimised(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> None
 
 
 def _kind(failure: Failure) -> str:
-    """What failed, without names and numbers."""
+    """Return the kind of a failure: its message without names and numbers."""
     return re.sub(r"[0-9a-f]*\d[\w.-]*|'[^']*'|\{.*\}|\[.*\]", "#", failure.why)[:60]
