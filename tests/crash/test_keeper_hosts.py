@@ -53,7 +53,9 @@ def killed_at(step: int, **options: object) -> Job:
 
 @pytest.mark.nightly(22)
 def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
-    """Its image is made again out of parity; nothing is lost but the step at hand."""
+    """The image of a lost host is rebuilt from parity on an empty host; only the current step is
+    lost.
+    """
     hosts = HOSTS[:3]
     run.train(killed_at(5, every=4, hosts=hosts), 3)
     assert run.steps() == [4]
@@ -83,7 +85,9 @@ def test_a_bit_that_flips_on_a_host_that_lives_is_made_good(
 
 @pytest.mark.nightly(8)
 def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
-    """As a scheduler tells them; with the usual grace period, the step at hand is in storage."""
+    """When trainers and keepers get SIGTERM together, as from a scheduler, the current step is
+    durable.
+    """
     accident = Accident(3, "sigterm to all")
     found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.05), 2)
     assert found.code != 0
@@ -95,8 +99,7 @@ def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
 
 @pytest.mark.nightly(30)
 def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> None:
-    """For as long as its keeper may take, which is longer than they wait for a rank that does
-    nothing."""
+    """Ranks wait for a slow rebuild as long as its keeper needs, beyond their usual patience."""
     run.train(killed_at(3, hosts=HOSTS[:3]), 3)
     run.lose("b")
     found = run.train(Job(5, hosts=("a", "new", "c"), patience_s=4, rate="20KiB"), 3)
@@ -146,7 +149,7 @@ def test_another_number_of_hosts_and_ranks(
 
 @pytest.mark.drill
 def test_two_hosts_are_lost_of_four_with_two_parities(run: KeptRun) -> None:
-    """Both images are made again."""
+    """With two parities, the images of two lost hosts of four are rebuilt."""
     run.train(killed_at(5, every=4, hosts=HOSTS, protect="pq"), 4)
     run.lose("a", "c")
     found = run.train(Job(8, hosts=HOSTS, protect="pq"), 4)
@@ -216,7 +219,7 @@ def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, opera
 
 @pytest.mark.nightly(9)
 def test_hosts_that_are_too_few_for_what_is_asked_are_refused_by_name(run: KeptRun) -> None:
-    """Before the first step."""
+    """Too few hosts for the requested protection are refused before the first step."""
     found = run.train(Job(3, hosts=HOSTS[:2], protect="pq"), 2)
     assert found.code != 0
     assert "2 hosts cannot guard against the loss of 2: 3 or more are needed" in found.stderr

@@ -52,7 +52,7 @@ def files(uri: str) -> list[str]:
 def test_a_state_that_one_rank_cannot_save_is_told_to_all(
     rank: int, uri: str, ranks: RankProcesses
 ) -> None:
-    """It raises StateError, the others RankFailedError at once."""
+    """A rank with a bad state raises StateError, and the others raise RankFailedError at once."""
     before = files(uri)
     raised = errors(ranks.outcomes(ranks.begin(save_with, uri, {rank: unsavable})))
     own = raised.pop(rank)
@@ -127,7 +127,7 @@ def test_plain_tensors_of_different_shapes_are_each_ranks_own(
 
 
 def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, ranks: RankProcesses) -> None:
-    """It says on which rank; no rank's tensors are touched."""
+    """All ranks raise a mismatch that names the rank, and no tensor is touched."""
     into = {2: {"x": torch.zeros(5), "y": 0}, 3: {"x": torch.zeros(100), "y": 0, "z": 1}}
     raised = errors(ranks.outcomes(ranks.begin(load_with, uri, into)))
     assert [type(e) for e in raised] == [holdfast.MismatchError] * 4
@@ -178,7 +178,9 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
 def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
     uri: str, tmp_path: Path
 ) -> None:
-    """Both other ranks raise in time; the next save cleans up."""
+    """If a rank dies while it reports for its host, the others name it, and the next save cleans
+    up.
+    """
     with RankProcesses(3) as doomed:
         world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
         end = time.monotonic() + 60

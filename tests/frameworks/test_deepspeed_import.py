@@ -1,5 +1,8 @@
-"""Importing what DeepSpeed has saved: the weights that its own ``zero_to_fp32`` makes of it, bit for
-bit, and the moments that plain AdamW has after the same steps."""
+"""Import DeepSpeed checkpoints.
+
+The weights equal the output of its own ``zero_to_fp32`` bit for bit, and the moments those of plain
+AdamW after the same steps.
+"""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_a_checkpoint_is_deleted_when_the_saves_before_are_durable(tmp_path: Pat
 
 
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
-    """As Trainer does, with a state of the caller's."""
+    """Fabric saves and loads a state of the caller's, as Trainer does."""
     from lightning.fabric import Fabric
 
     from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
@@ -276,7 +276,7 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code, block by block: switch, resume, switch back, load the weights alone."""
+    """The how-to's code blocks work: switch, resume, switch back, load the weights alone."""
     from lightning.pytorch import LightningModule, Trainer
 
     class Net(LightningModule):

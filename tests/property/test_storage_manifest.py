@@ -361,7 +361,7 @@ def reshaped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
 
 
 def retyped(column: np.ndarray, data: st.DataObject) -> np.ndarray:
-    """Its bytes as another unsigned type; or the same numbers in a wider one, which is allowed."""
+    """Return the bytes as another unsigned type, or the numbers in a wider one (allowed)."""
     if data.draw(st.booleans()):
         return column.astype(data.draw(st.sampled_from([np.uint16, np.uint32, np.uint64])))
     flat = np.ascontiguousarray(column).reshape(-1)
@@ -399,7 +399,7 @@ def parts_of(manifest: Manifest) -> tuple[Columns, dict[str, Any]]:
 
 
 def decoded(columns: Columns, head: dict[str, Any]) -> Manifest:
-    """As a reader does it."""
+    """Return the manifest as a reader decodes it."""
     manifest = Manifest.decode(encode_columns(columns, {"holdfast": json.dumps(head)}))
     check_complete(manifest, "it")
     return manifest

@@ -107,7 +107,7 @@ async def test_segments_behind_the_end_are_neither_made_nor_joined(
 
 @asynchronous
 async def test_a_write_that_is_not_next_is_refused(hdfs_url: str) -> None:
-    """At once, and nothing is left: it could never be stored where it belongs."""
+    """A write out of order is refused at once and leaves nothing, because HDFS can only append."""
     driver = open_driver(hdfs_url)
     upload = await driver.create("x", 3 * PART)
     with pytest.raises(StorageError, match="not next"):

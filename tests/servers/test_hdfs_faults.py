@@ -68,7 +68,7 @@ def same(left: State, right: State) -> bool:
 
 
 def changed(state: State) -> State:
-    """Another state of the same shape."""
+    """Return another state of the same shape."""
     return {name: tensor + 1 for name, tensor in state.items()}
 
 
@@ -283,8 +283,11 @@ def halted_in_turns(hadoop: Hadoop, *names: str, halt_s: float = 0.2) -> Iterato
 
 @pytest.mark.drill
 def test_full_disks_fail_the_save(tmp_path: Path, state: State) -> None:
-    """In the middle of it, with an error that says so; the checkpoint before is whole, and with
-    more room the next save works and tidies up."""
+    """A save that fills the disks fails with an error that says so, and the old checkpoint stays
+    whole.
+
+    With more room the next save works and cleans up.
+    """
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
     with small_disk(tmp_path / "dn0") as grow:
@@ -338,8 +341,10 @@ def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
 def test_a_quota_that_is_used_up_fails_the_save(
     hadoop: Hadoop, hdfs_url: str, state: State
 ) -> None:
-    """With the error that says so; the checkpoint before is whole, and with more room the next save
-    works and tidies up."""
+    """A save that exhausts a quota raises FullError, and the old checkpoint stays whole.
+
+    With more room the next save works and cleans up.
+    """
     holdfast.save(hdfs_url, state)
     root = "/" + parse(hdfs_url).location.partition("/")[2]
     hadoop.admin("-setSpaceQuota", "300m", root)  # each byte counts twice

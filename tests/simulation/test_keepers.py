@@ -1,5 +1,7 @@
-"""Runs whose steps are kept in memory, on one host and on several: whatever dies, sleeps, is lost or
-cut off when, a restart resumes from one whole step, and from none older than was promised.
+"""Simulated runs that keep steps in memory, on one host and on several.
+
+Hosts and processes die, sleep, and lose their network at any time. A restart resumes from one whole
+step, no older than promised.
 
 ``HOLDFAST_TEST_KEEPER_SEEDS=10000`` looks further. A seed that fails is named, and replays.
 """

@@ -81,7 +81,7 @@ def test_promises_hold_where_images_are_compressed() -> None:
 
 
 def logged(schedule: Schedule) -> list[str]:
-    """All that happens in it."""
+    """Return the log of a run."""
     lines: list[str] = []
     run(schedule, log=lines.append)
     return lines

@@ -44,8 +44,10 @@ def bench_by_torchrun(uri: str, ranks: int) -> Any:
 def assert_interrupted_cleanly(
     folder: Path, *options: str, how: signal.Signals = signal.SIGINT
 ) -> None:
-    """Measure in ``folder``, and send a signal in the middle of a round. It ends as interrupted, and
-    nothing is left."""
+    """Interrupt a measurement in ``folder`` during a round; check that it ends as interrupted.
+
+    It must also leave no files.
+    """
     command = [*HOLDFAST, "bench", folder, "--size", "16MiB", "--runs", "1000", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -59,7 +61,7 @@ def assert_interrupted_cleanly(
 
 
 def keys_at(uri: str) -> list[str]:
-    """All that lies at a URI."""
+    """Return all keys at a URI."""
 
     async def listed() -> list[str]:
         driver = open_driver(uri)

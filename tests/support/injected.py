@@ -102,8 +102,10 @@ def _answer(pipe: Connection) -> tuple[Any, BaseException | None, bool]:
 
 
 def _obey(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """In the process: warm up, so that what follows makes no system calls but its own; wait; work;
-    tell."""
+    """Warm up, wait, do the work and report the result, in the child process.
+
+    After the warm-up, the work makes no system calls but its own.
+    """
     import holdfast
 
     with tempfile.TemporaryDirectory() as folder:

@@ -94,7 +94,7 @@ class Job:
         return rank * len(self.hosts) // world
 
     def encode(self) -> str:
-        """For the command line."""
+        """Return the job as JSON for the command line."""
         return json.dumps(asdict(self))
 
     @classmethod

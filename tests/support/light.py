@@ -81,7 +81,7 @@ class _NoTorch:
 
 
 def ban() -> None:
-    """From now on, refuse torch everywhere in this process, and processes and servers in tests."""
+    """Refuse torch in this process from now on, and processes and servers in tests."""
     sys.meta_path.insert(0, _NoTorch())
     sys.addaudithook(_refuse)
 

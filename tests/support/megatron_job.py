@@ -95,18 +95,18 @@ class Job:
         parallel_state.destroy_model_parallel()
 
     def model_state(self) -> dict[str, Any]:
-        """As Megatron describes it."""
+        """Return the model's state as Megatron describes it."""
         described: dict[str, Any] = self.model.sharded_state_dict(metadata=self.metadata)
         return described
 
     def state(self, step: int = 0) -> dict[str, Any]:
-        """For :func:`holdfast.save` and :func:`holdfast.load`."""
+        """Return the state for :func:`holdfast.save` and :func:`holdfast.load`."""
         model_state = self.model_state()
         optim = optimizer_state(self.optimizer, model_state)
         return {"model": model_state, "optim": optim, "step": step}
 
     def described(self, *, loading: bool = False) -> dict[str, Any]:
-        """For Megatron's ``dist_checkpointing``."""
+        """Return the state for Megatron's ``dist_checkpointing``."""
         optim = self.optimizer.sharded_state_dict(
             self.model_state(), is_loading=loading, metadata=self.metadata
         )
@@ -188,7 +188,7 @@ def _forward(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[A
 
 
 def _mean_of_replicas(loss: float) -> float:
-    """Only the ranks of the last stage have one."""
+    """Return the mean loss of all replicas. Only the ranks of the last stage have a loss."""
     mean = torch.tensor([loss], dtype=torch.float64)
     dist.all_reduce(mean)
     last = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()

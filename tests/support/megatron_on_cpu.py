@@ -47,7 +47,7 @@ def _names_cuda(device: object) -> bool:
 
 @functools.cache
 def cuda_is_cpu() -> None:
-    """From now on, in this process."""
+    """Replace "cuda" by the host's memory in this process from now on."""
     _OnHost().__enter__()
     replaced: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),

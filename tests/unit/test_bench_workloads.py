@@ -144,7 +144,7 @@ def test_where_a_run_departs_from_the_rules_is_said(
 
 @pytest.mark.parametrize("name", [name for name in MLPERF if name != "llama3-8b"])
 def test_other_subsets_are_not_comparable(name: str) -> None:
-    """Only the smallest checkpoint may be run by eight processes."""
+    """Results of eight processes are not comparable except for the smallest checkpoint."""
     assert "not comparable" in deviations(mlperf(name), (4, 4), 10, 5.0)[0]
 
 
@@ -219,7 +219,9 @@ def model_folder(folder: Path) -> Path:
 def test_a_model_of_safetensors_files_is_a_workload(
     name: str, tensors: int, tmp_path: Path
 ) -> None:
-    """It is a folder, its index, or one file. Rank 0 holds scalars."""
+    """A folder of safetensors files, its index or a single file is a workload; rank 0 holds
+    scalars.
+    """
     workload = indexed(str(model_folder(tmp_path / "model") / name))
     specs = workload.specs(0, 4)
     assert len(specs) == tensors

@@ -208,7 +208,10 @@ def test_whoever_watched_signals_before_goes_on_watching() -> None:
 
 
 def test_two_checkpointers_may_be_closed_in_any_order() -> None:
-    """And a descriptor that is somebody else's by then gets no numbers of signals."""
+    """Two checkpointers may close in any order.
+
+    No signal number is written to a descriptor that has been reused by then.
+    """
     before, written = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     first, second = (holdfast.Checkpointer(fresh_uri()) for _ in range(2))
     first.close()
@@ -281,7 +284,7 @@ def test_a_save_that_takes_longer_than_the_grace_period(serve: Serve) -> None:
 
 
 def test_the_signal_is_as_it_was_when_the_checkpointer_is_closed() -> None:
-    """Also when another handler was set meanwhile: then that one stays."""
+    """Closing a checkpointer restores the signal handler, unless another one was set meanwhile."""
     before = signal.getsignal(signal.SIGTERM)
     with holdfast.Checkpointer(fresh_uri()):
         assert signal.getsignal(signal.SIGTERM) != before
@@ -401,7 +404,10 @@ def test_the_last_of_several_to_end_hands_the_signal_over(order: tuple[int, ...]
 
 
 def test_a_signal_that_was_handed_over_does_not_count_again() -> None:
-    """Though the thread that watched for it hears of it only when there is another Checkpointer."""
+    """A signal that was passed on does not count for the next checkpointer.
+
+    The watching thread notices it only once there is another checkpointer.
+    """
     process = preemption._process
     with Heard() as heard:
         first = holdfast.Checkpointer(fresh_uri())
@@ -431,7 +437,10 @@ def test_a_checkpointer_that_is_made_after_the_signal_is_asked_too() -> None:
 
 
 def test_a_checkpointer_that_was_dropped_keeps_nobody_waiting() -> None:
-    """Nor one that was closed in another thread, where Python lets nobody set handlers."""
+    """A checkpointer that was dropped, or closed in another thread, delays nobody.
+
+    Python lets only the main thread set handlers.
+    """
     with Heard() as heard:
         dropped = holdfast.Checkpointer(fresh_uri())
         elsewhere = holdfast.Checkpointer(fresh_uri())
@@ -491,7 +500,10 @@ def test_a_step_that_was_just_saved_is_not_saved_again() -> None:
 
 
 def test_no_save_begins_when_the_grace_period_is_over() -> None:
-    """Another Checkpointer has more: its save is not kept waiting by one that comes too late."""
+    """No save begins after the grace period.
+
+    A checkpointer that is too late does not delay the save of another one with more time.
+    """
     with Heard() as heard:
         short = holdfast.Checkpointer(fresh_uri(), grace_s=0.05)
         long = holdfast.Checkpointer(fresh_uri(), grace_s=40.0)

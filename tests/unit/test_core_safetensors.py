@@ -62,13 +62,13 @@ def text(**changes: Any) -> bytes:
     ],
 )  # fmt: skip
 def test_what_is_no_header_is_refused(data: bytes, message: str) -> None:
-    """Before any of it is believed."""
+    """A malformed header is refused before any of it is used."""
     with pytest.raises(ValueError, match=message):
         parsed(data, 6)
 
 
 def test_tensors_must_not_overlap() -> None:
-    """Nor leave a hole between them."""
+    """Tensors that overlap or leave a gap are refused."""
     for start, stop in ((3, 6), (7, 10)):
         entries = [Entry("a", "U8", (6,), 0, 6), Entry("b", "U8", (3,), start, stop)]
         with pytest.raises(ValueError, match="begin at"):

@@ -42,7 +42,7 @@ class Watch:
         assert self._libc.inotify_add_watch(self.fd, os.fsencode(folder), IN_OPEN) >= 0
 
     def opened(self) -> list[str]:
-        """Since the last call; "" is the folder itself."""
+        """Return the names opened since the last call; "" is the folder itself."""
         assert os.readlink(f"/proc/self/fd/{self.fd}") == "anon_inode:inotify"
         try:
             events = os.read(self.fd, 1 << 16)
@@ -106,7 +106,7 @@ def saved(tmp_path: Path, outside: Path) -> tuple[Path, list[Path]]:
 
 
 def name_of(beside: Path) -> str:
-    """Return the name of the file replaced by the path ``beside``."""
+    """Return the name of the file for which ``beside`` stands in."""
     return beside.name.removeprefix(".").removesuffix(".other")
 
 

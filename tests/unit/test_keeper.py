@@ -188,7 +188,7 @@ async def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) ->
     ids=["nothing", "list", "bytes", "huge", "no hello", "event", "cut"],
 )
 def test_whatever_comes_over_a_line_the_keeper_lives(sent: bytes) -> None:
-    """It closes that line, and serves the next one."""
+    """After malformed input the keeper closes that connection and serves the next one."""
 
     async def body() -> None:
         async with kept() as (_, folder):
@@ -222,7 +222,10 @@ async def test_a_slot_that_was_dropped_is_given_again() -> None:
 
 
 def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left out, and the keeper stays: a later step has the memory, which is taken once."""
+    """A step is skipped while its memory is still being mapped, and a later step uses that memory.
+
+    The memory is mapped only once.
+    """
     begun: list[int] = []
     may_go_on = threading.Event()
 
@@ -253,7 +256,7 @@ def test_a_step_does_not_wait_for_memory_that_takes_long(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("within_s", [-1.0, math.inf, math.nan])
 @in_loop
 async def test_nobody_waits_forever_for_memory(within_s: float) -> None:
-    """Or less than no time."""
+    """A wait for memory is refused if its limit is negative or not finite."""
     async with kept() as (_, folder), trainer(folder) as arena:
         await arena.enter(Enter(0, None))
         assert arena._client is not None
@@ -263,7 +266,7 @@ async def test_nobody_waits_forever_for_memory(within_s: float) -> None:
 
 @in_loop
 async def test_memory_of_no_bytes_is_refused() -> None:
-    """It cannot be mapped. No slot is left taken for it."""
+    """A request for no bytes is refused and occupies no slot."""
     async with kept() as (keeper, folder), trainer(folder) as arena:
         await arena.enter(Enter(0, None))
         assert await arena.fill(1, 0) is None
@@ -382,7 +385,7 @@ def test_no_step_is_kept_before_the_next_keeper_has_been_handed_what_there_is(
 def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
     tmp_path: Path,
 ) -> None:
-    """For longer than a keeper may take to answer."""
+    """Without a keeper, a rank waits for its flush no longer than a keeper may take to answer."""
     told = Told()
     (tmp_path / "file").write_bytes(b"")
 
@@ -405,7 +408,7 @@ def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
 
 @in_loop
 async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
-    """And not after the deadline, which is longer than the test may take."""
+    """Opening fails at once if no keeper listens, not after the deadline."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         folder = KeeperFolder.of(RUN, Path(base))
         arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 1000.0)
@@ -618,7 +621,10 @@ async def test_a_line_that_was_given_up_takes_no_other_ones_place() -> None:
 
 
 def test_a_voided_generation_has_no_images() -> None:
-    """Its bytes stay until the slot is filled again, so a reader would see them overwritten."""
+    """A voided generation has no images.
+
+    Its bytes stay until the slot is reused, so a reader could see them being overwritten.
+    """
     pool = SlotPool(10 * NBYTES)
     id = GenerationId(1, 2)
     number = pool.generations.recall(id, 0, 1, NBYTES)

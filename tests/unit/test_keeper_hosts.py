@@ -225,7 +225,7 @@ async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
 
 @in_loop
 async def test_reports_that_make_no_sense_are_refused() -> None:
-    """By who they are from, and of when; the keeper lives."""
+    """A report with a wrong key, host, epoch or format is refused, and the keeper survives."""
     async with kept_hosts("off", [0], [1]) as job:
         report = codec(Report).encode
         assert await posted(job, report(Report("b", 0))) == 200

@@ -171,7 +171,7 @@ def test_a_slow_read_gets_a_second_one_and_the_faster_is_used() -> None:
 
 
 def test_second_reads_are_counted_where_something_records() -> None:
-    """As hedges of the operation that is under way."""
+    """A second read counts as a hedge of the operation being recorded."""
     recorder = Recorder()
     with recording(recorder), recorder.span("read"):
         run_virtual(hedged([SLOW, 0.02]))
@@ -252,14 +252,18 @@ def test_a_quick_failure_is_not_hedged() -> None:
 
 
 def test_when_all_is_slow_few_are_hedged() -> None:
-    """When the storage turns slow as a whole, second reads stay within the account: its load does
-    not double."""
+    """When the whole storage is slow, second reads stay within the budget and do not double its
+    load.
+    """
     below, _, _ = run_virtual(hedged([1.0] * 300, reads=100))
     assert 100 < len(below.tried) <= 100 + 4 + 5
 
 
 def test_nothing_is_hedged_before_enough_is_known() -> None:
-    """And sizes are known apart: a large read is not slow because small ones are quick."""
+    """No read is hedged before enough samples are known.
+
+    Sizes have separate statistics: a large read is not slow because small ones are fast.
+    """
     slowness = Slowness(10)
     for n in range(SAMPLES_MIN):
         assert slowness.threshold_s(4096) is None
@@ -269,7 +273,7 @@ def test_nothing_is_hedged_before_enough_is_known() -> None:
 
 
 def test_a_cancelled_read_leaves_nobody_behind() -> None:
-    """Both reads are cancelled and waited for."""
+    """A cancelled read cancels both of its reads and waits for them."""
 
     async def run() -> int:
         below = Flaky([*USUAL, SLOW, SLOW])
@@ -325,7 +329,7 @@ def test_metrics_count_what_reached_the_storage() -> None:
 
 
 def test_a_quantile_is_within_its_bucket() -> None:
-    """At most twice too much, never too little; 0 where nothing was seen."""
+    """A quantile is never too low, and at most twice too high; without samples it is 0."""
     meter = Meter()
     times_s = [2.0**-30, 1e-5, 3e-4, 0.002, 0.05, 0.7, 11.0, 1e9]
     for seconds in times_s:
@@ -467,8 +471,7 @@ def test_parts_that_are_late_do_not_overtake_each_other() -> None:
 
 @pytest.mark.heavy
 def test_a_drill_by_option_is_survived_or_told(tmp_path: Any) -> None:
-    """With retries, a save through a storage that fails one time in ten succeeds, and loads back
-    the same."""
+    """A save with retries through storage that fails one time in ten loads unchanged."""
     import holdfast
 
     state = {"w": list(range(100)), "b": b"x" * 1000}

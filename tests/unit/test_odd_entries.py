@@ -192,7 +192,7 @@ def test_a_step_is_saved_again_beside_odd_data(odd: Callable[[Path], None], fold
 
 
 def test_a_lock_that_may_not_be_read_counts_by_its_age(folder: Path) -> None:
-    """It is as old as its file: an hour later, the step is saved again."""
+    """The age of a lock that cannot be read is its file's: an old one allows the next save."""
     lock = folder / "step-00000003/data/pruning"
     lock.write_bytes(b"0" * 16)
     lock.chmod(0)
@@ -315,7 +315,7 @@ FAILING: dict[str, Callable[[Path], None]] = {
 def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
     folder: Path, odd: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its path is in the log, and in the report."""
+    """A folder that cannot be pruned is in the log and the report, and the others are pruned."""
     odd(folder / "step-00000002/data")
     within_dead(lambda fate: None)(folder / "step-00000003/data")
     hand_over(folder)

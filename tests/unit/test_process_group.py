@@ -34,7 +34,7 @@ def test_a_group_has_ranks_of_its_own(second_of_three: None) -> None:
 
 
 def test_a_rank_alone_asks_no_other(second_of_three: None, tmp_path: Path) -> None:
-    """Its save and its load end, though no other rank is there."""
+    """A rank alone saves and loads without the other ranks."""
     state = {"w": torch.arange(10.0), "data": holdfast.PerRank({"at": 7})}
     holdfast.save(tmp_path / "c", state, process_group="self", deadline_s=5)
     into = {"w": torch.zeros(10), "data": holdfast.PerRank({"at": 0})}
@@ -44,7 +44,10 @@ def test_a_rank_alone_asks_no_other(second_of_three: None, tmp_path: Path) -> No
 
 
 def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_path: Path) -> None:
-    """By the clock and by steps alike, so that no count of saves in flight is negative."""
+    """An undecided step counts as one failed save, by the clock and by steps.
+
+    Otherwise the number of saves in flight could become negative.
+    """
     for every in ("1h", 1):
         with holdfast.Checkpointer(tmp_path, every=every, deadline_s=0.05) as ckpt:
             assert ckpt.step(1, {"w": torch.ones(1)}) is None
@@ -54,7 +57,7 @@ def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_
 
 @pytest.mark.parametrize("group", ["all", 3, dist.GroupMember.NON_GROUP_MEMBER])
 def test_what_is_no_group_is_refused(group: Any, second_of_three: None, tmp_path: Path) -> None:
-    """By every verb, before any I/O."""
+    """Every operation refuses an invalid process group before any I/O."""
     uri = tmp_path / "c"
     for call in (
         lambda: holdfast.save(uri, {"w": torch.ones(1)}, process_group=group),

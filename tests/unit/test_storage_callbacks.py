@@ -50,7 +50,7 @@ def uri() -> str:
 
 @pytest.mark.parametrize("operate", WITH_PROGRESS)
 def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation) -> None:
-    """While it stands still, saves and loads of the process go on."""
+    """While a progress callback hangs, other saves and loads of the process continue."""
     entered, leave = threading.Event(), threading.Event()
 
     def stand_still(done: int, total: int) -> None:
@@ -144,7 +144,7 @@ def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -
 
 
 def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
-    """It does not block the loop; SystemExit becomes a UsageError."""
+    """A reporter in a coroutine does not block the loop, and turns SystemExit into a UsageError."""
     calls: Calls = []
 
     async def operation(callback: Callable[[int, int], None]) -> None:
@@ -210,7 +210,10 @@ WAITING = {
 @pytest.mark.nightly(6)
 @pytest.mark.parametrize("name", WAITING)
 def test_a_call_that_waits_is_refused_on_the_engines_thread(uri: str, name: str) -> None:
-    """It would wait for itself for ever, and every save of the process with it."""
+    """A blocking call on the engine's thread is refused.
+
+    It would wait for itself, and block every other save of the process.
+    """
 
     async def call() -> None:
         WAITING[name](uri)
@@ -222,7 +225,10 @@ def test_a_call_that_waits_is_refused_on_the_engines_thread(uri: str, name: str)
 
 @pytest.mark.parametrize("name", ["verify", "read", "read_bytes", "close"])
 def test_an_open_checkpoint_refuses_to_be_read_on_the_engines_thread(uri: str, name: str) -> None:
-    """But it may be closed there: the collector of garbage calls that on any thread."""
+    """An open checkpoint cannot be read on the engine's thread, but may be closed there.
+
+    The garbage collector may close it on any thread.
+    """
     checkpoint = holdfast.open(uri)
 
     async def call() -> None:
@@ -236,7 +242,7 @@ def test_an_open_checkpoint_refuses_to_be_read_on_the_engines_thread(uri: str, n
 
 
 def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> None:
-    """A logger may run on the engine's thread, so its handlers may call the user's code there."""
+    """A log handler that saves on the engine's thread gets a UsageError instead of a deadlock."""
     outcomes: list[object] = []
 
     class Saving(logging.Handler):
@@ -263,7 +269,7 @@ def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> Non
 
 
 def test_a_started_coroutine_can_be_cancelled() -> None:
-    """Its future is done only once the coroutine has cleaned up."""
+    """The future of a cancelled coroutine is done only after the coroutine's cleanup."""
     began, heard, cleaned = threading.Event(), threading.Event(), threading.Event()
 
     async def endless() -> None:

@@ -77,7 +77,10 @@ def captured(plan: SavePlan, chunks: TensorChunks | None = None) -> MemoryChunks
 def test_an_image_captured_first_is_written_with_the_same_bytes(
     compression: Compression | None, budget_nbytes: int | None
 ) -> None:
-    """As one that is written while it is captured; though the state has changed in between."""
+    """An image that is captured first has the same bytes as one captured while it is written.
+
+    The state changes between capture and write.
+    """
     driver = MemoryDriver()
     plan = planned(state())
     direct = TensorChunks(plan.layout, plan.source)
@@ -104,7 +107,7 @@ def test_packed_chunks_wait_for_those_before_them() -> None:
     """A packed chunk's position follows from earlier ones, also if the first is captured late."""
 
     class FirstComesLate(TensorChunks):
-        """When the last chunk is captured, a processor is free: a chunk has passed its stages."""
+        """Chunks whose first chunk waits until a later one has been captured and packed."""
 
         another_is_packed = asyncio.Event()
 
@@ -130,7 +133,7 @@ def test_packed_chunks_wait_for_those_before_them() -> None:
 
 
 def test_a_capture_lets_go_of_the_tensors() -> None:
-    """They may be freed while the image waits in memory."""
+    """A capture drops its tensors, so they can be freed while the image waits in memory."""
     content = np.ones(5, np.float32)
     freed = weakref.ref(content)
     plan = planned({"w": torch.from_numpy(content)})

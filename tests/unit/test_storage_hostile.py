@@ -226,7 +226,7 @@ def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
 
 
 def test_another_version_is_not_guessed_at() -> None:
-    """It says which version it is, and which this release reads."""
+    """The error for another format version names it and the versions that this release reads."""
     uri = stored()
     forge(uri, FORGERIES["version 3"])
     for call in (
@@ -263,7 +263,7 @@ def test_text_that_is_no_header_is_damage() -> None:
 
 
 def checked(body: bytes) -> bytes:
-    """With its checksum."""
+    """Return ``body`` with its checksum."""
     return body + digest(body)
 
 

@@ -166,7 +166,7 @@ def test_a_tuple_as_the_state_comes_back_new() -> None:
 
 
 def test_a_mapping_that_cannot_be_assigned_to_is_refused_before_anything_is_read(uri: str) -> None:
-    """Not halfway through."""
+    """A read-only mapping in the state is refused before the load fills any tensor."""
     from types import MappingProxyType
 
     into = {"w": torch.zeros(3, 4), "more": MappingProxyType({"x": 0})}
@@ -262,7 +262,7 @@ def test_cast_leaves_equal_dtypes_bit_for_bit(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_a_target_of_another_size_is_never_filled_in_part(size: int) -> None:
-    """Also not where it is larger, or broadcasting would do."""
+    """A target of another size is refused untouched, even if it is larger or could be broadcast."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": torch.ones(2)})
     into = {"x": torch.zeros(size)}

@@ -20,7 +20,7 @@ PORTS = (
 
 
 def find_seaweedfs() -> Path | None:
-    """Its program, if it is installed."""
+    """Return SeaweedFS's program if it is installed."""
     program = INSTALLED / "seaweedfs/weed"
     return program if program.exists() else None
 

@@ -182,7 +182,7 @@ class Sshd:
         return len(sessions)
 
     def kill(self) -> None:
-        """As a crash of the host would: no connection is left, and nobody listens."""
+        """Kill the server and its connections, as a crash of the host would."""
         if self._process is None:
             return
         with suppress(psutil.NoSuchProcess):

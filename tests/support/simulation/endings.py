@@ -36,7 +36,7 @@ class Ending:
 
     @classmethod
     def now(cls, world: World, checker: Checker) -> Ending:
-        """At this moment."""
+        """Return a snapshot of the current moment."""
         left = world.left_behind()
         return cls(world.operations, left, checker.of(left))
 
