@@ -49,7 +49,7 @@ def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
 def test_wrappers_are_loaded_into_another_layout(
     kind: str, layout: str, world: int, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """As modules and optimizers are."""
+    """Wrappers load into another layout, as modules and optimizers do."""
     uri = str(tmp_path / "c")
     saved = ranks.run(wrapped_save, uri, kind, "fsdp", world=2)[0]
     for state, _ in ranks.run(wrapped_load, uri, kind, layout, 0, world=world):
@@ -107,7 +107,7 @@ def test_groups_of_all_ranks_are_matched_by_name(ranks: RankProcesses, tmp_path:
 
 
 def test_numbers_of_parameters_are_those_of_the_rank(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Without modules, ranks may have groups of other sizes than each other."""
+    """Without modules, parameter numbers are per rank, because groups may differ in size."""
     uri = str(tmp_path / "c")
     ranks.run(own_optimizer, uri, False, False, world=2)
     assert ranks.run(own_optimizer, uri, True, False, world=2) == [

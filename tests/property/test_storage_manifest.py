@@ -157,7 +157,7 @@ def test_a_manifest_of_any_form_comes_back(manifest: Manifest) -> None:
 def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
     manifest: Manifest, data: st.DataObject
 ) -> None:
-    """All of it but the shards of other tensors."""
+    """A partial decode of a checked manifest returns everything but the shards of other tensors."""
     encoded = manifest.encode()
     wanted = np.array(
         data.draw(st.lists(st.integers(0, len(manifest.tensors) - 1)))

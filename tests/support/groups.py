@@ -25,7 +25,7 @@ def _halves() -> tuple[Any, int]:
 
 
 def actor_and_critic(folder: str) -> dict[str, Any]:
-    """On four ranks: two groups save a checkpoint each at the same time, and load it again."""
+    """Save and load a checkpoint in each of two groups of two ranks at the same time."""
     group, half = _halves()
     mesh = DeviceMesh.from_group(group, "cpu")
     state = {
@@ -54,7 +54,9 @@ def actor_and_critic(folder: str) -> dict[str, Any]:
 
 
 def runs_of_groups(folder: str) -> int:
-    """On four ranks: two groups train with a Checkpointer each; the step each resumes at."""
+    """Train with a Checkpointer in each of two groups of two ranks; return the step it resumes
+    from.
+    """
     group, half = _halves()
     uri = Path(folder, f"run-{half}")
     with holdfast.Checkpointer(uri, every=1, when_busy="wait", process_group=group) as checkpointer:
@@ -69,7 +71,7 @@ def runs_of_groups(folder: str) -> int:
 
 
 def alone(folder: str) -> tuple[float, int] | None:
-    """On some ranks: the first saves and loads while the others wait in a barrier of their own."""
+    """Save and load on the first rank while the others wait in a barrier of their own."""
     found = None
     if dist.get_rank() == 0:
         uri = Path(folder, "alone")

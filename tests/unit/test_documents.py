@@ -209,7 +209,7 @@ def test_every_help_has_examples(command: str) -> None:
 
 
 def test_the_manual_has_every_command() -> None:
-    """And no other one."""
+    """The manual has every command and no other."""
     from holdfast_site.generated import subcommands
 
     assert set(MANUAL) == set(subcommands(command_parser()))

@@ -106,7 +106,7 @@ def saved(tmp_path: Path, outside: Path) -> tuple[Path, list[Path]]:
 
 
 def name_of(beside: Path) -> str:
-    """Return the name of the file for which ``beside`` stands in."""
+    """Return the original's name, given the path of its replacement."""
     return beside.name.removeprefix(".").removesuffix(".other")
 
 

@@ -61,7 +61,7 @@ def test_a_step_that_is_not_written_there_says_so_when_it_is_agreed_on() -> None
     ("event", "said"), [(Local(ID, "the disk is full"), "the disk is full"), (Voided(ID, "x"), "x")]
 )
 def test_a_step_that_could_not_be_written_there_says_why(event: Event, said: str) -> None:
-    """Or that the keeper is gone, which the line says in the keeper's place."""
+    """A failed write to local storage reports its reason, or that the keeper is gone."""
     save = Told()
     save.hear(Sealed(1, ID), Agreed(ID, local=True), event)
     assert isinstance(save.ended["local"], SaveError)
@@ -69,7 +69,7 @@ def test_a_step_that_could_not_be_written_there_says_why(event: Event, said: str
 
 
 def test_protection_and_storage_of_the_host_are_waited_for_side_by_side() -> None:
-    """In whatever order they come."""
+    """A save waits for protection and local storage in any order."""
     save = Told(protects=True)
     assert save.hear(Sealed(1, ID), Agreed(ID, local=True), Protected(ID))
     assert not save.hear(Local(ID))

@@ -121,7 +121,7 @@ def test_replicas_that_name_their_parts_in_another_order_share_the_writing() -> 
 
 
 def test_memory_that_is_shared_with_other_tensors_ties_nothing() -> None:
-    """On this rank they are one; parts that other ranks hold need not be."""
+    """Tensors that share memory on one rank are not tied: other ranks' shards need not share it."""
     driver = job_driver()
     whole = LAYERS.clone()
     first = {"w": ShardedTensor("w", whole, (4, 3, 2), (0, 0, 0))}
@@ -184,8 +184,11 @@ def test_values_of_objects_come_back_into_them() -> None:
 
 @pytest.mark.parametrize("rows", [3, 5])
 def test_a_padded_tensor_is_filled_as_far_as_the_stored_one_goes(rows: int) -> None:
-    """It has more rows, or fewer, and a part of it may have none. One that is not padded has to be
-    of the stored shape."""
+    """A padded tensor is filled up to the end of the stored one.
+
+    It has more or fewer rows, and a shard may lie wholly in the padding. A tensor without padding
+    must have the stored shape.
+    """
     uri = fresh_uri()
     stored = torch.arange(8.0).reshape(4, 2)
     holdfast.save(uri, {"w": ShardedTensor("w", stored, (4, 2), (0, 0))})
@@ -235,7 +238,7 @@ class WithState:
     ],
 )
 def test_what_has_no_place_is_refused_by_name(state: Callable[[], Any], said: str) -> None:
-    """Before any I/O."""
+    """An entry that cannot be placed is refused by name before any I/O."""
     uri = fresh_uri()
     with pytest.raises(holdfast.StateError, match=said):
         holdfast.save(uri, state())

@@ -26,13 +26,13 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All of it."""
+        """Apply all layers."""
         x = self.norm(self.second(self.first(x)))
         return x + self.table.to(x.device)
 
 
 def on_meta() -> Net:
-    """Without memory."""
+    """Return the model without memory."""
     with torch.device("meta"):
         return Net()
 

@@ -57,7 +57,7 @@ class Tally:
         self.outcomes.update(other.outcomes)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the counters as readable lines."""
         counted = [
             ", ".join(f"{n:,} {name}" for name, n in c.most_common())
             for c in (self.faults, self.outcomes)
