@@ -74,7 +74,7 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
 def test_a_bit_that_flips_on_a_host_that_lives_is_made_good(
     run: KeptRun, protect: str, struck: str
 ) -> None:
-    """The image is made again out of parity, though its keeper holds it still."""
+    """A damaged image on a live host is rebuilt from parity, although its keeper still holds it."""
     hosts = HOSTS[: {"copy": 2, "xor": 3, "pq": 4}[protect]]
     run.train(killed_at(5, hosts=hosts, protect=protect), len(hosts))
     flip_image(run.status_of(struck)["pid"], 5)
@@ -172,7 +172,10 @@ def test_more_hosts_are_lost_than_can_be_made_up_for(run: KeptRun, lost: tuple[s
 
 @pytest.mark.drill
 def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
-    """Trainers go on; later steps are agreed on and protected again; nothing sealed is lost."""
+    """When the lead keeper dies, another takes over, and no sealed step is lost.
+
+    Training continues, and later steps are agreed and protected again.
+    """
     accident = Accident(5, "kill keeper", rank=0)
     found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.5), 2)
     assert found.code == 0

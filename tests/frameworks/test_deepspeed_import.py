@@ -1,7 +1,7 @@
 """Import DeepSpeed checkpoints.
 
-The weights equal the output of its own ``zero_to_fp32`` bit for bit, and the moments those of plain
-AdamW after the same steps.
+The weights equal the output of its own ``zero_to_fp32`` bit for bit. The moments equal
+plain AdamW's after the same steps.
 """
 
 from __future__ import annotations

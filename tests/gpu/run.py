@@ -53,8 +53,10 @@ def main() -> int:
 
 
 def interrupt_on_signals() -> None:
-    """Treat :data:`ENDING` as a Ctrl-C. Without a handler they would end this process alone, and
-    leave its part running."""
+    """Treat :data:`ENDING` as a Ctrl-C.
+
+    Without a handler these signals would end this process alone and leave its child running.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

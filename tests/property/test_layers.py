@@ -105,8 +105,10 @@ def test_an_operation_ends_in_time_and_after_the_tries_it_may_take(
 def test_a_bucket_never_lets_more_through_than_its_rate(
     rate: int, requests: list[tuple[float, int]]
 ) -> None:
-    """Between any two begins there pass at most the bytes of that time, a burst, and one operation;
-    in order; and nobody waits while the rate would allow him to begin."""
+    """A bucket never exceeds its rate, keeps the order, and delays nobody without need.
+
+    Between two starts, at most the bytes of that interval, a burst and one operation pass.
+    """
     bucket, now_s, begun = TokenBucket(rate), 0.0, []
     for gap_s, nbytes in requests:
         now_s += gap_s
@@ -199,8 +201,11 @@ def test_a_limit_holds_and_loses_no_slot(limit: int, durations: list[float], see
 def test_of_exclusive_puts_exactly_one_is_told_that_it_won(
     seed: int, rate: float, writers: int
 ) -> None:
-    """Under failures before and after the deed, with retries: at most one writer hears success; the
-    one whose bytes are there, unless its last answer was lost, too."""
+    """At most one of several exclusive puts succeeds, under failures and retries.
+
+    A winner's bytes are stored. Without a winner, the writer of the stored bytes only lost its last
+    answer, and gets no ExistsError.
+    """
 
     async def run() -> tuple[list[object], bytes | None]:
         storage = MemoryDriver()

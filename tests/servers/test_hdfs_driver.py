@@ -211,8 +211,7 @@ async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
 @pytest.mark.nightly(4)
 @asynchronous
 async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> None:
-    """A host that accepts and never answers: each call ends in time, and so does close(); likewise
-    where nobody listens."""
+    """Every call and close() end by the deadline if a host never answers or nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         driver = open_driver(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", timeout="500ms")
         for call in (

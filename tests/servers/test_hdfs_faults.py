@@ -1,5 +1,7 @@
-"""Saves to a real HDFS whose servers die, hang, restart and fail over: finished, or failed clearly;
-never torn."""
+"""Saves to a real HDFS whose servers die, hang, restart and fail over.
+
+A save finishes or fails with a clear error, and is never torn.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +107,7 @@ def one_save_tidies_up(uri: str, state: State) -> None:
 
 @pytest.mark.drill
 def test_save_load_again_and_verify(uri: str, state: State) -> None:
-    """Through the public API: saved, replaced by an asynchronous save, read in part, verified; only
-    the new files are left."""
+    """A saved checkpoint is replaced, read in part and verified, and only the new files remain."""
     holdfast.save(uri, state)
     newer = changed(state)
     holdfast.async_save(uri, newer).wait(WAIT_S)
@@ -124,9 +125,11 @@ def test_save_load_again_and_verify(uri: str, state: State) -> None:
 def test_a_datanode_is_gone_mid_save(
     cluster: Hadoop, uri: str, state: State, victim: str, how: signal.Signals, block_size: str
 ) -> None:
-    """Dead, or silent; in the middle of a block, or where, as they are small, new ones are asked
-    for all the time. The save finishes on the others, or fails and says so; the checkpoint is the
-    old or the new one, whole."""
+    """A save survives the loss of a DataNode, or fails with an error and leaves a whole checkpoint.
+
+    The node dies or hangs in the middle of a block, or among small blocks, where the client keeps
+    requesting new ones. Either the old or the new checkpoint is there.
+    """
     holdfast.save(uri, state)
     newer = changed(state)
     slowly = f"{uri}&block_size={block_size}&max_bytes_per_s=60MB"
@@ -170,8 +173,9 @@ def test_the_name_node_is_killed_and_started_again_mid_save(
 def test_the_name_node_is_gone_mid_save(
     cluster: Hadoop, uri: str, state: State, how: signal.Signals
 ) -> None:
-    """Dead, or silent: the save fails within its deadlines, naming the storage; the old checkpoint
-    is there afterwards."""
+    """A save without its name node fails by its deadlines, names the storage and keeps the old
+    checkpoint.
+    """
     holdfast.save(uri, state)
     handle = holdfast.async_save(uri, changed(state), budget_nbytes=64 << 20)
     time.sleep(0.2)
@@ -193,8 +197,11 @@ def test_the_name_node_is_gone_mid_save(
 
 @pytest.mark.nightly(6)
 def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
-    """Again and again, for a while, as a save asks it for files and blocks: the save finishes, or
-    fails and says so."""
+    """A save finishes or fails with an error when its name node connections are cut again and
+    again.
+
+    They are cut while the save requests files and blocks.
+    """
     holdfast.save(hdfs_url, state)
     newer = changed(state)
     host, _, port = hadoop.address.partition(":")

@@ -1,5 +1,4 @@
-"""Whole runs of the real engine on simulated machines: the promises hold in every schedule that a
-seed can think of.
+"""Runs of the real engine on simulated machines: its promises hold under every seed's schedule.
 
 `make sim SEEDS=100000` looks further; `make sim SEED=n` replays one with its log.
 """

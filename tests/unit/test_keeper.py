@@ -568,8 +568,11 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
 @pytest.mark.clocked
 @in_loop
 async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
-    """One that comes before that waits for as long as the keeper gets on, and says so to others
-    that wait for it; its deadline counts from the last time that it did."""
+    """A trainer that connects early waits as long as the starting keeper makes progress.
+
+    It passes that progress on to ranks that wait for it. Its deadline counts from the last
+    progress.
+    """
     ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
     keeper.run_later(keeper.attend(theirs))

@@ -50,8 +50,7 @@ def kinds(told: Told) -> set[type]:
 
 
 def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: Path) -> None:
-    """Each writes the images that it holds; the lead keeper commits them; all trainers hear of
-    it."""
+    """Each keeper writes its images, the lead keeper commits, and all trainers are notified."""
 
     async def body() -> None:
         async with kept_hosts("xor", [0], [1], [2]) as job:
@@ -140,7 +139,10 @@ async def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> No
 async def test_an_image_that_is_made_again_for_a_trainer_that_has_ended_is_not_kept_for_it() -> (
     None
 ):
-    """Nobody would ever say that it has been read, and its slot would be filled no more."""
+    """An image rebuilt for a trainer that has ended is not pinned.
+
+    Nobody would ever acknowledge reading it, and its slot would stay occupied.
+    """
     async with kept_hosts("xor", [0], [1], [2]) as job:
         await job.step(1, Protected)
         await job.lose("a")

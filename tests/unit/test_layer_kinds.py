@@ -406,8 +406,11 @@ async def stored(driver: Driver, data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["busy", "delay", "short", "lost", "flip"])
 def test_each_fault_does_what_it_says(kind: str) -> None:
-    """Busy asks for a second; a delay takes its time; a short read is half and fails; a lost write
-    is zeros; a flip one bit."""
+    """Each injected fault has its documented effect.
+
+    Busy asks for a second's pause, a delay takes time, a short read returns half and fails, a lost
+    write leaves zeros, and a flip changes one bit.
+    """
 
     async def run() -> Any:
         storage, data = MemoryDriver(), bytes(range(1, 101))

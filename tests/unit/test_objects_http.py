@@ -1,5 +1,4 @@
-"""``http://``: a checkpoint that a web server hands out is loaded in ranges; nothing there can be
-changed."""
+"""Checkpoints on a web server (``http://``): loaded by range requests, and read-only."""
 
 from __future__ import annotations
 

@@ -79,12 +79,11 @@ def find_sshd() -> _OpenSsh | None:
 
 @dataclass
 class Sshd:
-    """A server. ``start`` it, and ``stop`` it for good; in between its sessions, or all of it, can
-    be killed.
+    """SFTP server with ``start`` and ``stop``; in between, its sessions or all of it can be killed.
 
-    Objects of tests belong below :attr:`root`. Its client's private key is :attr:`key`; the
-    server's public one is in :attr:`known_hosts`. Both are where OpenSSH, paramiko and asyncssh
-    look for them, if :meth:`environment` is theirs.
+    Objects of tests belong below :attr:`root`. The client's private key is :attr:`key`; the
+    server's public key is in :attr:`known_hosts`. OpenSSH, paramiko and asyncssh find both if they
+    run in :meth:`environment`.
     """
 
     port: int = field(default_factory=free_port)
@@ -136,7 +135,7 @@ class Sshd:
             raise
 
     def listen(self) -> None:
-        """Start it again, on the same port, after :meth:`kill`."""
+        """Restart it on the same port after :meth:`kill`."""
         openssh = self._openssh
         environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(self._programs)}
         account = pwd.getpwnam(self.username)

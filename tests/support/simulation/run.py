@@ -156,7 +156,7 @@ def _short(outcome: object) -> str:
 
 
 def _bury(world: World) -> None:
-    """Let every task that is left end: its process is dead, so nothing is done any more."""
+    """Let all remaining tasks end. Their processes are dead, so no operation has an effect."""
     for process in world.processes:  # its tasks run, and every operation reports the death
         process.alive, process.paused_until_s = True, 0.0
 

@@ -1,9 +1,9 @@
-"""From a schedule that fails to a short one that fails in the same way: fewer actors, faults,
-chunks, and delays.
+"""Shrink a failing schedule to a short one that fails alike: fewer actors, faults, chunks and
+delays.
 
-Delta debugging: whole halves go first, then smaller parts, until nothing more can go. Each
-candidate is run; what still fails with the same kind of failure is kept. Deterministic, since a run
-is.
+Delta debugging removes whole halves first, then smaller parts, until no part can be removed. It
+runs each candidate and keeps those with the same kind of failure. The result is deterministic,
+because runs are.
 """
 
 from __future__ import annotations
