@@ -38,7 +38,7 @@ def begin(scratch: Path) -> subprocess.Popen[str]:
 
 
 def processes(scratch: Path) -> list[int]:
-    """Those that were started with a folder for keepers below ``scratch``."""
+    """Return the processes started with a keeper folder below ``scratch``."""
     wanted = f"HOLDFAST_KEEPER_DIR={scratch}/".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -23,7 +23,7 @@ _STORES: dict[str, dict[str, tuple[bytes, float]]] = {}
 
 @contextmanager
 def dict_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """What the client raises, as Holdfast's."""
+    """Translate the errors of the client into Holdfast's."""
     try:
         yield
     except HoldfastError:
@@ -35,7 +35,7 @@ def dict_errors(doing: str, uri: str, key: str) -> Iterator[None]:
 
 
 async def answer() -> None:
-    """A server takes its time, and the event loop goes on meanwhile."""
+    """Yield to the event loop a few times, as a slow server would."""
     for _ in range(3):
         await asyncio.sleep(0)
 

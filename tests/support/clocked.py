@@ -31,14 +31,14 @@ class Watch:
         self._started = False
 
     def restart(self) -> None:
-        """Forgets what was late; starts the thread with the first call."""
+        """Reset the measured delay. The first call starts the thread."""
         if not self._started:
             self._started = True
             threading.Thread(target=self._tick, name="watch", daemon=True).start()
         self._late_s = 0.0
 
     def stood_still(self) -> bool:
-        """Whether this process was kept from running since `restart`."""
+        """Return whether this process was kept from running since `restart`."""
         return self._late_s >= LATE_S
 
     def _tick(self) -> None:
@@ -53,7 +53,7 @@ WATCH = Watch()
 
 @pytest.hookimpl
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --once."""
+    """Add the option --once."""
     parser.addoption(
         "--once", action="store_true", help="run no test again, however busy the machine is"
     )
@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lets clocked tests be run again."""
+    """Mark clocked tests for reruns."""
     if config.getoption("once"):
         return
     for item in items:
@@ -71,6 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Watches the machine while a clocked test runs, each time."""
+    """Restart the watch before each run of a clocked test."""
     if item.get_closest_marker("clocked"):
         WATCH.restart()

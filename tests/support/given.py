@@ -1,4 +1,4 @@
-"""Drivers made by a test, registered under a URI like those of a third party."""
+"""Drivers made by a test, registered under a URI like third-party drivers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["GivenDriver", "Serve", "serve"]
 
 Make = Callable[[str], Driver]
 Serve = Callable[[Make], str]
-"""Takes what makes the driver of a location; returns a new URI, below which it makes all."""
+"""Takes a factory of drivers; returns a new URI, below which the factory makes every driver."""
 
 _numbers = itertools.count()
 
 
 class GivenDriver(MemoryDriver):
-    """What ``given://`` leads to: whatever the test makes for the location."""
+    """The driver class of ``given://``, which opens the driver that the test makes."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
     makers: ClassVar[dict[str, Make]] = {}
 
     @classmethod
     def open(cls, uri: Uri) -> Driver:  # type: ignore[override]
-        """The test's driver for ``uri``."""
+        """Return the test's driver for ``uri``."""
         return cls.makers[uri.location.partition("/")[0]](uri.location)
 
 

@@ -32,7 +32,7 @@ def uri(tmp_path: Path) -> Path:
 
 
 def open_below(folder: Path) -> int:
-    """How many descriptors this process has of what lies there."""
+    """Return the number of open descriptors of files below ``folder``."""
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -43,19 +43,19 @@ def open_below(folder: Path) -> int:
 
 
 def dropped(uri: Path, times: int) -> None:
-    """Open it, read, and forget about it, so many times."""
+    """Open the checkpoint, read it and drop it without closing, ``times`` times."""
     for _ in range(times):
         assert holdfast.open(uri).read("w").sum() == 1000
         gc.collect()
 
 
 def io_threads() -> int:
-    """How many threads of drivers there are."""
+    """Return the number of driver I/O threads."""
     return sum(thread.name.startswith("holdfast-io") for thread in threading.enumerate())
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within a while: what is collected is not waited for."""
+    """Return whether ``holds`` becomes true in time: garbage collection does not wait."""
     end_s = time.monotonic() + WAIT_S
     while not holds() and time.monotonic() < end_s:
         time.sleep(0.005)

@@ -1,5 +1,4 @@
-"""What all S3 servers of the tests have in common: how clients reach them, and with which
-credentials."""
+"""Base classes of the S3 servers of the tests: endpoint, credentials and client."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ __all__ = ["S3Program", "S3Server"]
 
 
 class S3Server:
-    """Somebody who speaks S3 at ``endpoint``, with a bucket, ``holdfast``."""
+    """A server that speaks S3 at ``endpoint``, with a bucket, ``holdfast``."""
 
     port: int
-    """Of the loopback."""
+    """Port on the loopback interface."""
     access_key: str = "test"
     secret_key: str = "secret"
 
     @property
     def endpoint(self) -> str:
-        """Where it listens."""
+        """URL at which the server listens."""
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self) -> dict[str, str]:
-        """What its clients need, and nothing of this host's that they could mistake for it."""
+        """Return the variables that clients need, and hide the AWS configuration of this host."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -35,7 +34,7 @@ class S3Server:
         }
 
     def client(self, *, attempts: int = 5) -> Any:
-        """Another client than the one under test."""
+        """Return a botocore client, independent of the driver under test."""
         import botocore.session
         from botocore.config import Config
 
@@ -52,7 +51,7 @@ class S3Server:
 
 
 class S3Program(S3Server):
-    """One that is one program."""
+    """An S3 server that runs as a single process."""
 
     def __init__(self, program: Daemon) -> None:
         self._program = program
@@ -60,14 +59,14 @@ class S3Program(S3Server):
 
     @property
     def uri(self) -> str:
-        """Of the bucket."""
+        """URI of the bucket."""
         return f"s3://holdfast?endpoint={self.endpoint}&region=us-east-1"
 
     def start(self) -> None:
-        """Start it, and make the bucket."""
+        """Start the server and create the bucket."""
         self._program.start()
         self.client().create_bucket(Bucket="holdfast")
 
     def stop(self) -> None:
-        """End its process."""
+        """Stop the server process."""
         self._program.stop()

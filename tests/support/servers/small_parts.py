@@ -1,6 +1,7 @@
-"""A plugin of pytest: ``s3://`` sends objects of more than 64 KiB in parts, as it does from 16 MiB
-on. AWS takes none that small; radosgw does, when told so. With it the conformance kit, whose
-objects are small, tries uploads of several parts."""
+"""A pytest plugin that makes ``s3://`` upload objects of more than 64 KiB in parts.
+
+The default is 16 MiB. AWS rejects parts this small; radosgw accepts them if configured. With the
+plugin the conformance kit, whose objects are small, covers uploads of several parts."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ __all__ = ["RADOSGW", "pytest_configure"]
 
 PART_NBYTES = 64 << 10
 RADOSGW = f"rgw_multipart_min_part_size = {PART_NBYTES}"
-"""What the server is to be told."""
+"""Line of the radosgw configuration that allows parts this small."""
 
 
 def pytest_configure() -> None:
-    """Before any driver is opened."""
+    """Lower the part size before any driver is opened."""
     option = replace(
         S3Driver.OPTIONS["part_size"], parse=size(PART_NBYTES, 5 << 30), default=PART_NBYTES
     )

@@ -1,1 +1,1 @@
-"""What the soak does to checkpoints, and what it measures meanwhile; ``tests/soak/run.py`` runs it."""
+"""Workloads and measurements of the soak, which ``tests/soak/run.py`` runs."""
