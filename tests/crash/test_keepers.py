@@ -1,7 +1,6 @@
-"""Keepers when things go wrong: real trainers, alone and under torchrun, and a real keeper.
+"""Failures of keepers and trainers, with real processes, alone and under torchrun.
 
-Whatever happens, a run goes on from a step that is whole, and comes to the losses of a run that
-nothing has happened to.
+After every failure a run resumes from a complete step and reaches the losses of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[KeptRun]:
 
 
 def check_losses(found: Found, steps: int) -> None:
-    """Those after what was gone on from are those of an undisturbed run."""
+    """Check that the losses after the resumed step equal the losses of an undisturbed run."""
     expected = expected_losses(steps)
     begun = found.resumed["step"] or 0
     assert found.losses == {step: expected[step] for step in range(begun + 1, steps + 1)}
@@ -41,7 +40,7 @@ def check_losses(found: Found, steps: int) -> None:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> None:
-    """The job goes on from the last step, out of memory; storage has only an older one."""
+    """The job resumes from the last step in memory; storage has only an older one."""
     run.train(Job(9, every=4, accident=Accident(6, "kill")), world)
     assert run.steps() == [4]
     found = run.train(Job(9, every=4), world)
@@ -51,7 +50,7 @@ def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> 
 
 @pytest.mark.drill
 def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
-    """torchrun ends the other one; the next job has lost at most the step at hand."""
+    """torchrun ends the other trainer; the next job resumes from the last step in memory."""
     run.train(Job(9, accident=Accident(6, "kill", rank=1)), 2)
     found = run.train(Job(9), 2)
     assert found.resumed == {"step": 6, "tier": "memory"}
@@ -64,7 +63,7 @@ def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
     [pytest.param(point, marks=[pytest.mark.drill] * (point != "copy")) for point in POINTS],
 )
 def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) -> None:
-    """The job goes on from the step before, and its slots are used again."""
+    """The job resumes from the previous step and reuses the slots of the unfinished one."""
     run.train(Job(5, accident=Accident(5, f"kill before {point}")))
     found = run.train(Job(9))
     assert found.resumed == {"step": 4, "tier": "memory"}
@@ -77,7 +76,7 @@ def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) 
 @pytest.mark.nightly(11)
 @pytest.mark.clocked
 def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> None:
-    """As where the workers of a data loader outlive it, and keep its line open."""
+    """Workers of a data loader can outlive the trainer in the same way and keep its connection open."""
     process, _ = run.begin(Job(5, forks=True, accident=Accident(5, "kill")))
     process.wait(60)
     assert process.stderr is not None
@@ -94,7 +93,7 @@ def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> Non
 def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     run: KeptRun, world: int
 ) -> None:
-    """Trainers start the next one, and hand it what they have mapped."""
+    """Trainers start a new keeper and pass it the memory that they have mapped."""
     job = Job(12, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=0.3)
     found = run.train(job, world)
     assert found.code == 0
@@ -109,7 +108,7 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
 
 @pytest.mark.nightly(16)
 def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRun) -> None:
-    """Steps are left out; what is due in storage is written by the trainer itself."""
+    """The run skips steps in memory, and the trainer itself writes the step due in storage."""
     job = Job(8, every=8, accident=Accident(3, "stop keeper"), deadline_s=6.0)
     found = run.train(job)
     assert found.code == 0, found.stderr
@@ -187,7 +186,7 @@ def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) ->
 
 @pytest.mark.nightly(9)
 def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
-    """The job goes on from the step before it. (Nobody can write to a label.)"""
+    """The job resumes from the previous step. (Labels are not writable.)"""
     run.train(Job(5, accident=Accident(5, "kill")))
     flip_image(run.status()["pid"], 5)
     found = run.train(Job(8))
@@ -200,8 +199,8 @@ def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
 def test_a_run_in_memory_alone_that_cannot_be_read_does_not_begin_anew(
     run: KeptRun, world: int
 ) -> None:
-    """Its state may hold values of a step that was rejected, on some ranks only. All ranks raise,
-    and what is in memory stays there."""
+    """All ranks raise, and the steps stay in memory. On some ranks the state may already hold
+    values of a rejected step."""
     run.train(Job(4, accident=Accident(4, "kill")), world)
     before = run.status()
     for held in before["generations"]:
@@ -217,7 +216,7 @@ def test_a_run_in_memory_alone_that_cannot_be_read_does_not_begin_anew(
 
 @pytest.mark.drill
 def test_a_job_of_another_size_goes_on_from_memory(run: KeptRun) -> None:
-    """Two ranks leave what one takes up, and the other way round."""
+    """One rank resumes from the step of two ranks, and two ranks from the step of one."""
     run.train(Job(4, accident=Accident(4, "kill")), 2)
     alone = run.train(Job(7, accident=Accident(7, "kill")), 1)
     assert alone.resumed == {"step": 4, "tier": "memory"}
@@ -228,7 +227,7 @@ def test_a_job_of_another_size_goes_on_from_memory(run: KeptRun) -> None:
 
 @pytest.mark.drill
 def test_a_folder_that_was_emptied_does_not_get_its_old_memory_back(run: KeptRun) -> None:
-    """A run that begins anew there is another one."""
+    """A run that starts there from scratch is a new run."""
     run.train(Job(4, accident=Accident(4, "kill")))
     os.rename(run.uri, run.folder / "away")
     found = run.train(Job(3))
@@ -247,7 +246,7 @@ def test_a_trainer_that_is_told_to_end_leaves_its_step_in_storage(run: KeptRun) 
 
 @pytest.mark.drill
 def test_memory_that_is_older_than_storage_is_not_gone_back_to(run: KeptRun) -> None:
-    """As where a job has trained on without a keeper meanwhile."""
+    """In between, a job has trained further with another keeper."""
     run.train(Job(3, accident=Accident(3, "kill")))
     run.environment["HOLDFAST_KEEPER_DIR"] = str(run.base / "elsewhere")
     run.train(Job(6, every=6))
@@ -259,8 +258,8 @@ def test_memory_that_is_older_than_storage_is_not_gone_back_to(run: KeptRun) -> 
 
 @pytest.mark.drill
 def test_a_step_that_was_left_behind_does_not_come_back(run: KeptRun) -> None:
-    """A job goes on from step 4, because step 5 is damaged, and is killed at once. What a later job
-    goes on from is not the former step 5."""
+    """A job resumes from step 4, because step 5 is damaged, and is killed at once. A later job
+    does not resume from the old step 5."""
     run.train(Job(5, accident=Accident(5, "kill")))
     flip_image(run.status()["pid"], 5)
     run.train(Job(9, accident=Accident(5, "kill before slot")))

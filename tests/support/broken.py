@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Healthy(MemoryDriver):
-    """Nothing wrong: what a broken one is compared with. ``upload`` is the class of its uploads."""
+    """A correct driver, the baseline of the broken ones. ``upload`` is the class of its uploads."""
 
     upload: ClassVar[type[_MemoryUpload]] = _MemoryUpload
 
@@ -42,18 +42,18 @@ class Healthy(MemoryDriver):
         return self.upload(self, key, nbytes)
 
     def place(self, key: str, data: bytes) -> None:
-        """Make an object at once."""
+        """Create an object in one step."""
         self.objects[self._prefix + key] = (data, time.time())
 
 
 CASES: dict[type[Healthy], str] = {}
-"""Each broken driver, and the trial that must fail."""
+"""The trial that must fail, by broken driver."""
 
 K = TypeVar("K", bound=Healthy)
 
 
 PROBED: dict[type[Healthy], str] = {}
-"""Some of them, and the probe of ``holdfast drivers --check`` that must fail."""
+"""The probe of ``holdfast drivers --check`` that must fail, by broken driver."""
 
 
 def _wrong(caught_by: str, found_by: str = "") -> Callable[[type[K]], type[K]]:
@@ -134,7 +134,7 @@ class ReusesFetched(Healthy):
 
 @_wrong("a_read_past_the_end_is_damage")
 class FetchesFewer(Healthy):
-    """Past the end it hands over what there is."""
+    """Returns fewer bytes past the end instead of failing."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return memoryview((await self.get(key))[start : start + nbytes])
@@ -152,7 +152,7 @@ class CutsAnywhere(Healthy):
 
 @_wrong("a_read_past_the_end_is_damage")
 class TakesFewer(Healthy):
-    """Past the end it passes what there is."""
+    """Passes fewer bytes past the end instead of failing."""
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         there = (await self.get(key))[start : start + nbytes]
@@ -161,7 +161,7 @@ class TakesFewer(Healthy):
 
 @_wrong("a_read_past_the_end_is_damage")
 class TakesHalfAPiece(Healthy):
-    """Past the end it passes what there is of a piece, and then raises what is due."""
+    """Passes a partial piece past the end before it raises the error."""
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         there = (await self.get(key))[start : start + nbytes]
@@ -178,7 +178,7 @@ class _LeakingUpload(_MemoryUpload):
 
 @_wrong("an_aborted_upload_leaves_nothing")
 class LeaksTemporaries(Healthy):
-    """Keeps what an aborted upload has written."""
+    """Leaks a temporary object when an upload is aborted."""
 
     upload = _LeakingUpload
 
@@ -197,7 +197,7 @@ class _LaxUpload(_MemoryUpload):
 
 @_wrong("an_incomplete_upload_does_not_commit")
 class CommitsHoles(Healthy):
-    """Takes what was never written for zeros."""
+    """Commits an incomplete upload, with zeros in the gaps."""
 
     upload = _LaxUpload
 
@@ -218,7 +218,7 @@ class _CuttingUpload(_MemoryUpload):
 
 @_wrong("an_upload_that_lacks_its_end_does_not_commit")
 class EndsAnywhere(Healthy):
-    """Cuts an upload off where it is told to, whatever was written."""
+    """Truncates an upload at the committed size without checking that all of it was written."""
 
     upload = _CuttingUpload
 
@@ -235,7 +235,7 @@ class _AppendingUpload(_MemoryUpload):
 
 @_wrong("parts_from_any_address_make_the_object")
 class Appends(Healthy):
-    """Parts lie in the order in which they came."""
+    """Appends parts in order of arrival and ignores their offsets."""
 
     upload = _AppendingUpload
 
@@ -322,7 +322,7 @@ class PlainErrors(Healthy):
 
 @_wrong("an_object_comes_back")
 class SwallowsErrors(Healthy):
-    """What is not there is empty."""
+    """Returns empty bytes for a missing object."""
 
     async def get(self, key: str) -> bytes:
         try:
@@ -344,7 +344,7 @@ class ErrorsSayNothing(Healthy):
 
 @_wrong("cancelled_looks_change_nothing")
 class SwallowsCancellation(Healthy):
-    """Goes on when it is cancelled."""
+    """Ignores cancellation."""
 
     async def get(self, key: str) -> bytes:
         try:
@@ -374,7 +374,7 @@ class TornByCancellation(Healthy):
 
 @_wrong("a_cancelled_read_leaves_the_buffer_alone")
 class ReadsOn(Healthy):
-    """A read that was cancelled goes on filling the buffer."""
+    """Fills the buffer after the read was cancelled."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -391,7 +391,7 @@ class ReadsOn(Healthy):
 
 @_wrong("a_replaced_or_deleted_object_is_not_read_again")
 class StaleReads(Healthy):
-    """Remembers what it has read."""
+    """Serves stale reads from a cache."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         seen = self.__dict__.setdefault("seen", {})
@@ -450,7 +450,7 @@ class LeaksTasks(Healthy):
 
 @_wrong("a_closed_driver_says_so")
 class OpenAfterClose(Healthy):
-    """Goes on after close()."""
+    """Accepts calls after close()."""
 
     async def close(self) -> None:
         """Nothing."""
@@ -469,7 +469,7 @@ class LosesEmptyObjects(Healthy):
 
 @_wrong("what_is_not_small_is_not_got")
 class GetsAnything(Healthy):
-    """Gets what is too large for that."""
+    """Gets objects above the size limit of get."""
 
     async def get(self, key: str) -> bytes:
         return self._lookup(key)[0]
@@ -563,7 +563,7 @@ class OverstatesItsLimit(Healthy):
 
 
 class DeletesNoRoots(Healthy):
-    """Cannot remove what the kit leaves at its end."""
+    """Fails to remove the root that the kit cleans up at its end."""
 
     async def delete_all(self, prefix: str) -> None:
         if prefix.startswith("conformance-"):
@@ -572,13 +572,13 @@ class DeletesNoRoots(Healthy):
 
 
 class DeviationThatPasses(Healthy):
-    """Declares what it need not."""
+    """Declares a deviation although the trial passes."""
 
     deviations: ClassVar[dict[str, str]] = {"an_object_comes_back": "it does"}
 
 
 class DeviationThatFails(ShortRead):
-    """Declares what it does wrong."""
+    """Declares a deviation, and the trial fails."""
 
     deviations: ClassVar[dict[str, str]] = {
         "a_read_past_the_end_is_damage": "past the end it reads nothing"

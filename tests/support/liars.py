@@ -35,11 +35,11 @@ class Small(MemoryDriver):
 LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
     kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()
 }
-"""By what it does wrong, the probe that finds it out, and the driver."""
+"""The probe that exposes a lying driver, and the driver, by its docstring."""
 
 
 def _liar(found_by: str) -> Callable[[type[Small]], type[Small]]:
-    """Put a class on the list; its docstring says what it does wrong."""
+    """Add a class to the list, under its docstring, which describes the defect."""
 
     def listed(cls: type[Small]) -> type[Small]:
         LIARS[cls.__doc__ or cls.__name__] = (found_by, cls)
