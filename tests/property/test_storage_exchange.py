@@ -29,7 +29,7 @@ from holdfast.storage.runtime.read_buffers import ReadBuffers
 
 
 class Counting(MemoryDriver):
-    """Remembers what was read."""
+    """A driver that records its reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def checkpoint(states: list[dict[str, Any]]) -> tuple[Counting, Manifest]:
 
 
 def times_read(driver: Counting, manifest: Manifest, image: int) -> np.ndarray:
-    """How often each byte of an image was read; without the digests at its end."""
+    """Return how often each byte of an image was read, without the digests at its end."""
     times = np.zeros(int(manifest.images.hashed_nbytes[image]), np.int64)
     for key, low, high in driver.reads:
         if key == manifest.image_key(image):
@@ -68,7 +68,7 @@ REACHED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=REACHED)
 def how(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How ranks reach each other: arguments of ``load_as_ranks``."""
+    """Return the arguments of ``load_as_ranks`` that select how ranks exchange bytes."""
     return REACHED[str(request.param)]
 
 
@@ -105,7 +105,7 @@ def test_each_wanted_byte_is_read_once(
 
 
 def test_ranks_read_for_themselves_when_told_so(how: dict[str, Any]) -> None:
-    """With exchange=False each reads all: that is what the count above would show."""
+    """Without the exchange each rank reads every byte."""
     state = {"t": torch.arange(9000.0)}
     driver, manifest = checkpoint([state])
     driver.reads.clear()
@@ -115,7 +115,7 @@ def test_ranks_read_for_themselves_when_told_so(how: dict[str, Any]) -> None:
 
 
 def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: dict[str, Any]) -> None:
-    """It takes part in the exchange with what it alone wants."""
+    """The rank takes part in the exchange only with its own tensor."""
     state = {"t0": torch.arange(2048.0)}
     driver, _ = checkpoint([state | {"own": torch.full((300,), float(rank))} for rank in range(2)])
     wanted = [

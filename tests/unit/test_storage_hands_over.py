@@ -25,7 +25,7 @@ CHUNKS = 7
 
 
 class _Handed(np.ndarray[Any, np.dtype[np.uint8]]):
-    """What a read has arrived in."""
+    """Memory that a fetch returned."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Library:
 
 
 class HandsOver(MemoryDriver):
-    """Hands over what it fetches, at odd addresses and not to be written to."""
+    """A driver whose fetches return their own memory, read-only and at odd addresses."""
 
     def __init__(self, location: str, library: Library) -> None:
         super().__init__(location)
@@ -73,7 +73,7 @@ class HandsOver(MemoryDriver):
 
 @pytest.fixture
 def library(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    """A library whose drivers hand over what they fetch."""
+    """A library whose drivers hand over fetched memory."""
     made = Library()
     made.uri = serve(lambda location: HandsOver(location, made))
     read_within(monkeypatch, BUDGET_NBYTES)
@@ -139,7 +139,7 @@ class _Holds(MemoryDriver):
 def test_what_an_upload_holds_is_within_the_budget(
     held_nbytes: int, at_most: int, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save, and a copy, have so many buffers fewer at once, but always one."""
+    """Saves and copies use fewer buffers if uploads hold memory, but at least one."""
     uri = serve(lambda location: _Holds(location, held_nbytes))
     made: list[int] = []
     on_allocation(monkeypatch, made.append)

@@ -24,7 +24,7 @@ PIECE_NBYTES = 1 << 20
 
 @dataclass
 class Seen:
-    """What was asked of images, and what is wrong with them."""
+    """Reads of images, and the faults to inject into them."""
 
     uri: str = ""
     fetched: list[tuple[int, int]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Seen:
     delay_s: float = 0.0
     fails: Exception | None = None
     first: Callable[[], Awaitable[None]] | None = None
-    """Happens before the next fetch."""
+    """Runs once, before the next fetch."""
 
 
 class Far(MemoryDriver):
@@ -69,7 +69,7 @@ class Far(MemoryDriver):
 
 @pytest.fixture
 def seen(serve: Serve) -> Seen:
-    """What the driver of a test sees."""
+    """Reads seen by the driver of a test."""
     made = Seen()
     made.uri = serve(lambda location: Far(location, made))
     return made
@@ -117,7 +117,7 @@ def test_what_was_read_ahead_is_read_once(seen: Seen, built: bool) -> None:
 
 
 def test_a_few_large_tensors_are_read_in_pieces(seen: Seen) -> None:
-    """They are looked at in no time: only digests, and no chunk, are asked for before the plan."""
+    """The plan is ready so soon that no chunk is read ahead."""
     state = _saved(seen, small=1)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     _load(seen, target)
@@ -130,7 +130,7 @@ def test_a_few_large_tensors_are_read_in_pieces(seen: Seen) -> None:
 
 
 def test_no_more_is_read_ahead_than_the_budget_allows(seen: Seen) -> None:
-    """A quarter of the budget is for what is read ahead; the rest is read as ever."""
+    """Reading ahead uses a quarter of the budget; the load reads the rest as usual."""
     state = _saved(seen)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     _load(seen, target, budget_nbytes=80 << 20)
@@ -142,7 +142,7 @@ def test_no_more_is_read_ahead_than_the_budget_allows(seen: Seen) -> None:
 def test_a_load_that_may_not_want_all_reads_nothing_ahead(
     seen: Seen, given: dict[str, Any]
 ) -> None:
-    """What is not wanted is not read."""
+    """The load reads only the wanted tensors."""
     state = _saved(seen)
     if "only" in given:
         found, report = _load(seen, **given)
@@ -181,7 +181,7 @@ def test_an_error_of_what_was_read_ahead_is_the_load_s(seen: Seen) -> None:
 
 
 def test_damage_of_what_was_read_ahead_is_found(seen: Seen) -> None:
-    """What is read ahead is verified before it is delivered, like all else."""
+    """Bytes read ahead are verified before delivery, like all others."""
     state = _saved(seen)
     folder = MemoryDriver(seen.uri.removeprefix("given://") + "/saved")
 
@@ -201,7 +201,7 @@ def test_damage_of_what_was_read_ahead_is_found(seen: Seen) -> None:
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew(seen: Seen) -> None:
-    """What was read ahead of the old one is gone with it: the load has the new one, whole."""
+    """The load discards the bytes read ahead and returns the complete new checkpoint."""
     state = _saved(seen)
     other = {name: 255 - tensor for name, tensor in state.items()}
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew(seen: Seen) -> N
 
 
 def test_after_the_close_nothing_is_begun() -> None:
-    """The manifest may arrive when the load has been given up."""
+    """The manifest may arrive after the load was abandoned."""
     seen = Seen()
     far = Far("closed", seen)
 
