@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.disks import Disk, new_disk, run
+from support.disks import Disk, needed, new_disk, run
 
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.errors import StorageError
@@ -123,6 +124,23 @@ def test_what_replaced_another_survives(
     disk.mount()
     assert (disk.folder / "x").read_bytes() == CONTENT["large"]
     assert power_cut_lost_something(disk)
+
+
+def test_a_disk_is_mounted_afresh_though_a_namespace_keeps_the_old_mount(disk: Disk) -> None:
+    """A process whose mount namespace was made before the cut does not keep the power off."""
+    needed("unshare", "nsenter")
+    (disk.folder / "x").write_bytes(b"content")
+    run("sync", "-f", disk.folder)
+    command = ["unshare", "--mount", "sh", "-c", "echo ready && exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            disk.cut_power()
+            disk.restart()
+            assert (disk.folder / "x").read_bytes() == b"content"
+        finally:
+            process.kill()
 
 
 def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:

@@ -61,17 +61,29 @@ class Disk:
         )
 
     def unmount(self) -> None:
-        """Unmount and detach it; nothing may stay open there. (A save closes its files a moment
-        after it has returned.)"""
+        """Unmount and detach it, in every mount namespace: where one that was made meanwhile keeps a
+        copy, mounting again would only show the old file system, with its power still cut.
+
+        Retried while it is busy, for a save closes its files a moment after it has returned.
+        """
         deadline_s = time.monotonic() + 20
-        while True:
+        while namespaces := self._namespaces():
             try:
-                run("umount", self.folder)
-                return
-            except OSError as error:
-                if "busy" not in str(error) or time.monotonic() > deadline_s:
+                for namespace in namespaces:
+                    run("nsenter", f"--mount={namespace}", "umount", self.folder)
+            except OSError:
+                if time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.005)
+
+    def _namespaces(self) -> list[Path]:
+        """Return the mount namespaces that it is mounted in."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                if f" {self.folder} " in (process / "mountinfo").read_text():
+                    found[os.readlink(process / "ns/mnt")] = process / "ns/mnt"
+        return list(found.values())
 
     def cut_power(self) -> None:
         """From now on nothing reaches the disk, not even what is on its way."""
