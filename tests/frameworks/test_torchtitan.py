@@ -131,7 +131,7 @@ def test_the_how_to_does_what_it_says(
     """Its code, block by block: switch, switch back, load the model elsewhere."""
     names: dict[str, Any] = {"model": job.network(sharded=False)}
     for number, block in enumerate(documented("use-with-torchtitan.md")):
-        code = block.replace("/scratch", str(tmp_path)).replace("500", "2")
+        code = block.replace("500", "2").replace("/scratch", str(tmp_path))
         (tmp_path / "block.py").write_text(code)
         names = runpy.run_path(str(tmp_path / "block.py"), names)
         if number == 0:
