@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bench_job import HOLDFAST, assert_interrupted_cleanly, bench_by_torchrun
+from support.bench_job import HOLDFAST, assert_interrupted_cleanly
 
 SIZE = ["--size", "4MiB", "--runs", "1"]
 
@@ -18,18 +18,6 @@ SIZE = ["--size", "4MiB", "--runs", "1"]
 def by_name(document: dict[str, Any]) -> dict[str, Any]:
     """The phases of a result."""
     return {phase["name"]: phase for phase in document["phases"]}
-
-
-@pytest.mark.nightly(21)
-def test_four_ranks_under_torchrun(tmp_path: Path) -> None:
-    """Each has a time in every round, they reshard, and nothing is left."""
-    document = bench_by_torchrun(tmp_path.as_uri(), 4)
-    phases = by_name(document)
-    assert document["config"]["ranks"] == 4
-    assert all(len(phases[name]["ranks_s"][0]) == 4 for name in ("save", "load", "reshard"))
-    assert phases["save"]["first_s"] <= phases["save"]["seconds"][0]
-    assert phases["reshard"]["operations"]["read"]["nbytes"] >= phases["reshard"]["nbytes"]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly(13)

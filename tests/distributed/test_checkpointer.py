@@ -6,9 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.bits import difference
 from support.rank_processes import RankProcesses
-from support.runs import back_run, damaged_run, fsdp_run, skewed_run, stopped_run, timed_run
+from support.runs import back_run, damaged_run, skewed_run, stopped_run, timed_run
 
 import holdfast
 
@@ -16,24 +15,6 @@ import holdfast
 def steps(uri: Path) -> list[int | None]:
     """Return the stored steps."""
     return [c.step for c in holdfast.list_checkpoints(uri)]
-
-
-@pytest.mark.nightly(8)
-def test_a_sharded_run_goes_on_where_it_was(ranks: RankProcesses, tmp_path: Path) -> None:
-    """A resumed FSDP2 run equals one that never stopped, on fewer ranks too."""
-    _, expected, _ = ranks.run(fsdp_run, str(tmp_path / "whole"), 8, 8)[0]
-    run = tmp_path / "run"
-    first = ranks.run(fsdp_run, str(run), 8, 5)
-    assert [begin for begin, _, _ in first] == [0] * 4
-    assert steps(run) == [2, 4]
-    second = ranks.run(fsdp_run, str(run), 8, 8)
-    assert [begin for begin, _, _ in second] == [4] * 4
-    assert difference(expected, second[0][1]) is None
-    assert steps(run) == [6, 8]
-    assert [counters["pruned"] for _, _, counters in second] == [2, 0, 0, 0]
-    third = ranks.run(fsdp_run, str(run), 8, 8, world=2)
-    assert [begin for begin, _, _ in third] == [8] * 2
-    assert difference(expected, third[0][1]) is None
 
 
 def test_a_save_is_skipped_by_all_or_by_none(ranks: RankProcesses, tmp_path: Path) -> None:

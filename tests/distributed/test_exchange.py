@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.exchanging import CHUNK_NBYTES, broken_load, exchanging_load, replicated_save
+from support.exchanging import CHUNK_NBYTES, exchanging_load, halting_load, replicated_save
 from support.rank_processes import RankProcesses, errors
 
 import holdfast
@@ -25,23 +25,40 @@ def uri(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+ONE_HOST, TWO_HOSTS, FOUR_HOSTS = [0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 2, 3]
+
+
 @pytest.mark.nightly(7)
 @pytest.mark.parametrize(
-    ("exchange", "hosts"),
-    [("auto", None), (True, [0, 1, 2, 3]), (True, [0, 0, 1, 1])],
-    ids=["by default", "between four hosts", "between two hosts"],
+    ("exchange", "hosts", "cannot", "copies", "manifests"),
+    [
+        ("auto", ONE_HOST, (), 1, [1, 0, 0, 0]),
+        (True, FOUR_HOSTS, (), 1, [1, 1, 1, 1]),
+        (True, TWO_HOSTS, (), 1, [1, 1, 0, 0]),
+        ("auto", TWO_HOSTS, (), 2, [1, 1, 0, 0]),
+        ("auto", FOUR_HOSTS, (), 4, [1, 1, 1, 1]),
+        (True, ONE_HOST, (0,), 4, [1, 1, 1, 1]),
+    ],
+    ids=["default", "four hosts", "two hosts", "within hosts", "alone on a host", "no memory"],
 )
-def test_replicas_read_each_byte_once(
-    exchange: Any, hosts: list[int] | None, uri: str, ranks: RankProcesses
+def test_ranks_read_for_each_other(
+    exchange: Any,
+    hosts: list[int],
+    cannot: tuple[int, ...],
+    copies: int,
+    manifests: list[int],
+    uri: str,
+    ranks: RankProcesses,
 ) -> None:
-    """Together they read one replica, and each gets every bit."""
-    found = ranks.run(exchanging_load, uri, CHUNKS, exchange, hosts)
+    """The ranks together read as few copies of all bytes as they can, and one manifest per host."""
+    found = ranks.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot)
     assert [rank["wrong"] for rank in found] == [None] * 4
-    wanted = found[0]["wanted"]
-    assert wanted <= sum(rank["read"] for rank in found) <= 1.01 * wanted
-    assert max(rank["read"] for rank in found) <= wanted / 4 + CHUNK_NBYTES
-    assert all(rank["read"] + rank["received"] >= wanted for rank in found)
     assert [rank["left"] for rank in found] == [0] * 4
+    wanted = found[0]["wanted"]
+    assert copies * wanted <= sum(rank["read"] for rank in found) <= 1.01 * copies * wanted
+    assert max(rank["read"] for rank in found) <= copies * wanted / 4 + CHUNK_NBYTES
+    assert all(rank["read"] + rank["received"] >= wanted for rank in found)
+    assert [rank["manifests"] for rank in found] == [rank["checked"] for rank in found] == manifests
 
 
 def test_compressed_images_are_exchanged_as_they_are_unpacked(
@@ -58,83 +75,10 @@ def test_compressed_images_are_exchanged_as_they_are_unpacked(
     assert sum(sizes) < 0.8 * found[0]["wanted"]
 
 
-def test_ranks_of_two_hosts_exchange_within_each_by_default(uri: str, ranks: RankProcesses) -> None:
-    """Each host reads all of it once: whether the network is faster than the storage is not known."""
-    found = ranks.run(exchanging_load, uri, CHUNKS, "auto", [0, 1, 0, 1])
-    assert [rank["wrong"] for rank in found] == [None] * 4
-    wanted = found[0]["wanted"]
-    for host in (found[0::2], found[1::2]):
-        assert wanted <= sum(rank["read"] for rank in host) <= 1.01 * wanted
-
-
-@pytest.mark.nightly(10)
-@pytest.mark.parametrize(
-    ("exchange", "hosts", "cannot", "strangers"),
-    [
-        (False, None, (), ()),
-        ("auto", [0, 1, 2, 3], (), ()),
-        (True, None, (2,), ()),
-        ("auto", None, (), (2,)),
-    ],
-    ids=["not wanted", "alone on its host", "no memory to share", "no way to the others"],
-)
-def test_ranks_that_cannot_exchange_read_for_themselves(
-    exchange: Any,
-    hosts: Any,
-    cannot: tuple[int, ...],
-    strangers: tuple[int, ...],
-    uri: str,
-    ranks: RankProcesses,
-) -> None:
-    """All alike: where one cannot, nobody waits for it."""
-    found = ranks.run(exchanging_load, uri, CHUNKS, exchange, hosts, cannot, strangers)
-    assert [rank["wrong"] for rank in found] == [None] * 4
-    assert all(rank["received"] == 0 and rank["read"] >= rank["wanted"] for rank in found)
-    assert [rank["left"] for rank in found] == [0] * 4
-
-
-@pytest.mark.nightly(4)
-@pytest.mark.parametrize(
-    ("exchange", "hosts", "cannot", "expected"),
-    [
-        ("auto", None, (), [1, 0, 0, 0]),
-        ("auto", [0, 1, 0, 1], (), [1, 1, 0, 0]),
-        ("auto", None, (0,), [1, 1, 1, 1]),
-    ],
-    ids=["one host", "two hosts", "no memory to share"],
-)
-def test_one_rank_of_a_host_reads_the_manifest(
-    exchange: Any,
-    hosts: Any,
-    cannot: tuple[int, ...],
-    expected: list[int],
-    ranks: RankProcesses,
-    tmp_path: Path,
-) -> None:
-    """It checks the manifest and hands it to the others."""
-    ranks.run(replicated_save, str(tmp_path / "c"), 1)
-    found = ranks.run(exchanging_load, str(tmp_path / "c"), 1, exchange, hosts, cannot)
-    assert [rank["wrong"] for rank in found] == [None] * 4
-    assert [rank["manifests"] for rank in found] == [rank["checked"] for rank in found] == expected
-    assert [rank["left"] for rank in found] == [0] * 4
-
-
 def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: Path) -> None:
     """Also those that were to be handed the manifest."""
     raised = errors(ranks.outcomes(ranks.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
     assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
-
-
-@pytest.mark.nightly(4)
-def test_what_one_rank_cannot_read_is_an_error_on_all(uri: str, ranks: RankProcesses) -> None:
-    """The reader raises its error, the others at once that it failed."""
-    raised = errors(ranks.outcomes(ranks.begin(broken_load, uri, CHUNKS, 1, None, 30.0)))
-    own = raised.pop(1)
-    assert isinstance(own, holdfast.StorageError)
-    assert [(type(e), e.rank) for e in raised] == [(holdfast.RankFailedError, 1)] * 3
-    assert all("the disk is broken" in str(e) and e.took_s < 20 for e in raised)
-    assert all(e.left <= 1 for e in [own, *raised])
-    assert all(rank["wrong"] is None for rank in ranks.run(exchanging_load, uri, CHUNKS, True))
 
 
 def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(
@@ -162,7 +106,7 @@ def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(
     """A kill is noticed at once, a halt within the deadline."""
     sign = tmp_path / "sign"
     with RankProcesses(3) as doomed:
-        doomed.begin(broken_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)
+        doomed.begin(halting_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)
         end = time.monotonic() + 60
         while not sign.exists():
             assert time.monotonic() < end

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference
-from support.jobs import fsdp_load
 from support.rank_processes import Gone, RankProcesses, errors
 from support.rank_tasks import (
-    disagreeing,
     halting_save,
     hide_folder,
     interrupted_save,
-    joining_save,
     load_with,
-    overlapped,
     save_with,
     unsavable,
 )
@@ -48,12 +44,9 @@ def files(uri: str) -> list[str]:
     return sorted(p.name for p in Path(uri).rglob("*") if p.is_file())
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_state_that_one_rank_cannot_save_is_told_to_all(
-    rank: int, uri: str, ranks: RankProcesses
-) -> None:
+def test_a_state_that_one_rank_cannot_save_is_told_to_all(uri: str, ranks: RankProcesses) -> None:
     """A rank with a bad state raises StateError, and the others raise RankFailedError at once."""
-    before = files(uri)
+    before, rank = files(uri), 2
     raised = errors(ranks.outcomes(ranks.begin(save_with, uri, {rank: unsavable})))
     own = raised.pop(rank)
     assert isinstance(own, holdfast.StateError)
@@ -77,53 +70,23 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
     assert untouched(uri)
 
 
-DISAGREEMENTS: list[tuple[Any, str]] = [
-    (
-        {2: {"x": torch.arange(100.0), "y": [1]}, 1: {"x": torch.arange(100.0), "y": {0: 1}}},
-        'state["y"]',
-    ),
-    ({2: [torch.arange(100.0)]}, "state"),
-    ("shape", "'x'"),
-    ("dtype", "'x'"),
-    ("offset", "x"),
-]
-
-
 @pytest.mark.parametrize(
     ("overrides", "text"),
-    DISAGREEMENTS,
-    ids=["kind of container", "kind of state", "shape", "dtype", "offset"],
+    [
+        ({2: {"x": torch.ones(9), "y": [1]}, 1: {"x": torch.ones(9), "y": {0: 1}}}, 'state["y"]'),
+        ({2: [torch.arange(100.0)]}, "state"),
+    ],
+    ids=["kind of container", "kind of state"],
 )
 def test_ranks_that_disagree_are_told_where(
-    overrides: Any, text: str, uri: str, ranks: RankProcesses
+    overrides: dict[int, Any], text: str, uri: str, ranks: RankProcesses
 ) -> None:
     """Every rank raises the same error, and the old checkpoint stays."""
-    what = disagreeing if isinstance(overrides, str) else save_with
-    raised = errors(ranks.outcomes(ranks.begin(what, uri, overrides)))
+    raised = errors(ranks.outcomes(ranks.begin(save_with, uri, overrides)))
     assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
     assert len({str(e) for e in raised}) == 1
     assert text in str(raised[0])
     assert untouched(uri)
-
-
-def test_plain_tensors_of_different_shapes_are_each_ranks_own(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """A name says nothing about size: a buffer may grow on one rank."""
-    states = {
-        rank: {
-            "x": torch.arange(float(rank)),
-            "y": torch.zeros(2, dtype=[torch.int8, torch.float64][rank % 2]),
-        }
-        for rank in range(4)
-    }
-    ranks.run(save_with, str(tmp_path / "c"), states)
-    loaded = ranks.run(
-        load_with,
-        str(tmp_path / "c"),
-        {r: {"x": torch.full((r,), -1.0), "y": states[r]["y"] + 1} for r in range(4)},
-    )
-    assert [difference(states[rank], found) for rank, found in enumerate(loaded)] == [None] * 4
 
 
 def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, ranks: RankProcesses) -> None:
@@ -150,7 +113,7 @@ def test_a_rank_needs_a_place_for_its_part_only(uri: str, ranks: RankProcesses) 
     assert difference(OLD, loaded[3]) is None
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(2, "create"), (0, "create"), (0, "put")])
+@pytest.mark.parametrize(("rank", "moment"), [(2, "create"), (0, "put")])
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     rank: int, moment: str, uri: str, tmp_path: Path
 ) -> None:
@@ -175,27 +138,6 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     assert untouched(uri)
 
 
-def test_a_rank_that_is_killed_while_it_tells_for_its_host_is_named(
-    uri: str, tmp_path: Path
-) -> None:
-    """If a rank dies while it reports for its host, the others name it, and the next save cleans
-    up.
-    """
-    with RankProcesses(3) as doomed:
-        world = doomed.begin(joining_save, uri, ["a", "b", "b"], 1, str(tmp_path / "sign"), 2.0)
-        end = time.monotonic() + 60
-        while not (tmp_path / "sign").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        doomed.kill(1)
-        outcomes = doomed.outcomes(world)
-        assert outcomes.pop(1) == Gone()
-        assert [(type(e), e.rank) for e in errors(outcomes)] == [(holdfast.DeadlineError, 1)] * 2
-    assert untouched(uri)
-    holdfast.save(uri, OLD)
-    assert len(list((Path(uri) / "data").iterdir())) == 1
-
-
 def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
     """The commit does not see the private file of one rank."""
     shared, private = tmp_path / "shared", tmp_path / "private"
@@ -210,22 +152,3 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
     assert [type(e) for e in raised] == [holdfast.InvisibleFilesError] * 3
     assert [e.rank for e in raised] == [2] * 3
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
-
-
-@pytest.mark.nightly(17)
-def test_training_goes_on_while_earlier_steps_are_saved(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Each checkpoint is the state at the call of async_save."""
-    for name, budget_nbytes in (("much", None), ("little", 32 << 20)):
-        uri = str(tmp_path / name)
-        states = ranks.run(overlapped, uri, 4, budget_nbytes)[0]
-        for step, expected in enumerate(states):
-            assert (
-                difference(expected, ranks.run(fsdp_load, f"{uri}/{step}", "fsdp", 0, False)[0])
-                is None
-            )
-            with holdfast.open(f"{uri}/{step}") as c:
-                assert [c.read("own", rank=rank)[0].item() for rank in range(4)] == [
-                    float(rank + step) for rank in range(4)
-                ]

@@ -30,21 +30,13 @@ CASES = [
     ("expert modules", 4, "expert modules", 2, ROUNDED),
     ("zero", 2, "zero", 4, EXACT),
 ]
-DRILLED = [
-    ("FULL_SHARD flat", 2, "FSDP2", 4, EXACT),
-    ("SHARD_GRAD_OP flat", 2, "DDP", 4, EXACT),
-    ("HYBRID_SHARD flat", 4, "plain", 1, EXACT),
-    ("tp", 4, "fsdp", 3, ROUNDED),
-    ("zero", 2, "fsdp", 4, EXACT),
-]
-"""More of them, of which both layouts are in others."""
 
 
 @pytest.mark.nightly(37)
 @pytest.mark.parametrize(
     ("kind", "world", "other", "others", "tolerance"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.drill) for case in DRILLED)],
-    ids=[f"{kind} on {world}, then {other}" for kind, world, other, *_ in [*CASES, *DRILLED]],
+    CASES,
+    ids=[f"{kind} on {world}, then {other}" for kind, world, other, *_ in CASES],
 )
 def test_a_killed_job_ends_in_another_layout_as_if_it_had_never_stopped(
     kind: str,

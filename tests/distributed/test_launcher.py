@@ -10,22 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from support import endings, restarted_job, torchrun_job
-from support.torchrun import run_job
+from support import endings, restarted_job
 
 import holdfast
-
-
-@pytest.mark.drill  # the same on S3, and one that is started again, are in every run
-def test_a_job_under_torchrun_saves_and_loads(tmp_path: Path) -> None:
-    """Two ranks over the launcher's own store, without a word about stores or ranks in the job."""
-    assert run_job(torchrun_job, tmp_path) == {"0": "good", "1": "good"}
-    with holdfast.open(tmp_path / "c") as c:
-        assert (c.step, c.world) == (3, 2)
-        assert torch.equal(c.read("w"), torch.arange(15.0).reshape(5, 3))
-        assert c.tensors["own"].owners == (0, 1)
-        assert c.tensors["plain"].owners == ()
 
 
 def free_port() -> int:

@@ -51,18 +51,6 @@ def test_a_training_job_is_loaded_into_another_layout(
         assert difference(expected, found) is None
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp"])
-def test_training_goes_on_as_if_it_had_not_been_interrupted(
-    layout: str, ranks: RankProcesses, trained: Any
-) -> None:
-    """Three steps, save, load, two steps are the same bits as five steps."""
-    uri, _ = trained[layout]
-    assert (
-        difference(ranks.run(fsdp_train, layout, 5)[0], ranks.run(fsdp_load, uri, layout, 2)[0])
-        is None
-    )
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_their_shards(
     lazy: bool, ranks: RankProcesses, tmp_path: Path
@@ -153,23 +141,6 @@ def test_every_placement_is_loaded_into_every_other(ranks: RankProcesses, tmp_pa
     assert (
         ranks.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES)
         == [[]] * 4
-    )
-
-
-@pytest.mark.nightly(4)
-@pytest.mark.parametrize("world", [3, 2, 1])
-def test_placements_are_loaded_on_fewer_ranks(
-    world: int, ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Saved on four."""
-    shapes = [(7, 5), (8, 4), (2, 3, 6)]
-    ranks.run(layouts_save, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, shapes)
-    wanted = [((world,), (kind,)) for kind in ("S0", "S1", "R", "F")]
-    assert (
-        ranks.run(
-            layouts_load, str(tmp_path / "c"), LINE + SQUARE + COLUMNS, wanted, shapes, world=world
-        )
-        == [[]] * world
     )
 
 

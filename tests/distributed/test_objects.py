@@ -19,7 +19,6 @@ from support.wrapped import (
     uneven,
     wrapped_load,
     wrapped_save,
-    zero,
 )
 
 import holdfast
@@ -163,13 +162,3 @@ def test_what_was_saved_without_a_rule_is_loaded_with_one(
     assert ranks.run(per_rank_of_plain, uri, world=3) == [10 + 3, 1010 + 3, 2010 + 3]
     assert ranks.run(per_rank_of_plain, uri, world=1) == [10 + 1]
     assert ranks.run(per_rank_of_plain, uri, world=2) == [0, 10]
-
-
-def test_an_optimizer_that_has_a_part_of_the_state_on_each_rank(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Each rank saves its own part of a ZeroRedundancyOptimizer."""
-    for said in ranks.run(zero, str(tmp_path / "c"), world=2):
-        (text,) = said
-        assert text.startswith('state["optim"] is a ZeroRedundancyOptimizer')
-        assert "overlap_with_ddp" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loading import dealt_lists, own_bytes, own_values, part_of_an_epoch, save_lists
+from support.loading import dealt_lists, own_bytes, part_of_an_epoch, save_lists
 from support.rank_processes import RankProcesses
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -47,11 +47,6 @@ def test_the_same_number_of_ranks_goes_on_as_if_nothing_had_been(
     for rank, drawn in enumerate(zip(begun, ended, strict=True)):
         dice = random.Random(rank)
         assert [number for _, number in drawn] == [dice.random(), dice.random()]
-
-
-def test_ranks_may_have_values_of_different_structure(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Lists of other lengths, dicts of other keys: each gets its own, and nothing of another's."""
-    assert ranks.run(own_values, str(tmp_path / "c")) == [None] * 4
 
 
 def test_lists_of_all_ranks_are_dealt_out_anew(ranks: RankProcesses, tmp_path: Path) -> None:

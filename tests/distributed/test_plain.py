@@ -6,19 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rank_processes import RankProcesses, errors
+from support.rank_processes import RankProcesses
 from support.rank_tasks import (
-    giant_save,
     meshes_of_one_name,
     own_lists,
-    partial_meshes,
     plain_load,
     plain_save,
     random_load,
     random_save,
     recorded_save,
-    repeated,
-    replicas,
 )
 
 import holdfast
@@ -40,21 +36,11 @@ def test_each_rank_gets_back_what_it_saved(
     assert ranks.run(plain_load, saved[0], 4) == [[]] * 4
 
 
-@pytest.mark.parametrize("world", [1, 3])
 def test_fewer_ranks_get_what_the_ranks_of_their_number_saved(
-    world: int, saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
+    saved: tuple[str, list[tuple[int, list[str]]]], ranks: RankProcesses
 ) -> None:
-    """Rank 1 of a smaller job is rank 1."""
-    assert ranks.run(plain_load, saved[0], 4, world=world) == [[]] * world
-
-
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "DTensor"])
-def test_of_one_giant_tensor_each_rank_writes_an_even_part(
-    plain: bool, ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Within two percent, whether or not its rows can be dealt out."""
-    nbytes = ranks.run(giant_save, str(tmp_path / "c"), plain, world=3)
-    assert max(abs(3 * n / 16_000_000 - 1) for n in nbytes) <= 0.02
+    """Rank 1 of a smaller job loads the values of rank 1."""
+    assert ranks.run(plain_load, saved[0], 4, world=3) == [[]] * 3
 
 
 def test_what_all_have_alike_is_stored_once(saved: tuple[str, list[tuple[int, list[str]]]]) -> None:
@@ -100,17 +86,6 @@ def test_lists_of_other_lengths_come_back_as_each_rank_had_them(
     assert ranks.run(own_lists, str(tmp_path / "c")) == [[]] * 4
 
 
-def test_replicas_that_differ_keep_each_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Unsynchronised buffers are per rank, equal and tied weights are stored once."""
-    results = ranks.run(replicas, str(tmp_path / "c"), 2)
-    assert [different for _, different in results] == [None] * 4
-    assert sum(nbytes for nbytes, _ in results) < 50 * 8 * 4 + 4 * 9000
-    with holdfast.open(tmp_path / "c") as c:
-        assert c.tensors["model.mean"].owners == (0, 1, 2, 3)
-        assert c.tensors["model.wte.weight"].owners == ()
-        assert [c.read("model.mean", rank=r)[0].item() for r in range(4)] == [0, 1, 2, 3]
-
-
 def test_random_states_are_each_ranks_own(ranks: RankProcesses, tmp_path: Path) -> None:
     """Every rank goes on drawing what it would have drawn."""
     drawn = ranks.run(random_save, str(tmp_path / "c"))
@@ -118,16 +93,6 @@ def test_random_states_are_each_ranks_own(ranks: RankProcesses, tmp_path: Path) 
         [*numbers, rank] for rank, numbers in enumerate(drawn)
     ]
     assert len({str(numbers) for numbers in drawn}) == 4
-
-
-def test_stages_of_a_pipeline_have_states_of_their_own(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Ranks may hold different trees and different tensors; a checkpoint has them all."""
-    assert ranks.run(partial_meshes, str(tmp_path / "c")) == [[True, True]] * 4
-    built = holdfast.load(tmp_path / "c")
-    assert torch.equal(built["stage1"]["w"], torch.arange(35.0).reshape(7, 5) + 1)
-    assert built["stage0"]["lr"] == 0
 
 
 @pytest.mark.parametrize("how", ["alike", "one line"])
@@ -146,26 +111,6 @@ def test_a_tensor_on_several_meshes_is_stored_once(
     assert sum(p.stat().st_size for p in tmp_path.rglob("data/*/*.safetensors")) < 44 * 4 + 4 * 8300
 
 
-def test_a_tensor_that_differs_between_meshes_is_refused(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Two tensors under one name: which of them is it? The error names it, on every rank."""
-    raised = errors(
-        ranks.outcomes(ranks.begin(meshes_of_one_name, str(tmp_path / "c"), "different"))
-    )
-    assert [type(e) for e in raised] == [holdfast.SaveError] * 4
-    assert all("'w" in str(e) for e in raised)
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
-
-
 def test_no_collective_is_called(ranks: RankProcesses, tmp_path: Path) -> None:
     """Saves and loads use no process group."""
     assert ranks.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
-
-
-def test_saving_and_loading_do_not_grow_the_store_of_the_job(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """A counter per rank is all that stays."""
-    counts = ranks.run(repeated, str(tmp_path / "c"), 6)[0]
-    assert counts[-1] - counts[1] <= 4 * 2  # keys of the barriers between

@@ -17,15 +17,12 @@ from support.tiny import rechunked
 
 from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.planner.sharing import WantedRanges, share
-from holdfast.storage.exchange import setup as meeting
 from holdfast.storage.exchange.group import ExchangeLimits
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.pipeline.image_reader import ImageReader
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.engine import start
-from holdfast.storage.runtime.read_buffers import ReadBuffers
 
 
 class Counting(MemoryDriver):
@@ -114,50 +111,6 @@ def test_ranks_read_for_themselves_when_told_so(how: dict[str, Any]) -> None:
     assert times_read(driver, manifest, 0).max() == 3
 
 
-def test_a_rank_that_wants_nothing_of_the_others_waits_for_nobody(how: dict[str, Any]) -> None:
-    """The rank takes part in the exchange only with its own tensor."""
-    state = {"t0": torch.arange(2048.0)}
-    driver, _ = checkpoint([state | {"own": torch.full((300,), float(rank))} for rank in range(2)])
-    wanted = [
-        state | {"own": torch.zeros(300)},
-        {"own": torch.ones(300)},
-        state | {"own": torch.zeros(300)},
-    ]
-    into = [{name: torch.full_like(tensor, -1) for name, tensor in rank.items()} for rank in wanted]
-    for expected, found in zip(
-        wanted, load_as_ranks(driver, into, exchange=True, **how), strict=True
-    ):
-        assert difference(expected, found) is None
-
-
-def test_shared_memory_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read buffers and shared memory together fit a small budget."""
-    state = {"t": torch.arange(40_000.0)}
-    driver, manifest = checkpoint([state])
-    budget_nbytes = 4 * manifest.chunk_nbytes
-    shared, buffers = list[int](), list[int]()
-    plain_run, plain_open = ImageReader.run, meeting.open_listener
-
-    def opened(mine: Any, slot_nbytes: int, slots: int, *hosts: Any) -> Any:
-        shared.append(slot_nbytes * slots)
-        return plain_open(mine, slot_nbytes, slots, *hosts)
-
-    async def run(
-        self: ImageReader, plan: Any, deliver: Any, *, jobs: Any = None, forward: Any = None
-    ) -> None:
-        buffers.append(jobs * ReadBuffers(self.driver, manifest.chunk_nbytes).job_nbytes)
-        await plain_run(self, plan, deliver, jobs=jobs, forward=forward)
-
-    monkeypatch.setattr(meeting, "open_listener", opened)
-    monkeypatch.setattr(ImageReader, "run", run)
-    into = [{"t": torch.zeros(40_000)} for _ in range(2)]
-    for found in load_as_ranks(driver, into, exchange=True, budget_nbytes=budget_nbytes):
-        assert difference(state, found) is None
-    assert len(shared) == len(buffers) == 2
-    assert min(shared) > 0
-    assert max(shared) + max(buffers) <= budget_nbytes
-
-
 def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
     """A compressed chunk lies in memory twice while it is read, as it is stored and unpacked."""
     driver = MemoryDriver()
@@ -168,14 +121,3 @@ def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
     budget_nbytes = 8 * manifest.chunk_nbytes
     assert ImageReader(driver, manifest, budget_nbytes).jobs(100) == 8
     assert ImageReader(packed, manifest, budget_nbytes).jobs(100) == 4
-
-
-def test_a_member_is_handed_all_that_it_wants_of_a_unit() -> None:
-    """From the first byte of its first range to the last of its last one."""
-    wanted = [
-        WantedRanges(*np.array([[0, 0, 0], [0, 6, 12], [2, 8, 14]])),
-        WantedRanges(*np.array([[0], [0], [16]])),
-    ]
-    sharing = share(wanted, 10)
-    assert [sharing.hull(0, 0), sharing.hull(1, 0)] == [(0, 8), (12, 14)]
-    assert [sharing.hull(0, 1), sharing.hull(1, 1)] == [(0, 10), (10, 16)]

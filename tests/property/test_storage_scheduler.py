@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -226,20 +225,3 @@ def test_a_failure_frees_the_memory_of_jobs_that_wait() -> None:
     assert scheduler.fail(2) == [Release(2), Release(1)]
     assert scheduler.done(0) == [Release(0)]
     assert scheduler.memory_in_use_nbytes == 0
-
-
-def test_an_oversize_job_runs_alone_and_holds_back_those_behind_it() -> None:
-    """It is admitted when nothing else holds memory; what would fit beside it does not overtake it."""
-    scheduler = Scheduler([StageSpec("a", "io")], Budget(10, {"io": 9}))
-    assert scheduler.submit([4, 100, 1]) == [Start(0, 0)]
-    assert scheduler.done(0) == [Release(0), Start(1, 0)]
-    assert scheduler.done(1) == [Release(1), Start(2, 0)]
-
-
-def test_nonsense_is_refused() -> None:
-    """A pipeline without stages, and budgets that allow nothing."""
-    with pytest.raises(ValueError, match="stage"):
-        Scheduler([], Budget(1, {}))
-    for memory_nbytes, width in ((0, 1), (-1, 1), (1, 0)):
-        with pytest.raises(ValueError, match="every limit of a budget must be positive"):
-            Budget(memory_nbytes, {"io": width})

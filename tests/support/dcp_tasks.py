@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
@@ -116,26 +113,6 @@ def two_uris(folder: str) -> None:
     dcp.save(arranged(1), storage_writer=HoldfastWriter(f"{folder}/{dist.get_rank()}"))
 
 
-class StuckPlanner(DefaultSavePlanner):
-    """Says that it was asked for data, and gives none on rank 1."""
-
-    def __init__(self, asked: Path) -> None:
-        super().__init__()
-        self.asked = asked
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Blocks for longer than any test."""
-        if dist.get_rank() == 1:
-            self.asked.touch()
-            time.sleep(600)
-        return super().resolve_data(write_item)
-
-
-def stuck_save(uri: str, asked: str) -> None:
-    """A save in which rank 1 stops in the middle."""
-    dcp.save(arranged(2), storage_writer=HoldfastWriter(uri), planner=StuckPlanner(Path(asked)))
-
-
 def of_some_ranks(uri: str) -> None:
     """All ranks but the first save, and load again, in a process group of their own."""
     ranks = list(range(1, dist.get_world_size()))
@@ -165,30 +142,18 @@ def each_alone(folder: str) -> None:
     assert into["w"].tolist() == [rank] * 3
 
 
-def without_collectives(uri: str, *, refused: bool = False, group: bool = False) -> None:
-    """A save in which DCP coordinates nothing. ``refused``: rank 1 has what cannot be stored.
-    ``group``: in a process group of the last rank."""
+def without_collectives(uri: str, *, refused: bool = False) -> None:
+    """Save without any coordination by DCP. ``refused``: rank 1 has a value that cannot be stored."""
     state = arranged(5)
     if refused and dist.get_rank() == 1:
         state["hook"] = print
     writer = HoldfastWriter(uri, deadline_s=20)
-    last = dist.new_group([dist.get_world_size() - 1])
-    if not group:
-        dcp.save(state, storage_writer=writer, use_collectives=False)
-    elif dist.get_rank() == dist.get_world_size() - 1:
-        dcp.save(
-            {"w": torch.ones(2)}, storage_writer=writer, process_group=last, use_collectives=False
-        )
+    dcp.save(state, storage_writer=writer, use_collectives=False)
 
 
 def refused_without_collectives(uri: str) -> None:
     """See there."""
     without_collectives(uri, refused=True)
-
-
-def group_without_collectives(uri: str) -> None:
-    """See there."""
-    without_collectives(uri, group=True)
 
 
 def several_boxes(uri: str) -> dict[str, Any]:

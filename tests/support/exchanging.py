@@ -1,30 +1,25 @@
-"""Tasks for rank processes: load what all of them want, and count, or fail, or halt in the
-middle."""
+"""Tasks for rank processes: load the same bytes on all ranks, and count reads, or halt."""
 
 from __future__ import annotations
 
 import gc
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.storage.exchange import exchange as ranks_exchange
-from holdfast.storage.exchange.group import ExchangeLimits
-from holdfast.storage.operations.loading import start_load
-from holdfast.storage.operations.loading.load import LoadJob
 from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks.process_group import current_member
 
 from .bits import difference
 
-__all__ = ["broken_load", "exchanging_load", "replicated_save"]
+__all__ = ["CHUNK_NBYTES", "exchanging_load", "halting_load", "replicated_save"]
 
 CHUNK_NBYTES = 16 << 20
 
@@ -49,23 +44,19 @@ def exchanging_load(
     exchange: Any,
     hosts: list[int] | None = None,
     cannot: tuple[int, ...] = (),
-    strangers: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Load it on every rank. ``hosts``: which host each rank takes itself to be on. Ranks in
-    ``cannot`` have no memory to share; those in ``strangers`` find no other's door. Returns what
-    was read, how often the manifest, and was checked, what is wrong, and how much memory is still
-    shared.
+    """Load it on every rank, and return what was read, received and is still shared.
+
+    ``hosts``: the host of each rank. Ranks in ``cannot`` have no memory to share.
     """
-    gc.collect()  # what an error held that a test before was about
+    gc.collect()  # the errors of an earlier test
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
-    memfd_create, get, manifests = os.memfd_create, LocalDriver.get, list[str]()
+    manifests, checked = list[str](), list[str]()
     member = current_member(60.0)
     assert member is not None
-    host = member.host
-    connect = ranks_exchange.connect
-    check, checked = committed.check_complete, list[str]()
+    host, get, check = member.host, LocalDriver.get, committed.check_complete
 
     async def counted(self: Any, key: str) -> bytes:
         manifests.append(key)
@@ -75,22 +66,17 @@ def exchanging_load(
         checked.append(what)
         check(manifest, what)
 
-    LocalDriver.get, committed.check_complete = counted, checks  # type: ignore[method-assign]
-    if hosts:
-        member.host = f"host {hosts[rank]}"
-    if rank in cannot:
-        os.memfd_create = _refused
-    if strangers:
-        limits = ExchangeLimits(connect_all_timeout_s=3.0)  # the others wait so long for them
-        start_load.LoadJob = partial(LoadJob, exchange_limits=limits)  # type: ignore[assignment,misc]
-    if rank in strangers:
-        ranks_exchange.connect = _unanswered
     try:
-        holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalDriver, "get", counted)
+            patch.setattr(committed, "check_complete", checks)
+            if hosts:
+                member.host = f"host {hosts[rank]}"
+            if rank in cannot:
+                patch.setattr(os, "memfd_create", _refused)
+            holdfast.load(uri, into=into, exchange=exchange, on_report=reports.append)
     finally:
-        member.host, os.memfd_create = host, memfd_create
-        ranks_exchange.connect, start_load.LoadJob = connect, LoadJob  # type: ignore[misc]
-        LocalDriver.get, committed.check_complete = get, check  # type: ignore[method-assign]
+        member.host = host
     return {
         "manifests": len(manifests),
         "checked": len(checked),
@@ -110,39 +96,25 @@ def _refused(*_: Any) -> int:
     raise OSError("refused")
 
 
-async def _unanswered(*_: Any) -> Any:
-    raise ConnectionRefusedError("nobody opens")
-
-
-def broken_load(
-    uri: str, chunks: int, rank: int, sign: str | None, deadline_s: float, exchange: Any = True
-) -> Any:
-    """As above; but at its second read of an image one rank fails, or, if there is a ``sign``,
-    leaves it and comes to a halt with its engine, to be killed there. Returns seconds; or raises,
-    with these in ``took_s``, and in ``left`` how much memory is still shared."""
+def halting_load(uri: str, chunks: int, rank: int, sign: str, deadline_s: float) -> None:
+    """Load it; at its second read of an image one rank touches ``sign`` and halts."""
     method, count = LocalDriver.read, 0
 
-    async def broken(self: Any, key: str, start: int, into: memoryview) -> None:
+    async def halting(self: Any, key: str, start: int, into: memoryview) -> None:
         nonlocal count
         count += len(into) > 1 << 20
         if count > 1 and dist.get_rank() == rank:
-            if sign is None:
-                raise holdfast.StorageError("the disk is broken", key=key)
             Path(sign).touch()
             time.sleep(600)
         await method(self, key, start, into)
 
-    LocalDriver.read = broken  # type: ignore[method-assign]
+    LocalDriver.read = halting  # type: ignore[method-assign]
     into = {name: torch.zeros_like(t) for name, t in replicated(chunks).items()}
-    gc.collect()
-    gc.disable()
     began_s = time.monotonic()
     try:
-        holdfast.load(uri, into=into, exchange=exchange, deadline_s=deadline_s)
+        holdfast.load(uri, into=into, exchange=True, deadline_s=deadline_s)
     except BaseException as error:
-        error.took_s, error.left = time.monotonic() - began_s, _shared_memories()  # type: ignore[attr-defined]
+        error.took_s = time.monotonic() - began_s  # type: ignore[attr-defined]
         raise
     finally:
-        gc.enable()
         LocalDriver.read = method  # type: ignore[method-assign]
-    return time.monotonic() - began_s

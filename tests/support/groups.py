@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 
-__all__ = ["actor_and_critic", "alone", "copies_of_one", "outside", "runs_of_groups"]
+__all__ = ["actor_and_critic", "copies_of_one", "runs_of_groups"]
 
 FULL = torch.arange(15.0).reshape(5, 3)
 
@@ -70,20 +70,6 @@ def runs_of_groups(folder: str) -> int:
     return step
 
 
-def alone(folder: str) -> tuple[float, int] | None:
-    """Save and load on the first rank while the others wait in a barrier of their own."""
-    found = None
-    if dist.get_rank() == 0:
-        uri = Path(folder, "alone")
-        handle = holdfast.async_save(uri, {"w": torch.ones(10)}, process_group="self")
-        handle.wait(60)
-        into = holdfast.load(uri, into={"w": torch.zeros(10)}, process_group="self")
-        with holdfast.open(uri) as checkpoint:
-            found = float(into["w"].sum()), checkpoint.world
-    dist.barrier()
-    return found
-
-
 def copies_of_one(folder: str) -> str:
     """Save a replicated tensor on each of two ranks alone, then a sharded one.
 
@@ -99,18 +85,6 @@ def copies_of_one(folder: str) -> str:
         half = distribute_tensor(FULL, mesh, [Shard(0)])
         holdfast.save(Path(folder, f"half-{dist.get_rank()}"), {"w": half}, process_group="self")
     except holdfast.CoverageError as error:
-        said = str(error)
-    dist.barrier()
-    return said
-
-
-def outside(folder: str) -> str:
-    """Return the error of a rank outside the group while the group saves."""
-    group = dist.new_group([0])
-    said = ""
-    try:
-        holdfast.save(Path(folder, "outside"), {"w": torch.ones(10)}, process_group=group)
-    except holdfast.UsageError as error:
         said = str(error)
     dist.barrier()
     return said

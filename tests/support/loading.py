@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
@@ -16,7 +15,7 @@ import holdfast
 
 from .bits import difference
 
-__all__ = ["dealt_lists", "own_bytes", "own_values", "part_of_an_epoch", "save_lists"]
+__all__ = ["dealt_lists", "own_bytes", "part_of_an_epoch", "save_lists"]
 
 RULES = ("keep", "broadcast", "split", "merge")
 
@@ -70,20 +69,6 @@ def part_of_an_epoch(
     if save:
         holdfast.save(save, state)
     return seen, drawn
-
-
-def own_values(uri: str) -> str | None:
-    """Save and load what differs between ranks in structure; return a difference."""
-    rank = dist.get_rank()
-    own = {
-        "list": list(range(rank)),
-        f"only {rank}": {"t": torch.arange(float(rank))},
-        "array": np.arange(rank + 1),
-    }
-    holdfast.save(uri, {"own": holdfast.PerRank(own), "w": torch.ones(3)})
-    state: dict[str, Any] = {"own": holdfast.PerRank(None), "w": torch.zeros(3)}
-    holdfast.load(uri, into=state)
-    return difference(own, state["own"].value)
 
 
 def own_bytes(uri: str, value: Any) -> tuple[bool, int]:

@@ -10,24 +10,19 @@ import signal
 import subprocess
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.storage.operations.saving import save
-from holdfast.storage.ranks.process_group import current_member
 
 from .bits import difference
-from .jobs import laid_out, placement, sharded, state_of, train
+from .jobs import laid_out, sharded, train
 
 __all__ = ["plain_load", "plain_save"]
 
@@ -86,36 +81,6 @@ def plain_load(uri: str, saved_world: int) -> list[str]:
     return [text for text in found if text != "strict"]
 
 
-class Tied(nn.Module):
-    """A tied weight whose second name comes first in the alphabet, as in many language models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(50, 8)
-        self.head = nn.Linear(8, 50, bias=False)
-        self.head.weight = self.wte.weight
-
-
-def giant_save(uri: str, plain: bool) -> int:
-    """Save one replicated tensor of 16 MB, plain or as a DTensor; return the bytes written."""
-    tensor = torch.arange(4_000_000, dtype=torch.float32).view(4, -1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return holdfast.save(uri, {"t": tensor if plain else laid_out(tensor, mesh, ("R",))}).nbytes
-
-
-def replicas(uri: str, seed: int) -> list[Any]:
-    """Save a replicated module, and load it into another; return bytes and difference."""
-    torch.manual_seed(seed)
-    model = Tied()
-    model.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
-    saved = {name: t.clone() for name, t in model.state_dict().items()}
-    report = holdfast.save(uri, {"model": model})
-    other = Tied()
-    other.register_buffer("mean", torch.zeros(3))
-    holdfast.load(uri, into={"model": other})
-    return [report.nbytes, difference(saved, dict(other.state_dict()))]
-
-
 def draw() -> list[Any]:
     """The next random numbers of this process."""
     return [torch.rand(2).tolist(), np.random.random(2).tolist(), random.random()]
@@ -144,38 +109,17 @@ def random_load(uri: str) -> list[Any]:
     return [*draw(), g.initial_seed()]
 
 
-def save_with(uri: str, overrides: dict[int, Any], deadline_s: float = 30.0) -> Any:
+def save_with(uri: str, overrides: dict[int, Any]) -> Any:
     """Save, with other states on some ranks; return the time, or raise with it in ``took_s``."""
     state = overrides.get(dist.get_rank(), {"x": torch.arange(100.0), "y": 1})
-    return _timed(
-        lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=deadline_s)
-    )
+    return _timed(lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=30))
 
 
-def load_with(uri: str, overrides: dict[int, Any], strict: bool = True) -> Any:
-    """Load; some ranks' targets are others."""
+def load_with(uri: str, overrides: dict[int, Any]) -> Any:
+    """Load, with other targets on some ranks."""
     into = overrides.get(dist.get_rank(), {"x": torch.zeros(100), "y": 0})
-    _timed(lambda: holdfast.load(uri, into=into, strict=strict))
+    holdfast.load(uri, into=into)
     return into
-
-
-def disagreeing(uri: str, how: str) -> Any:
-    """Save a sharded tensor of which rank 2 has another idea than the others."""
-    odd = dist.get_rank() == 2
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = 9 if odd and how == "shape" else 8
-    x = torch.zeros(rows, 3, dtype=torch.float64 if odd and how == "dtype" else torch.float32)
-    kind = "S1" if odd and how == "offset" else "S0"
-    local = torch.zeros(-(-rows // 4), 3) if kind == "S0" else torch.zeros(8, 1)
-    shard = DTensor.from_local(
-        local.to(x.dtype),
-        mesh,
-        [placement(kind)],
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
-    return _timed(lambda: holdfast.save(uri, {"x": shard}))
 
 
 def unsavable() -> Any:
@@ -191,22 +135,6 @@ def _timed(work: Any) -> Any:
         error.took_s = time.monotonic() - began  # type: ignore[attr-defined]
         raise
     return time.monotonic() - began
-
-
-def joining_save(uri: str, hosts: list[str], rank: int, sign: str, deadline_s: float) -> Any:
-    """Save with the given hosts; one rank halts before it forwards its host's fragments."""
-    member = current_member(deadline_s)
-    assert member is not None
-    member.host = hosts[dist.get_rank()]
-    if dist.get_rank() == rank:
-        save.join = partial(_halted, sign)
-    state = {"x": torch.full((1000,), 2.0), "own": torch.full((9,), dist.get_rank())}
-    return _timed(lambda: holdfast.save(uri, state, deadline_s=deadline_s))
-
-
-def _halted(sign: str, *_: Any) -> Any:
-    Path(sign).touch()
-    time.sleep(600)
 
 
 def halting_save(uri: str, rank: int, moment: str, sign: str, deadline_s: float) -> Any:
@@ -301,75 +229,20 @@ def _recording(function: Any, name: str, called: list[str]) -> Any:
     return record
 
 
-def overlapped(uri: str, saves: int, budget_nbytes: int | None) -> list[Any]:
-    """Train while earlier steps are saved; return the state at each save."""
-    model, optim = sharded("fsdp", 1)
-    handles, states = [], []
-    for step in range(saves):
-        train(model, optim, step, step + 1)
-        state = {
-            "model": model,
-            "optim": optim,
-            "step": step,
-            "own": torch.full((3,), float(dist.get_rank() + step)),
-        }
-        states.append(state_of(model, optim))
-        handles.append(holdfast.async_save(f"{uri}/{step}", state, budget_nbytes=budget_nbytes))
-        state["own"].zero_()
-        for p in model.parameters():
-            p.data.add_(0)  # touched at once
-        train(model, optim, step + 100, step + 102)
-    for handle in handles:
-        handle.wait()
-    return states
-
-
-def partial_meshes(uri: str) -> list[Any]:
-    """Save and load pipeline stages: each half of the ranks has a tensor of its own."""
-    stage = dist.get_rank() // 2
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    full = torch.arange(35.0).reshape(7, 5) + stage
-    state = {
-        f"stage{stage}": {"w": laid_out(full, whole["dp"], ("S0",)), "lr": stage},
-        "shared": torch.ones(4),
-        "step": 1,
-    }
-    holdfast.save(uri, state)
-    into = {
-        f"stage{stage}": {"w": laid_out(full * 0, whole["dp"], ("S0",)), "lr": -1},
-        "shared": torch.zeros(4),
-        "step": 0,
-    }
-    holdfast.load(uri, into=into)
-    return [
-        torch.equal(into[f"stage{stage}"]["w"].to_local(), state[f"stage{stage}"]["w"].to_local()),
-        into[f"stage{stage}"]["lr"] == stage,
-    ]
-
-
 def meshes_of_one_name(uri: str, how: str) -> Any:
-    """Save and load tensors of one name on two mesh lines: alike, different, or on one only."""
+    """Save and load tensors of one name on two mesh lines, or on one only."""
     rank = dist.get_rank()
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("line", "dp"))
-    full = torch.arange(35.0).reshape(7, 5) + (rank // 2 if how == "different" else 0)
+    full = torch.arange(35.0).reshape(7, 5)
     here = how != "one line" or rank < 2
     state: dict[str, Any] = {"w": laid_out(full, whole["dp"], ("S0",))} if here else {}
     state["v"] = laid_out(torch.arange(9.0), whole["dp"], ("R",))
     into = {
         name: laid_out(torch.full(t.shape, -1.0), whole["dp"], ("S0",)) for name, t in state.items()
     }
-
-    def work() -> None:
-        holdfast.save(uri, state)
-        holdfast.load(uri, into=into)
-
-    _timed(work)
-    return whole_of(into)
-
-
-def whole_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """DTensors, gathered."""
-    return {name: t.full_tensor() for name, t in state.items()}
+    holdfast.save(uri, state)
+    holdfast.load(uri, into=into)
+    return {name: t.full_tensor() for name, t in into.items()}
 
 
 class Holder:
@@ -396,23 +269,3 @@ def own_lists(uri: str) -> list[Any]:
     holder.held = None
     holdfast.load(uri, into={"holder": holder})
     return [] if holder.held == held else [holder.held, held]
-
-
-def repeated(uri: str, saves: int) -> list[int]:
-    """Save and load again and again; return how many keys the job's store has after each."""
-    store = dist.distributed_c10d._get_default_store()
-    counts = []
-    for step in range(saves):
-        holdfast.save(
-            uri,
-            {
-                "step": step,
-                "x": torch.full((10,), float(step)),
-                "own": torch.tensor(dist.get_rank()),
-            },
-        )
-        holdfast.load(uri, into={"step": 0, "x": torch.zeros(10), "own": torch.tensor(0)})
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts

@@ -15,22 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 
-from .jobs import sharded, state_of, train
-
-__all__ = ["back_run", "damaged_run", "fsdp_run", "skewed_run", "stopped_run", "timed_run"]
-
-
-def fsdp_run(uri: str, total: int, stop_after: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Train with FSDP2, saving every other step; return the first step, last state and counters."""
-    model, optim = sharded("fsdp", 1)
-    state = {"model": model, "optim": optim, "step": 0}
-    with holdfast.Checkpointer(uri, every=2, keep=2, when_busy="wait", lazy="prove") as ckpt:
-        begin = ckpt.resume(state)
-        for step in range(begin + 1, min(total, stop_after) + 1):
-            train(model, optim, step, step + 1)
-            state["step"] = step
-            ckpt.step(step, state)
-    return begin, state_of(model, optim), asdict(ckpt.counters)
+__all__ = ["back_run", "damaged_run", "skewed_run", "stopped_run", "timed_run"]
 
 
 def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:

@@ -3,7 +3,6 @@ states, under FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ __all__ = [
     "uneven",
     "wrapped_load",
     "wrapped_save",
-    "zero",
 ]
 
 
@@ -419,48 +417,3 @@ def per_rank_of_plain(uri: str) -> int:
 
     holdfast.load(uri, into={"loader": holdfast.PerRank(loader, rule)}, strict=False)
     return loader.position
-
-
-def refused(act: Callable[[], Any]) -> str:
-    """What is said of a state that cannot be saved or loaded."""
-    try:
-        act()
-    except holdfast.StateError as error:
-        return str(error)
-    return "nothing"
-
-
-def zero_trained(n: int, overlapped: bool = False) -> tuple[nn.Module, Any]:
-    """A model and a ZeroRedundancyOptimizer that has stepped, unless DDP has it step."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optim = ZeroRedundancyOptimizer(
-        model.parameters(),
-        optimizer_class=torch.optim.Adam,
-        lr=float(n),
-        overlap_with_ddp=overlapped,
-    )
-    if overlapped:
-        return model, optim
-    for p in model.parameters():
-        p.grad = torch.full_like(p, float(n))
-    optim.step()
-    return model, optim
-
-
-def zero(uri: str) -> set[str]:
-    """Save and load a ZeroRedundancyOptimizer; of one that DDP has step, what is said at the save
-    and the load."""
-    model, optim = zero_trained(1)
-    holdfast.save(uri, {"model": model, "optim": optim})
-    other, into = zero_trained(2)
-    holdfast.load(uri, into={"model": other, "optim": into})
-    for old, new in zip(optim.optim.state.values(), into.optim.state.values(), strict=True):
-        assert torch.equal(old["exp_avg"], new["exp_avg"])
-    assert into.param_groups[0]["lr"] == into.optim.param_groups[0]["lr"] == 1.0
-    _, hidden = zero_trained(1, overlapped=True)
-    state = {"model": model, "optim": hidden}
-    calls = (lambda: holdfast.save(uri, state), lambda: holdfast.load(uri, state))
-    return {refused(call) for call in calls}

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from holdfast.planner.box import Box, flat_to_boxes, intersect, row_strides
 from holdfast.planner.columns import (
     contiguous,
-    flat_boxes,
     flat_starts,
     padded,
     ranges,
@@ -25,8 +24,6 @@ from holdfast.planner.layout import (
     BoxLayout,
     FlatLayout,
     Layout,
-    MeshLayout,
-    Piece,
     local_layout,
     regions_of,
 )
@@ -64,11 +61,6 @@ def test_impossible_boxes_are_refused(offsets: tuple[int, ...], lengths: tuple[i
     """Offsets and lengths that do not match, and negative lengths, raise ValueError."""
     with pytest.raises(ValueError, match="box"):
         Box(offsets, lengths)
-
-
-def test_box_text_and_shift() -> None:
-    """A box reads like a slice; shifting moves it and keeps its lengths."""
-    assert str(Box((1, 2), (3, 4)).shifted((10, -2))) == "[11:14,0:4]"
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 21)])
@@ -125,27 +117,6 @@ def test_boxes_and_ranges_keep_their_order() -> None:
     assert regions.row.tolist() == [0, 0, 0, 1, 2, 5]
     assert regions.local_start.tolist() == [0, 1, 4, 0, 0, 0]
     assert regions.local_shape.tolist() == [[1, 1], [1, 3], [1, 1], [3, 3], [1, 3], [1, 1]]
-
-
-def test_layouts_tell_their_holders_and_region() -> None:
-    """A part knows no other rank and names its region; layouts of different tensors differ."""
-    flat = FlatLayout((4, 3), 2, 7)
-    box = BoxLayout((4, 3), Box((1, 0), (2, 3)))
-    assert (flat.holders, box.holders, local_layout((4, 3)).holders) == ((), (), None)
-    assert (flat.region, box.region) == ("[flat 2:7]", "[1:3,0:3]")
-    assert len({flat, FlatLayout((3, 4), 2, 7), FlatLayout((4, 3), 2, 8)}) == 3
-    piece = Piece(Box((0,), (2,)), 0, (2,))
-    small, large = (MeshLayout(shape, (piece,), (2,), (0,), 2) for shape in ((2,), (4,)))
-    assert small != large
-
-
-def test_whole_rows_are_one_box() -> None:
-    """A range of whole rows is one box, and so one run of memory."""
-    row, offsets, lengths, first = flat_boxes(
-        np.array([[100, 8], [100, 8]]), np.array([16, 0]), np.array([80, 800])
-    )
-    assert (row.tolist(), offsets.tolist(), first.tolist()) == ([0, 1], [[2, 0], [0, 0]], [16, 0])
-    assert lengths.tolist() == [[8, 8], [100, 8]]
 
 
 def test_columns_agree_with_arrays() -> None:

@@ -140,19 +140,6 @@ def test_elements_that_a_read_would_tear_are_refused() -> None:
     ]
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
-    """Chunks that are no whole number of blocks raise."""
-    with pytest.raises(ValueError, match="whole number of blocks"):
-        plan_load(
-            one_tensor(8),
-            stored(((0,), (8,), 0, 0)),
-            wanted(((0,), (8,))),
-            np.array([64]),
-            chunk_nbytes=100,
-            block_nbytes=64,
-        )
-
-
 def test_many_pairs_go_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning in small batches gives the same plan as in one."""
     shards = stored(*(((4 * row,), (4,), 0, 4 * row) for row in range(16)))

@@ -88,23 +88,6 @@ def test_fsdp_over_tensor_parallel_agrees_with_torch(dp: int, tp: int) -> None:
         assert_like_torch((nrows, 2), (dp, tp), [Split(0, stride=tp), Split(0)])
 
 
-@pytest.mark.nightly(7)
-@pytest.mark.parametrize("mesh_shape", [(2, 3, 2)], ids=str)
-def test_strided_splits_in_any_position_agree_with_torch(mesh_shape: Shape) -> None:
-    """Strided splits compose with the placements before and after them."""
-    menu: list[Placement] = [
-        Replicated(),
-        Split(0),
-        Split(1),
-        Split(0, stride=2),
-        Split(0, stride=3),
-        Split(1, stride=4),
-    ]
-    for placements in itertools.product(menu, repeat=3):
-        for shape in ((13, 5), (8, 8)):
-            assert_like_torch(shape, mesh_shape, placements)
-
-
 def test_even_strided_shards_are_one_box() -> None:
     """FSDP2 over tensor parallelism with even sizes needs one box per rank."""
     pieces = local_pieces((8, 8), (2, 2), (0, 1), [Split(0, stride=2), Split(0)])

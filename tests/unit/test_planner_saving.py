@@ -49,12 +49,6 @@ def written(held: Holdings, rank: int) -> list[tuple[int, list[int], list[int], 
     return list(zip(*(column.tolist() for column in columns), local, strict=True))
 
 
-def test_a_lone_holder_writes_everything() -> None:
-    """What one rank alone holds is returned as it is, not copied."""
-    held = holdings([((0, 0), (4, 6)), ((8, 0), (4, 6))], ((3,),))
-    assert divide(held, 3) is held
-
-
 def test_cuts_fall_on_rows() -> None:
     """Where a share ends inside a row, the row goes to the next holder."""
     held = holdings([((0, 0), (1000, 8))], ((0, 1, 2),))

@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.planner import coverage
 from holdfast.planner.box import Box
-from holdfast.planner.coverage import flaws
 from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 Indices = tuple[int, ...]
@@ -58,11 +57,6 @@ def test_find_prefers_the_ranks_own_row() -> None:
     assert table.rows["rng"] == (0, 1, 3)
     assert [table.find("rng", rank) for rank in (0, 2, 4, 1, 3, 5)] == [1, 3, 0, 3, 1, 0]
     assert (table.find("rng"), table.find_all(["rng"]).tolist()) == (1, [1])
-
-
-def test_find_prefers_the_shared_row() -> None:
-    """A row of the whole job wins over one that a rank owns."""
-    assert tensor_table([(1,)] * 2, names=["a", "a"], owner=[3, -1]).find("a", rank=3) == 1
 
 
 def test_find_all_finds_what_find_does() -> None:
@@ -180,10 +174,3 @@ def test_a_gap_among_many_boxes_is_looked_at_first() -> None:
         np.zeros(2, dtype=int), np.full(2, 30), low, low + 1
     )
     assert (cell_low.tolist(), cell_high.tolist(), boxes) == ([7, 23], [8, 24], 0)
-
-
-def test_the_search_for_a_second_kind_is_bounded() -> None:
-    """The search for a second kind of flaw stops after a number of cells."""
-    rows = shard_table([(0, (0,), (2,)), (0, (1,), (1,))], ndim=1)
-    assert len(flaws((4,), rows.offsets, rows.lengths, cells_after_first=1)) == 1
-    assert len(flaws((4,), rows.offsets, rows.lengths)) == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import holdfast
@@ -53,6 +54,18 @@ def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_
             assert ckpt.step(1, {"w": torch.ones(1)}) is None
         counters = ckpt.counters
         assert (counters.due, counters.failed, counters.in_flight) == (1, 1, 0)
+
+
+def test_a_zero_optimizer_that_ddp_steps_is_refused(second_of_three: None, tmp_path: Path) -> None:
+    """The error names the optimizer and the option that hides its state."""
+    optim = ZeroRedundancyOptimizer(
+        torch.nn.Linear(2, 2).parameters(), torch.optim.Adam, overlap_with_ddp=True
+    )
+    for call in (holdfast.save, holdfast.load):
+        with pytest.raises(
+            holdfast.StateError, match=r'state\["optim"\] is a ZeroRedundancy.*overlap_with_ddp'
+        ):
+            call(tmp_path / "c", {"optim": optim}, process_group="self")
 
 
 @pytest.mark.parametrize("group", ["all", 3, dist.GroupMember.NON_GROUP_MEMBER])

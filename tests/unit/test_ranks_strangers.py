@@ -262,14 +262,6 @@ def test_memory_that_could_be_cut_off_is_not_looked_at(how: str, tmp_path: Path)
         os.fstat(fd)
 
 
-def test_an_arena_stays_as_large_as_it_is(arena: Arena) -> None:
-    """Not even its owner can cut it off while others look at it."""
-    for nbytes in (0, 100, 1 << 20):
-        with pytest.raises(PermissionError):
-            os.ftruncate(arena.fd, nbytes)
-    assert bytes(Window(os.dup(arena.fd), 4096).first(len(DATA))) == DATA
-
-
 def test_other_memory_than_the_doors_is_refused(arena: Arena, no_leaks: None) -> None:
     """Somebody in between, who passes on what both sides say, cannot hand over memory of its own."""
     other = Arena(4096, 1)

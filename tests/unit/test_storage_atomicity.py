@@ -152,24 +152,6 @@ def test_a_save_that_fails_at_any_access_leaves_a_whole_checkpoint(
     assert len(left) <= 2
 
 
-def test_what_died_after_its_claim_is_collected_when_its_grace_is_over() -> None:
-    """Until then its manifest may still be on its way."""
-    storage = prepared()
-
-    async def die(operation: str, key: str) -> None:
-        if key == MANIFEST_KEY and operation == "put":
-            raise holdfast.StorageDownError("injected")
-
-    with pytest.raises(holdfast.StorageDownError):
-        run(save(HookedDriver(storage, before=die), NEW))
-    run(save(storage, LAST))
-    assert len(attempts(run(contents(storage)))) == 2
-    age(storage, limits.GRACE_S + 60.0)
-    run(save(storage, LAST))
-    assert len(attempts(run(contents(storage)))) == 1
-    assert difference(LAST, run(load(storage))) is None
-
-
 def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -317,16 +299,6 @@ def test_two_saves_of_one_process_to_one_uri_take_turns() -> None:
     assert difference({"i": 4, "x": torch.full((1000,), 4)}, holdfast.load(uri)) is None
     objects = run(contents(MemoryDriver(uri.removeprefix("memory://"))))
     assert len(attempts(objects)) == 1
-
-
-def test_a_damaged_manifest_does_not_keep_a_save_from_replacing_it() -> None:
-    """Nor are the images deleted that it may have named."""
-    storage = prepared()
-    (old,) = (a for a, files in attempts(run(contents(storage))).items() if "fate" in files)
-    run(storage.put(MANIFEST_KEY, b"rubbish"))
-    run(save(storage, NEW))
-    assert difference(NEW, run(load(storage))) is None
-    assert "0.safetensors" in attempts(run(contents(storage)))[old]
 
 
 def test_what_a_newer_release_wrote_is_not_overwritten() -> None:

@@ -156,17 +156,6 @@ def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
     assert run(contents(storage))[prune_lock.PRUNING_KEY] == other
 
 
-def test_every_commit_record_is_unique_and_no_abort_record() -> None:
-    """Two savers never write the same bytes."""
-    storage = MemoryDriver()
-    for name in ("a", "b"):
-        run(records.put_commit_record(storage, name))
-    first, second = (run(records.read_record(storage, name)) for name in ("a", "b"))
-    assert first != second
-    assert records.ABORT_RECORD not in (first, second)
-    assert run(records.read_record(storage, "c")) is None
-
-
 @pytest.mark.parametrize(
     "old", [b"", b"claim 0123456789abcdef"], ids=["of earlier versions", "of this version"]
 )

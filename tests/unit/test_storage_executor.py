@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from holdfast.storage.runtime.engine import offload, start
+from holdfast.storage.runtime.engine import offload
 from holdfast.storage.runtime.executor import Pipeline, Stage
 from holdfast.storage.runtime.scheduler import Budget
 
@@ -54,31 +54,7 @@ def test_cancelled_it_waits_for_what_runs(
     asyncio.run(cancelled())
 
 
-def test_any_error_ends_it() -> None:
-    """A lack of memory ends the pipeline as an I/O error does, and everything is released."""
-    released: list[int] = []
-
-    async def fail(job: int) -> None:
-        raise MemoryError("none left")
-
-    pipeline = Pipeline([Stage("read", "io", fail)], Budget(9, {"io": 1}), release=released.append)
-    with pytest.raises(MemoryError):
-        asyncio.run(pipeline.run(range(3), [1] * 3))
-    assert released == [0]
-
-
-def test_offload_returns_the_result_of_its_function() -> None:
-    """An error of the function is raised."""
-
-    def fails() -> None:
-        raise KeyError("x")
-
-    assert start(offload(divmod, 7, 3)).result() == (2, 1)
-    with pytest.raises(KeyError):
-        start(offload(fails)).result()
-
-
-@pytest.mark.parametrize("jobs", range(2, 9))
+@pytest.mark.parametrize("jobs", [2, 8])
 @pytest.mark.parametrize("drain", [False, True])
 def test_jobs_begin_a_stage_in_order_where_it_asks_for_that(jobs: int, drain: bool) -> None:
     """Stages that end at the same moment do not change the order."""

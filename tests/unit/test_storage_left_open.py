@@ -72,19 +72,6 @@ def test_an_open_checkpoint_that_is_dropped_is_closed_with_a_warning(uri: Path) 
 
 
 @pytest.mark.nightly(7)
-def test_one_that_is_closed_or_used_in_a_with_block_warns_of_nothing(uri: Path) -> None:
-    """Also when it is closed twice, or by an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with holdfast.open(uri) as checkpoint:
-            checkpoint.close()
-        with pytest.raises(ZeroDivisionError), holdfast.open(uri):
-            raise ZeroDivisionError
-        del checkpoint
-        gc.collect()
-
-
-@pytest.mark.nightly(7)
 def test_what_could_not_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     """No checkpoint, no descriptor, no warning."""
     (tmp_path / "manifest.safetensors").write_bytes(b"rubbish")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -51,34 +50,6 @@ def test_tied_weights_of_which_two_values_are_stored_are_refused() -> None:
     assert "'model.emb.weight', 'model.head.weight' share memory" in str(caught.value)
     assert 'strict="state"' in str(caught.value)
     assert torch.equal(before, model.emb.weight)
-
-
-@pytest.mark.nightly(20)
-@pytest.mark.parametrize("strict", ["state", False])
-def test_in_lenient_modes_the_last_one_is_loaded_whole(
-    strict: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As torch's load_state_dict does; each time, and a warning names both."""
-    uri, _ = untied(1.0, 2.0)
-    for _ in range(5):
-        model = LM(True)
-        holdfast.load(uri, into={"model": model, "step": 0}, strict=strict)
-        assert model.emb.weight.unique().tolist() == [2.0]
-    assert "'model.emb.weight', 'model.head.weight' share memory" in caplog.text
-
-
-@pytest.mark.nightly(3)
-def test_tied_weights_that_are_stored_twice_with_equal_values_are_loaded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As a pipeline's first and last stage store them."""
-    uri, _ = untied(5.0, 5.0)
-    model, reports = LM(True), list[holdfast.LoadReport]()
-    with caplog.at_level(logging.INFO, logger="holdfast"):
-        holdfast.load(uri, into={"model": model, "step": 0}, on_report=reports.append)
-    assert model.emb.weight.unique().tolist() == [5.0]
-    assert reports[0].bytes_wanted >= 2 * model.emb.weight.nbytes
-    assert [record.name.rpartition(".")[2] for record in caplog.records] == ["telemetry"]
 
 
 def test_values_that_agree_after_a_cast_are_loaded() -> None:

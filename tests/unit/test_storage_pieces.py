@@ -13,10 +13,9 @@ from support.given import Serve
 import holdfast
 from holdfast.drivers.contract import Buffer, TakePiece
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
-from holdfast.drivers.layers.hedge import HedgeLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.drivers.pieces import PieceJoiner, Rooms, cut, piece_ends
+from holdfast.drivers.pieces import PieceJoiner, cut, piece_ends
 from holdfast.errors import DamagedError, StorageError
 
 PIECE_NBYTES = 1 << 20
@@ -74,17 +73,6 @@ def _state() -> dict[str, torch.Tensor]:
         f"t{number}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=random)
         for number, size in enumerate(sizes)
     }
-
-
-def test_pieces_are_counted_in_the_thread_that_delivers_them(seen: Seen) -> None:
-    """A read is a chunk; what is verified and scattered are pieces."""
-    state = _state()
-    holdfast.save(f"{seen.uri}/saved", state)
-    reports: list[holdfast.LoadReport] = []
-    holdfast.load(f"{seen.uri}/saved", into=state, on_report=reports.append)
-    stages = reports[0].stages
-    assert (stages["read"].count, stages["verify"].count) == (2, 24)
-    assert stages["scatter"].nbytes == stages["verify"].nbytes == stages["read"].nbytes
 
 
 def test_all_of_a_chunk_is_one_read(seen: Seen) -> None:
@@ -178,11 +166,6 @@ def test_a_bit_is_flipped_in_one_piece() -> None:
     assert sum(byte.bit_count() for byte in found if byte) == 1
 
 
-def test_hedged_reads_are_whole() -> None:
-    """A second read needs memory of its own, so a hedged driver is not read in pieces."""
-    assert HedgeLayer(InPieces("hedged", Seen()), 5).traits.piece_nbytes == 0
-
-
 @pytest.mark.parametrize("arrived_nbytes", [1, 7, 10, 64, 1000])
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 100), (3, 97), (10, 10), (19, 2), (5, 0)])
 def test_pieces_are_joined_to_multiples(start: int, nbytes: int, arrived_nbytes: int) -> None:
@@ -203,13 +186,3 @@ def test_pieces_are_joined_to_multiples(start: int, nbytes: int, arrived_nbytes:
     ends = [start + sum(map(len, taken[: count + 1])) for count in range(len(taken))]
     assert all(end % 10 == 0 for end in ends[:-1])
     assert all(0 < len(piece) <= 10 for piece in taken)
-
-
-def test_rooms_are_used_again_and_never_shared() -> None:
-    """Reads at the same time have memory of their own each; later ones get what is free."""
-    rooms = Rooms(PIECE_NBYTES)
-    with rooms.room() as first, rooms.room() as second:
-        assert first is not second
-        assert len(first) == len(second) == PIECE_NBYTES
-    with rooms.room() as third, rooms.room() as fourth:
-        assert {id(third), id(fourth)} == {id(first), id(second)}

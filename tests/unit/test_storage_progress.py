@@ -62,14 +62,6 @@ def test_a_resume_says_how_far_it_is(tmp_path: Path) -> None:
     assert rising(calls, 40_000)
 
 
-def test_nothing_to_read_reports_nothing() -> None:
-    """A state of small values alone is in the manifest."""
-    uri, calls = fresh_uri(), list[tuple[int, int]]()
-    holdfast.save(uri, {"x": 1})
-    holdfast.load(uri, into={"x": 0}, progress=lambda done, total: calls.append((done, total)))
-    assert calls == []
-
-
 @pytest.mark.parametrize("compression", [None, "lz4"])
 def test_a_save_says_how_far_it_is(compression: Any) -> None:
     """A save reports the bytes written, in the foreground and in the background."""
@@ -122,14 +114,3 @@ def test_a_failure_that_is_raised_is_not_logged_as_well(
         checkpoints.wait()
     assert len([record for record in caplog.records if "not saved" in record.getMessage()]) == 1
     assert not [record for record in caplog.records if "the save to" in record.getMessage()]
-
-
-def test_a_handle_shows_how_far_it_is(tmp_path: Path) -> None:
-    """The repr of a handle shows the stages that it has reached."""
-    handle = holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)})
-    handle.wait()
-    assert (
-        repr(handle)
-        == f"<SaveHandle file://{tmp_path}/c: captured reached, sealed reached, durable reached>"
-    )
-    assert repr(handle.durable) == "<StageHandle durable: reached>"

@@ -17,7 +17,7 @@ import holdfast
 from holdfast import errors
 from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.operations.saving.global_plan import GlobalPlan, GlobalPlans, Route, agree
+from holdfast.storage.operations.saving.global_plan import GlobalPlans, agree
 from holdfast.storage.operations.saving.handle import SaveHandle
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks import process_group
@@ -25,7 +25,6 @@ from holdfast.storage.ranks.failures import Failure
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flattening.flatten import flatten
-from holdfast.storage.state.plan import Agreed
 
 pytestmark = pytest.mark.clocked
 
@@ -83,15 +82,6 @@ def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() ->
     assert isinstance(told, errors.RankFailedError)
     assert told.rank == 0
     assert "no room" in str(told)
-
-
-def test_what_a_rank_says_of_tensors_that_were_alike_depends_on_each_of_them() -> None:
-    """One that changes is seen, whichever it is."""
-    plan = GlobalPlan(b"id", Agreed({}, {}), {"0": [3, 5, 8]}, {}, Route([0], [0]))
-    digests = {3: b"a" * 16, 5: b"b" * 16, 8: b"c" * 16}
-    told = plan.followed(digests)
-    for row in digests:
-        assert plan.followed(digests | {row: b"x" * 16}) != told
 
 
 def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:

@@ -192,13 +192,6 @@ def test_a_step_that_is_no_whole_number_is_refused(step: Any, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_may_be_any_integer_type(tmp_path: Path) -> None:
-    """numpy's integers are integers."""
-    holdfast.save(tmp_path / "c", {}, step=np.int64(7))
-    with holdfast.open(tmp_path / "c") as c:
-        assert c.step == 7
-
-
 @pytest.mark.parametrize("budget", [0, -1, (32 << 20) - 1])
 def test_a_budget_too_small_is_refused(budget: int, tmp_path: Path) -> None:
     """By every function that takes one."""

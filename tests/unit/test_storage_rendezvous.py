@@ -92,28 +92,6 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
     run(main)
 
 
-@pytest.mark.nightly(28)
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("late", [0, 1], ids=["leader late", "leader first"])
-def test_after_different_calls_either_can_be_made_again(late: int, world: int, store: Any) -> None:
-    """Old answers are not taken for the next call."""
-
-    async def main() -> None:
-        job = Job(store, world)
-        await job.all(SAVE)
-        for again in (SAVE, LOAD):
-            calls = [SAVE] * (world - 1) + [LOAD]
-            outcomes = await together(*(job.calls(rank, call) for rank, call in enumerate(calls)))
-            assert [type(error) for error in outcomes] == [holdfast.UsageError] * world
-            delays = [0.0 if (rank == 0) == bool(late) else 0.5 for rank in range(world)]
-            done = await together(
-                *(job.calls(rank, again, late_s=delays[rank]) for rank in range(world))
-            )
-            assert done == [[everybody("a", world), everybody("b", world)]] * world
-
-    run(main)
-
-
 def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
     """It was to come here, and had another URI, say."""
 
@@ -274,15 +252,3 @@ def test_rosters_and_boards_come_back_as_they_were() -> None:
     assert len(encoded_roster([7] * 100_000)) < 10
     status = RankStatus("n", "l", 3, logs={"x": (1, -2)}, settled={"x": Settled(1, 2)})
     assert RankStatus.decode(status.encode(), 1) == status
-
-
-def test_calls_have_one_name_wherever_they_come_from() -> None:
-    """What they are about is in it; the thread is not."""
-    assert Call("save", "file:///a", 1, "x").name == SAVE.name
-    others = [
-        LOAD,
-        Call("load", "file:///a", 1),
-        Call("save", "file:///b", 1),
-        Call("save", "file:///a"),
-    ]
-    assert len({call.name for call in (SAVE, *others)}) == 5

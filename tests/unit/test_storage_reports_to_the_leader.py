@@ -19,7 +19,7 @@ from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.saving import save
-from holdfast.storage.operations.saving.global_plan import GlobalPlans, Route
+from holdfast.storage.operations.saving.global_plan import GlobalPlans
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -223,12 +223,3 @@ def test_a_digest_of_an_unknown_layout_is_damage() -> None:
     assert decode_fragment(told, "a fragment", known).encode() == fragment.encode()
     with pytest.raises(holdfast.DamagedError, match="a fragment"):
         decode_fragment(told, "a fragment", {})
-
-
-def test_ranks_know_to_which_rank_they_report() -> None:
-    """Hosts of eight, ranks in order or dealt out in turn."""
-    ranks = np.arange(64)
-    in_order, in_turn = ranks // 8, ranks % 8
-    assert Route.of(13, in_order) == Route([*range(8, 16)], [*range(8), *range(8, 64, 8)])
-    assert Route.of(13, in_turn) == Route([*range(5, 64, 8)], [*range(8), *range(8, 64, 8)])
-    assert Route.of(8, in_turn) == Route([8], [*range(8), *range(8, 64, 8)])

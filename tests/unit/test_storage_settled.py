@@ -79,18 +79,29 @@ def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
     assert len(attempts(storage)) == 1
 
 
-def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_again() -> None:
-    """The state before the own put decides."""
+def has_put(done: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the last of these operations of a save put its manifest."""
+    return done[-1] == ("put", MANIFEST_KEY)
+
+
+@pytest.mark.parametrize(
+    ("lingers", "expected"),
+    [(is_look, NEW), (has_put, LAST)],
+    ids=["after it looked", "before it looks"],
+)
+def test_a_save_that_meets_the_second_put_deletes_nothing_that_is_named_again(
+    lingers: Callable[[Sequence[tuple[str, str]]], bool], expected: dict[str, Any]
+) -> None:
+    """A save that has looked lets the repeated put win; one that looks later puts its own again."""
     storage = with_old()
 
     async def both() -> None:
         replaced, settled, later = asyncio.Event(), asyncio.Event(), []
-
         done: list[tuple[str, str]] = []
 
         async def linger(operation: str, key: str) -> None:
             done.append((operation, key))
-            if is_look(done):
+            if lingers(done):
                 replaced.set()
                 await settled.wait()
 
@@ -103,31 +114,7 @@ def test_a_save_that_cleans_up_after_the_second_deletes_nothing_that_is_named_ag
         await later[0]
 
     run(both())
-    assert difference(NEW, loaded(storage)) is None
-
-
-def test_a_put_that_is_repeated_before_the_other_looks_gives_way() -> None:
-    """The other one finds the manifest that it has replaced, and puts its own again."""
-    storage = with_old()
-
-    async def both() -> None:
-        replaced, settled, later = asyncio.Event(), asyncio.Event(), []
-
-        async def linger(operation: str, key: str) -> None:
-            if (operation, key) == ("put", MANIFEST_KEY):
-                replaced.set()
-                await settled.wait()
-
-        async def meanwhile() -> None:
-            later.append(asyncio.create_task(save(HookedDriver(storage, after=linger), LAST)))
-            await replaced.wait()
-
-        await save(putting_again(storage, meanwhile), NEW)
-        settled.set()
-        await later[0]
-
-    run(both())
-    assert difference(LAST, loaded(storage)) is None
+    assert difference(expected, loaded(storage)) is None
 
 
 @pytest.mark.parametrize("grace_over", [False, True])

@@ -9,7 +9,6 @@ import itertools
 import json
 import logging
 import random
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from holdfast.storage.format.save_telemetry import (
     telemetry_key,
 )
 from holdfast.storage.operations.reading.reader import read_telemetry
+from holdfast.storage.operations.reporting.findings import CALL, Cause, stragglers
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -78,14 +78,20 @@ async def recorded_save(driver: Driver, team: Team | None = None, state: Any = N
     return attempt
 
 
-def saved_by_ranks(world: int, late: int) -> SaveTelemetry:
-    """What is stored of a save of so many ranks, one of which calls it later."""
+def saved_by_ranks(world: int, late: int, slow: int = -1) -> SaveTelemetry:
+    """Return the telemetry of a save of ``world`` ranks, of which one calls late, and one is slow
+    to commit its image."""
     place = f"ranks-{next(_numbers)}"
 
     async def act(team: StoreTeam) -> None:
+        async def delay(operation: str, key: str) -> None:
+            if team.rank == slow and operation == "commit":
+                await asyncio.sleep(0.5)
+
         if team.rank == late:
             await asyncio.sleep(0.5)
-        await recorded_save(MemoryDriver(place), team, {"own": torch.full((9,), float(team.rank))})
+        driver = HookedDriver(MemoryDriver(place), before=delay)
+        await recorded_save(driver, team, {"own": torch.full((9,), float(team.rank))})
 
     assert as_ranks(world, act) == [None] * world
     return found(f"memory://{place}")
@@ -132,6 +138,13 @@ def test_by_how_much_a_rank_called_late_is_known_without_a_common_clock(late: in
     assert all(called_s[rank] < 0.2 for rank in called_s if rank != late)
 
 
+def test_slow_and_late_ranks_are_named() -> None:
+    """The telemetry of a save suffices to name its stragglers and their causes."""
+    found = stragglers(saved_by_ranks(4, late=2, slow=1))
+    told = {(one.rank, one.stage, one.cause) for one in found if one.excess_s > 0.3}
+    assert told == {(1, "upload_commit", Cause.SLOW_STORAGE), (2, CALL, Cause.LATE)}
+
+
 def test_nothing_is_stored_where_nothing_is_recorded(uri: str) -> None:
     """A save with telemetry off leaves no object, and a reader finds none."""
     report = holdfast.save(uri, STATE, telemetry="off")
@@ -151,16 +164,6 @@ def test_a_later_save_and_a_removal_take_it_away(tmp_path: Path) -> None:
     pruned = holdfast.prune(tmp_path / "run", keep_last=1)
     assert [c.path for c in pruned.checkpoints] == ["1"]
     assert not (tmp_path / "run/1").exists()
-
-
-def test_one_that_comes_late_is_collected() -> None:
-    """A late put looks like a dead attempt: the next save deletes it."""
-    driver = MemoryDriver(f"late-{next(_numbers)}")
-    late = telemetry_key("20200101T000000-00000000")
-    run(driver.put(late, b"late"))
-    run(recorded_save(driver))
-    with pytest.raises(NotFoundError):
-        run(driver.stat(late))
 
 
 def test_a_copy_has_it_too(tmp_path: Path) -> None:
@@ -361,12 +364,3 @@ def test_what_does_not_fit_is_left_out() -> None:
     (kept,) = decode_telemetry(packed(HEAD) + data).ranks.values()
     longest = max(many, key=lambda name: many[name].busy_s)
     assert longest in kept.stages
-
-
-def test_a_record_is_lines_of_json_in_gzip() -> None:
-    """Any reader of gzip and JSON reads it."""
-    data = whole_telemetry([busy_record(rank, rank) for rank in range(3)])
-    head, *records = [json.loads(line) for line in gzip.decompress(data).splitlines()]
-    assert (head["version"], head["world"]) == (1, 3)
-    assert [record["rank"] for record in records] == [0, 1, 2]
-    assert zlib.decompressobj(wbits=31).decompress(data).startswith(b'{"version":1,')

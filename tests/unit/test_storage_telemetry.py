@@ -18,7 +18,6 @@ import holdfast
 from holdfast.core.spans import Recorder, StageReport, Summary, recording
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.ranks.messages import Nothing, Round
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -102,15 +101,6 @@ def test_the_slowest_operations_are_named(uri: str) -> None:
     assert {slow.rank for slow in report.slowest} == {0}
     assert "manifest.safetensors" in {slow.key for slow in report.slowest}
     assert report.slowest == tuple(sorted(report.slowest, key=lambda slow: -slow.seconds))
-
-
-def test_compression_and_asynchronous_saves_count_too(uri: str) -> None:
-    """Packing is a stage; the handle's report is that of any save."""
-    pytest.importorskip("lz4")
-    handle = holdfast.async_save(uri, state(), compression="lz4")
-    handle.wait()
-    assert handle.report is not None
-    assert handle.report.stages["pack"].count == 4
 
 
 def test_nothing_is_recorded_where_it_is_off(uri: str, log: pytest.LogCaptureFixture) -> None:
@@ -229,25 +219,6 @@ def test_what_ranks_exchange_is_counted(apart: bool) -> None:
     assert {"exchange", "forward", "receive", "round exchange", "round fits"} <= set(stages)
     assert stages["receive"].nbytes == stages["forward"].nbytes == stages["read"].nbytes
     assert stages["scatter"].nbytes == 2 * stages["read"].nbytes
-
-
-def test_a_round_that_is_held_again_is_one_stage() -> None:
-    """Its number is no part of the stage's name."""
-    held = Round.of("fits", Nothing, Nothing)
-
-    async def decide(_: Any) -> Nothing:
-        return Nothing()
-
-    async def act(team: StoreTeam) -> Summary:
-        recorder = Recorder(team.rank)
-        with recording(recorder):
-            async with team.session():
-                for attempt in range(3):
-                    await team.round(held.numbered(attempt), Nothing(), decide)
-        return recorder.summary()
-
-    for summary in as_ranks(2, act):
-        assert {name: stage.count for name, stage in summary.stages.items()} == {"round fits": 3}
 
 
 ROOT = Path(holdfast.__file__).parent
