@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ..api import load, save
 from ..operations.options import UriLike
 from ..operations.report import SaveReport
-from ..state.adapters.deepspeed import engine_of
+from ..state.adapters.deepspeed import engine_counters, engine_of, set_engine_counters
 from ..state.adapters.per_rank import PerRank
 from ..state.adapters.stateful import RNGState
-from .engine_counters import counters_of, set_counters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -69,13 +68,13 @@ class _Counters:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        engines = [counters_of(engine) for engine in self._engines()]
+        engines = [engine_counters(engine) for engine in self._engines()]
         return {"accumulated": self._accelerator.step, "engines": engines}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._accelerator.step = state_dict["accumulated"]
         for engine, stored in zip(self._engines(), state_dict["engines"], strict=False):
-            set_counters(engine, stored)
+            set_engine_counters(engine, stored)
 
     def _engines(self) -> list[Any]:
         return [model for model in self._accelerator._models if engine_of(model) is not None]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins import CheckpointIO
@@ -24,13 +23,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ...drivers.uri import parse
 from ...errors import MismatchError, UsageError
-from ..api import async_save, load, save
 from ..format.packed import Compression
-from ..operations.maintenance.prune import remove
 from ..operations.options import Lazy
 from ..ranks.process_group import Group
 from ..state.adapters.per_rank import PerRank
-from .pending_saves import PendingSaves
+from .doors import Door
 from .value_conversion import from_stored, to_stored
 
 if TYPE_CHECKING:
@@ -66,8 +63,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         compression: Compression | None = None,
     ) -> None:
         super().__init__()
-        self._storage_options = dict(storage_options or {})
-        self._compression = compression
+        self._door = Door(storage_options, compression)
 
     def save_checkpoint(
         self,
@@ -94,13 +90,12 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         """Save ``state``; return once it is committed. Called by every rank of the group."""
-        save(
+        self._door.save(
             path,
             state,
             step=step,
             process_group=process_group,
-            storage_options=self._options(storage_options),
-            compression=self._compression,
+            storage_options=storage_options,
         )
 
     def load_checkpoint(
@@ -115,8 +110,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
                 f"map_location={map_location!r}: checkpoints are loaded to the CPU",
                 advice="Leave it out: Lightning copies from there.",
             )
-        self.wait()
-        loaded = load(path, storage_options=self._storage_options)
+        loaded = self._door.load(path)
         rest = loaded.pop(_REST, {})  # as saved by the strategies below
         checkpoint: dict[str, object] = from_stored({**loaded, **rest})
         return checkpoint
@@ -128,14 +122,8 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
 
         Called by every rank. Raises MismatchError if no such strategy saved it.
         """
-        self.wait()
         rest = PerRank(None)  # so that one load gets both, on any number of ranks
-        load(
-            path,
-            into={**into, _REST: rest},
-            strict="state" if strict else False,
-            storage_options=self._storage_options,
-        )
+        self._door.load(path, into={**into, _REST: rest}, strict="state" if strict else False)
         if rest.value is None:
             raise MismatchError(
                 f"no strategy of {__name__} has saved it: it has no {_REST!r}",
@@ -146,14 +134,23 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         return checkpoint
 
     def remove_checkpoint(self, path: _PathLike) -> None:
-        """Delete a checkpoint. Called by the first rank only."""
-        remove(path, storage_options=self._storage_options)
+        """Delete a checkpoint, once the saves in flight have succeeded.
+
+        Called by the first rank only.
+        """
+        self._door.remove(path)
 
     def wait(self) -> None:
-        """Do nothing: a save that has returned is committed."""
+        """Wait for the saves in flight, then run pending deletions.
 
-    def _options(self, storage_options: Mapping[str, object] | None) -> dict[str, object]:
-        return self._storage_options | dict(storage_options or {})
+        Raises the error of the first failed save.
+        """
+        self._door.wait()
+
+    def teardown(self) -> None:
+        """Wait for the saves in flight."""
+        self.wait()
+        super().teardown()
 
 
 class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
@@ -176,7 +173,6 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
         self._lazy = lazy
         self._step: int | None = None
         """The step of the saves in flight."""
-        self._saves = PendingSaves()
 
     def save_state(
         self,
@@ -194,32 +190,14 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
         if step is None or step != self._step:
             self.wait()
         self._step = step
-        handle = async_save(
+        self._door.save(
             path,
             state,
             step=step,
             lazy=self._lazy,
             process_group=process_group,
-            storage_options=self._options(storage_options),
-            compression=self._compression,
+            storage_options=storage_options,
         )
-        self._saves.add(handle)
-
-    def remove_checkpoint(self, path: _PathLike) -> None:
-        """Delete a checkpoint, once the saves in flight have succeeded."""
-        self._saves.afterwards(partial(super().remove_checkpoint, path))
-
-    def teardown(self) -> None:
-        """Wait for the saves in flight."""
-        self.wait()
-        super().teardown()
-
-    def wait(self) -> None:
-        """Wait for the saves in flight, then run pending deletions.
-
-        Raises the error of the first failed save.
-        """
-        self._saves.wait()
 
 
 class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not installed

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ...drivers.uri import Uri, join, parse
 from ..operations.maintenance.listing import check_lineages, list_checkpoints
 
-__all__ = ["as_path_or_uri", "newest_checkpoint"]
+__all__ = ["as_path_or_uri", "newest_checkpoint", "resumable"]
 
 
 def newest_checkpoint(
@@ -21,16 +21,24 @@ def newest_checkpoint(
     loaded. Raises UriError, StorageError; DamagedError if the record of a run's branches cannot be
     read.
     """
+    paths = resumable(uri, storage_options)
+    return as_path_or_uri(join(uri, *paths[-1].split("/"))) if paths else None
+
+
+def resumable(
+    uri: str | os.PathLike[str], storage_options: Mapping[str, object] | None
+) -> list[str]:
+    """Return the paths of the checkpoints below ``uri`` that a run may resume from, oldest first.
+
+    Raises like :func:`newest_checkpoint`.
+    """
     listed = list_checkpoints(uri, storage_options=storage_options)
     check_lineages(parse(uri).redacted, listed)
-    whole = [
+    return [
         c.path
         for c in listed
         if c.step is not None and not (c.problem or c.damage or c.abandoned) and c.path
     ]
-    if not whole:
-        return None
-    return as_path_or_uri(join(uri, *whole[-1].split("/")))
 
 
 def as_path_or_uri(uri: Uri) -> str:

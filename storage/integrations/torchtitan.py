@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,18 +24,14 @@ from torch import distributed as dist
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 
-from ...drivers.uri import divided, join, parse
+from ...drivers.uri import divided, parse
 from ...errors import HoldfastError, UsageError
-from ..api import async_save, load, save
-from ..operations.maintenance.listing import list_checkpoints
-from ..operations.maintenance.prune import remove
 from ..operations.saving.handle import SaveHandle
-from .newest import as_path_or_uri
+from .doors import Door, RunFolder
 
 __all__ = ["HoldfastCheckpointManager"]
 
-_NAME = re.compile(r"step-([0-9]+)")
-
+_PREFIX = "step-"
 _log = logging.getLogger(__name__)
 
 
@@ -67,8 +61,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         if self.enable:
             self.async_mode = AsyncMode(config.async_mode)
             self.keep_latest_k = config.keep_latest_k
-            self._storage_options = dict(config.storage_options)
-            self._compression = config.compression
+            self._door = Door(config.storage_options, config.compression)
             self._purging = ThreadPoolExecutor(1, "holdfast-purge")
             self._purged: Future[None] | None = None
 
@@ -84,16 +77,12 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         if to_hf:
             super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
             return None
-        options: dict[str, Any] = {
-            "step": _step_of(checkpoint_id),
-            "storage_options": self._storage_options,
-            "compression": self._compression,
-        }
-        if async_mode == AsyncMode.DISABLED:
-            save(checkpoint_id, state_dict, **options)
-            return None
-        lazy = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-        return async_save(checkpoint_id, state_dict, lazy=lazy, **options)
+        lazy = None
+        if async_mode != AsyncMode.DISABLED:
+            lazy = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        _, name = divided(parse(checkpoint_id))
+        step = int(name.removeprefix(_PREFIX))
+        return self._door.save(checkpoint_id, state_dict, step=step, lazy=lazy)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -102,7 +91,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         if from_hf or _is_from_dcp(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(checkpoint_id, into=state_dict, strict="state", storage_options=self._storage_options)
+        self._door.load(checkpoint_id, into=state_dict, strict="state")
         self.states[MODEL].load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -161,25 +150,24 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return the newest whole step of Holdfast or torchtitan; -1 without any."""
-        folder = folder or self.folder
-        steps = _steps_in(folder, self._storage_options)
-        if not filesystem.is_remote(folder):
-            steps.append(super()._find_load_step(folder))
+        steps = self._run(folder).steps()
+        if not filesystem.is_remote(folder or self.folder):
+            steps.append(super()._find_load_step(folder or self.folder))
         return max(steps, default=-1)
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         """Return the path or URI of a step's checkpoint; options at the end of a URI stay there."""
-        return as_path_or_uri(join(folder or self.folder, f"step-{step}"))
+        return self._run(folder).uri(step)
+
+    def _run(self, folder: str = "") -> RunFolder:
+        return RunFolder(folder or self.folder, _PREFIX, self._door.storage_options)
 
     def _maybe_wait_for_staging(self) -> None:
-        if self.save_future is not None:
-            self.save_future.captured.wait()
+        self._door.wait_for_capture()
 
     def _wait_for_saving(self) -> None:
-        handle = self.save_future
         self.save_future = None
-        if handle is not None:
-            handle.wait()
+        self._door.wait()
 
     def _close(self) -> None:
         try:
@@ -197,34 +185,14 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         if self.keep_latest_k and dist.get_rank() == 0:
             if self._purged is not None and self._purged.done():
                 self._purged.result()
-            self._purged = self._purging.submit(
-                _purge, self.folder, step, self.keep_latest_k - 1, self._storage_options
-            )
+            self._purged = self._purging.submit(self._purge, step)
 
-
-def _purge(folder: str, before: int, keep: int, storage_options: Mapping[str, object]) -> None:
-    """Delete all checkpoints before this step except the newest.
-
-    Errors are logged; the next save tries again.
-    """
-    try:
-        steps = [step for step in _steps_in(folder, storage_options) if step < before]
-        for step in sorted(steps)[:-keep]:
-            remove(str(join(folder, f"step-{step}")), storage_options=storage_options)
-    except HoldfastError as error:
-        _log.warning("old checkpoints could not be deleted: %s", error)
-
-
-def _steps_in(folder: str, storage_options: Mapping[str, object]) -> list[int]:
-    """Return the steps of whole checkpoints in ``folder`` with torchtitan's names."""
-    listed = list_checkpoints(folder, storage_options=storage_options)
-    whole = [c.path for c in listed if not (c.problem or c.damage)]
-    return [int(match[1]) for path in whole if (match := _NAME.fullmatch(path))]
-
-
-def _step_of(checkpoint_id: str) -> int:
-    _, name = divided(parse(checkpoint_id))
-    return int(name.removeprefix("step-"))
+    def _purge(self, before: int) -> None:
+        """Delete checkpoints. Errors are logged; the next save tries again."""
+        try:
+            self._run().retain(self.keep_latest_k - 1, before=before)
+        except HoldfastError as error:
+            _log.warning("old checkpoints could not be deleted: %s", error)
 
 
 def _is_from_dcp(checkpoint_id: str) -> bool:

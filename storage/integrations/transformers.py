@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -25,16 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers.trainer_callback import ExportableState
 
-from ...drivers.uri import join, parse
+from ...drivers.uri import parse
 from ...errors import NotACheckpointError, UsageError
-from ..api import async_save, load, save
-from ..operations.maintenance.listing import list_checkpoints
-from ..operations.maintenance.prune import remove
 from ..operations.options import UriLike
+from ..state.adapters.deepspeed import engine_counters, set_engine_counters
 from ..state.adapters.stateful import RNGState
-from .engine_counters import counters_of, set_counters
-from .newest import as_path_or_uri, newest_checkpoint
-from .pending_saves import PendingSaves
+from .doors import Door, RunFolder
+from .newest import newest_checkpoint
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -44,7 +40,6 @@ else:
 __all__ = ["HoldfastTrainerMixin"]
 
 _STATE_FILE = "trainer_state.json"
-_NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
 class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not installed
@@ -69,10 +64,10 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._checkpoints = self.args.output_dir if checkpoints is None else checkpoints
-        self._storage_options = storage_options
-        self._asynchronous = asynchronous
-        self._saves = PendingSaves()
+        folder = self.args.output_dir if checkpoints is None else checkpoints
+        self._run = RunFolder(folder, "checkpoint-", storage_options)
+        self._door = Door(storage_options)
+        self._lazy = asynchronous == "lazy" if asynchronous else None
         self._resumed_from = ""
         self._counters: Mapping[str, int] = {}
         self._refuse_what_is_not_known()
@@ -85,19 +80,19 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the newest whole one.
         Raises NotACheckpointError if none is whole.
         """
-        self._saves.wait()
+        self._door.wait()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
         if resume_from_checkpoint:
             done = self._resume(resume_from_checkpoint, *args, **kwargs)
         else:
             done = super().train(None, *args, **kwargs)
-        self._saves.wait()
+        self._door.wait()
         return done
 
     def _resume(self, checkpoint: UriLike, *args: Any, **kwargs: Any) -> Any:
         self._resumed_from = os.fspath(checkpoint)
-        state = load(self._resumed_from, only="trainer", storage_options=self._storage_options)
+        state = self._door.load(self._resumed_from, only="trainer")
         self._counters = state.get("counters", {})
         with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
             Path(folder, _STATE_FILE).write_text(state["state"])
@@ -117,31 +112,21 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         """
         if trial is not None:
             raise UsageError("the trials of a search would overwrite each other's checkpoints")
-        self._saves.wait()
+        self._door.wait()
         self.store_flos()
         self._note_best()
         self._note_callbacks()
         trainer: dict[str, object] = {"state": json.dumps(dataclasses.asdict(self.state))}
         if self.is_deepspeed_enabled:
-            trainer["counters"] = counters_of(self.deepspeed)
+            trainer["counters"] = engine_counters(self.deepspeed)
         state: dict[str, object] = {"model": self._what_holds_weights(), "trainer": trainer}
         if not self.args.save_only_model:
             state |= self._what_steps() | {"rng": RNGState()}
-        self._begin_save(state)
-        if self.args.should_save and self.args.save_total_limit:
-            most = self.args.save_total_limit
-            best = self.state.best_global_step
-            self._saves.afterwards(partial(self._delete_old, most, best))
-
-    def _begin_save(self, state: dict[str, object]) -> None:
-        """Save ``state``, or start an asynchronous save."""
         step = self.state.global_step
-        options: dict[str, Any] = {"step": step, "storage_options": self._storage_options}
-        if self._asynchronous:
-            lazy = self._asynchronous == "lazy"
-            self._saves.add(async_save(self._uri(step), state, lazy=lazy, **options))
-        else:
-            save(self._uri(step), state, **options)
+        self._door.save(self._run.uri(step), state, step=step, lazy=self._lazy)
+        if self.args.should_save and self.args.save_total_limit:
+            best = (self.state.best_global_step,)
+            self._door.afterwards(partial(self._run.retain, self.args.save_total_limit, also=best))
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -162,7 +147,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             into = {"model": self._what_holds_weights()} | self._what_steps()
             self._load(self._resumed_from, into)
             if self.is_deepspeed_enabled:
-                set_counters(self.deepspeed, self._counters)
+                set_engine_counters(self.deepspeed, self._counters)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing: the scaler is loaded with the optimizer."""
@@ -172,7 +157,6 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             self._load(self._resumed_from, {"rng": RNGState()})
 
     def _load_best_model(self) -> None:
-        self._saves.wait()
         self._load(self.state.best_model_checkpoint, {"model": self._what_holds_weights()})
 
     def _what_holds_weights(self) -> object:
@@ -189,25 +173,23 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         return steps
 
     def _load(self, uri: str, into: dict[str, object]) -> None:
-        load(uri, into=into, strict="state", storage_options=self._storage_options)
+        self._door.load(uri, into=into, strict="state")
 
     def _newest(self) -> str:
-        newest = newest_checkpoint(self._checkpoints, storage_options=self._storage_options)
+        options = self._door.storage_options
+        newest = newest_checkpoint(self._run.folder, storage_options=options)
         if newest is None:
             raise NotACheckpointError(
                 "there is no whole checkpoint to resume from",
-                uri=parse(self._checkpoints).redacted,
+                uri=parse(self._run.folder).redacted,
                 advice="Leave resume_from_checkpoint out to start a new run.",
             )
         return newest
 
-    def _uri(self, step: int) -> str:
-        return as_path_or_uri(join(self._checkpoints, f"checkpoint-{step}"))
-
     def _note_best(self) -> None:
         """Record the location of the best model, by the configured metric."""
         if self.state.best_global_step:
-            self.state.best_model_checkpoint = self._uri(self.state.best_global_step)
+            self.state.best_model_checkpoint = self._run.uri(self.state.best_global_step)
 
     def _note_callbacks(self) -> None:
         """Record the states of callbacks in the trainer's state, as a list per class."""
@@ -216,18 +198,6 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(callback.state())
         self.state.stateful_callbacks.update(states)
-
-    def _delete_old(self, most: int, best: int | None) -> None:
-        """Delete all checkpoints with Trainer's names except the newest ``most`` and ``best``."""
-        listed = list_checkpoints(self._checkpoints, storage_options=self._storage_options)
-        steps = sorted(int(match[1]) for c in listed if (match := _NAME.fullmatch(c.path)))
-        kept = {best, *steps[-1:]}
-        for step in reversed(steps):
-            if len(kept) < most:
-                kept.add(step)
-        for step in steps:
-            if step not in kept:
-                remove(self._uri(step), storage_options=self._storage_options)
 
     def _refuse_what_is_not_known(self) -> None:
         if self.is_fsdp_xla_enabled:

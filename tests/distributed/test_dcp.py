@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from support import dcp_job
 from support.bits import difference
 from support.dcp_tasks import (
     accepts,
@@ -26,6 +22,7 @@ from support.dcp_tasks import (
     two_uris,
     without_collectives,
 )
+from support.framework_jobs import run_job
 from support.jobs import fsdp_load, fsdp_save
 from support.rank_processes import RankProcesses, errors
 from torch.distributed.checkpoint.api import CheckpointException
@@ -158,24 +155,7 @@ def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
 @needs_processes
 def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
     """Under torchrun: DCP saves from a process beside each rank."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        dcp_job.__file__,
-        str(tmp_path),
-    ]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_job("dcp", tmp_path, world=2)
     for name, step in (("process-1", 1), ("process-2", 2), ("thread-3", 3)):
         assert (
             difference(in_order(arranged_full(step)), in_order(holdfast.load(tmp_path / name)))

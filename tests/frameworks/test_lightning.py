@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.drivers import HookedDriver
-from support.framework_jobs import SIGKILLED, documented, losses, run_job
+from support.framework_jobs import check_losses, losses, run_job, run_page
 from support.given import Serve
 from support.servers.radosgw import find_ceph
 from support.servers.start import started
@@ -22,124 +20,87 @@ import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.storage.integrations.value_conversion import to_stored
 
-if find_spec("lightning") is None:
-    pytest.skip("lightning is not installed: make frameworks", allow_module_level=True)
+pytest.importorskip("lightning", reason="not installed: make frameworks")
 
-JOB = Path(__file__).parents[1] / "support" / "lightning_job.py"
 # Warnings of Lightning and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The folder of a job that never stopped, of as many ranks as the test asks for, and with its
-    strategy."""
+    """The folder of a job that never stopped, with the ranks and the strategy of the test."""
     world, strategy = request.param
     folder = tmp_path_factory.mktemp("uninterrupted")
-    arguments = ("--out", folder, "--world", str(world), "--strategy", strategy)
-    done = run_job(JOB, *arguments, world=world)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_job("lightning", folder, *options_of(world, strategy), world=world)
     return folder
 
 
-@pytest.mark.parametrize("uninterrupted", [(1, "auto")], indirect=True)
-@pytest.mark.parametrize("plugin", ["sync", "lazy"])
-def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
-    uninterrupted: Path, tmp_path: Path, plugin: str
-) -> None:
-    """Killed at step 9 and resumed from its last checkpoint, it computes the same losses to the
-    last bit; callbacks have their state, and the best two checkpoints and the last one are left."""
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    common = ("--out", folder, "--plugin", plugin)
-    assert run_job(JOB, *common, "--die-at", "9").returncode == SIGKILLED
-    assert 9 not in losses(folder)  # counted from 0
-    done = run_job(JOB, *common, "--resume", "last")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(folder) == losses(uninterrupted)
-    outcome = json.loads((folder / "done.json").read_text())
-    assert outcome["seen"] == list(range(1, 16))
-    checkpoints = folder / "checkpoints"
-    assert outcome["best"] == [str(checkpoints / f"step={step}.ckpt") for step in (12, 14)]
-    listed = {c.path: c.step for c in holdfast.list_checkpoints(checkpoints)}
-    assert {"step=12.ckpt", "step=14.ckpt", "last.ckpt"} <= listed.keys()
-    # Lightning does not know checkpoints that the killed job saved after the resume point.
-    assert listed.keys() - {"step=12.ckpt", "step=14.ckpt", "last.ckpt"} <= {"step=8.ckpt"}
-    assert listed["last.ckpt"] == 14
+def options_of(world: int, strategy: str) -> tuple[str, ...]:
+    """Return the options of a job."""
+    return ("--world", str(world), "--strategy", strategy)
 
 
-@pytest.mark.nightly(30)
-@pytest.mark.parametrize("uninterrupted", [(2, "auto")], indirect=True)
-def test_two_ranks_under_ddp_go_on_as_if_they_had_never_stopped(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    """Rank 0 saves alone, while the other one waits; both load."""
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    common = ("--out", folder, "--plugin", "async", "--world", "2")
-    assert run_job(JOB, *common, "--die-at", "9", world=2).returncode != 0
-    done = run_job(JOB, *common, "--resume", folder / "checkpoints" / "last.ckpt", world=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in (0, 1):
-        assert losses(folder, rank) == losses(uninterrupted, rank)
-    with holdfast.open(folder / "checkpoints" / "last.ckpt") as c:
-        assert (c.step, c.world) == (14, 1)
+LEFT = {"step=12.ckpt", "step=14.ckpt", "last.ckpt"}
+"""The best two checkpoints, and the last one."""
 
 
 @pytest.mark.nightly(84)
 @pytest.mark.parametrize(
-    ("uninterrupted", "strategy", "plugin"),
+    ("uninterrupted", "plugin"),
     [
-        ((2, "fsdp2"), "fsdp2", "sync"),
-        pytest.param((2, "tp"), "tp", "async", marks=pytest.mark.nightly(30)),
-        pytest.param((2, "fsdp1"), "fsdp1", "lazy", marks=pytest.mark.nightly(30)),
+        ((1, "auto"), "sync"),
+        pytest.param((1, "auto"), "lazy", marks=pytest.mark.nightly(30)),
+        pytest.param((2, "auto"), "async", marks=pytest.mark.nightly(30)),
+        ((2, "fsdp2"), "sync"),
+        pytest.param((2, "tp"), "async", marks=pytest.mark.nightly(30)),
+        pytest.param((2, "fsdp1"), "lazy", marks=pytest.mark.nightly(30)),
     ],
     indirect=["uninterrupted"],
 )
-def test_two_ranks_that_shard_the_model_go_on_as_if_they_had_never_stopped(
-    uninterrupted: Path, tmp_path: Path, strategy: str, plugin: str
+def test_killed_job_resumes(
+    uninterrupted: Path, tmp_path: Path, plugin: str, request: pytest.FixtureRequest
 ) -> None:
-    """Two ranks that shard the model resume to exactly the losses of an uninterrupted run.
+    """A job killed at step 9 resumes to exactly the losses of an uninterrupted one.
 
-    A single rank loads all shards and saves the same bits. The plugin reads the checkpoint as
-    Lightning's dict.
+    Under DDP rank 0 saves alone. Otherwise each rank saves its shards, and one rank loads them all.
     """
     from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
 
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    common = ("--out", folder, "--plugin", plugin, "--strategy", strategy)
-    killed = run_job(JOB, *common, "--world", "2", "--die-at", "9", world=2)
-    assert killed.returncode != 0
-    last = folder / "checkpoints" / "last.ckpt"
-    done = run_job(JOB, *common, "--world", "2", "--resume", last, world=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in (0, 1):
-        assert losses(folder, rank) == losses(uninterrupted, rank)
-    with holdfast.open(last) as c:
-        assert (c.step, c.world) == (14, 2)
-        assert c.tensors["state_dict.layers.0.weight"].ranks == (0, 1)
-        assert c.tensors["optimizer_states.0.state.layers.0.weight.exp_avg"].ranks == (0, 1)
-    paths = {c.path for c in holdfast.list_checkpoints(folder / "checkpoints")}
-    assert paths - {"step=8.ckpt"} == {"step=12.ckpt", "step=14.ckpt", "last.ckpt"}
-    again = folder / "again"
-    done = run_job(JOB, *common, "--resume", last, "--steps", "14", "--again", again)
-    assert done.returncode == 0, done.stderr[-3000:]
-    differing = [each.name for each in holdfast.diff(last, again).tensors]
-    assert not [name for name in differing if not name.startswith("trainer.")]
+    world, strategy = request.node.callspec.params["uninterrupted"]
+    options = (*options_of(world, strategy), "--plugin", plugin)
+    checkpoints = tmp_path / "checkpoints"
+    last = checkpoints / "last.ckpt"
+    run_job("lightning", tmp_path, *options, "--die-at", "9", world=world, is_killed=True)
+    assert 9 not in losses(tmp_path)  # counted from 0
+    run_job("lightning", tmp_path, *options, "--resume", last, world=world)
+    check_losses(tmp_path, uninterrupted, world)
+    outcome = json.loads((tmp_path / "done.json").read_text())
+    assert outcome["seen"] == list(range(1, 16))
+    assert outcome["best"] == [str(checkpoints / f"step={step}.ckpt") for step in (12, 14)]
+    # What was saved after the checkpoint that the job resumed from is unknown to Lightning.
+    paths = {c.path for c in holdfast.list_checkpoints(checkpoints)}
+    assert LEFT <= paths <= LEFT | {"step=8.ckpt"}
     checkpoint = HoldfastCheckpointIO().load_checkpoint(last)
     assert checkpoint["callbacks"]["Seen"]["steps"] == set(range(1, 15))
+    with holdfast.open(last) as c:
+        assert (c.step, c.world) == (14, 1 if strategy == "auto" else world)
+        if strategy == "auto":
+            return
+        assert c.tensors["state_dict.layers.0.weight"].ranks == (0, 1)
+        assert c.tensors["optimizer_states.0.state.layers.0.weight.exp_avg"].ranks == (0, 1)
+    again = tmp_path / "again"
+    alone = ("--strategy", strategy, "--resume", last, "--steps", "14", "--again", again)
+    run_job("lightning", tmp_path, *alone)
+    differing = [each.name for each in holdfast.diff(last, again).tensors]
+    assert not [name for name in differing if not name.startswith("trainer.")]
     assert checkpoint["state_dict"]["layers.0.weight"].shape == (16, 8)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_load_into_a_sharded_model_reads_the_manifest_once(
+def test_load_into_a_sharded_model_reads_the_manifest_once(
     tmp_path: Path, serve: Serve, strict: bool
 ) -> None:
-    """A load into a sharded model reads the manifest once and returns the rest of the saved state.
-
-    A checkpoint with weights alone, as a single rank saves under DDP, is refused.
-    """
+    """A load reads the manifest once, and refuses a checkpoint of DDP, which has weights alone."""
     from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
 
     read: list[str] = []
@@ -163,8 +124,8 @@ def test_a_load_into_a_sharded_model_reads_the_manifest_once(
         io.load_state(uri, {"state_dict": model}, strict=strict)
 
 
-def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -> None:
-    """A plugin of others, and a state of the model that a hook has changed."""
+def test_sharding_strategies_refuse_what_they_would_not_save(tmp_path: Path) -> None:
+    """Another plugin, and a model state that a hook has changed, are errors."""
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.pytorch import LightningModule
 
@@ -191,35 +152,27 @@ def test_strategies_that_shard_refuse_what_they_would_not_save(tmp_path: Path) -
     ],
     indirect=["uninterrupted"],
 )
-def test_a_job_saves_to_s3_and_resumes_from_there(
+def test_job_saves_to_s3_and_resumes(
     uninterrupted: Path, tmp_path: Path, world: int, strategy: str
 ) -> None:
-    """The folder of ModelCheckpoint and ckpt_path are URIs, and old checkpoints are deleted."""
+    """ModelCheckpoint's folder and ckpt_path may be URIs; old checkpoints are deleted there."""
     if find_ceph() is None:
         pytest.skip("radosgw is not installed: make test-servers")
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    common = ("--out", folder, "--folder", "s3://holdfast/run", "--strategy", strategy)
-    common += ("--world", str(world))
-    with started("s3", tmp_path / "radosgw") as (uri, settings):
-        environment = {**settings, "AWS_ENDPOINT_URL": uri.partition("endpoint=")[2]}
-        killed = run_job(JOB, *common, "--die-at", "9", world=world, environment=environment)
-        assert killed.returncode == (SIGKILLED if world == 1 else 1), killed.stderr[-3000:]
+    options = (*options_of(world, strategy), "--folder", "s3://holdfast/run")
+    with started("s3", tmp_path / "radosgw") as (uri, settings), pytest.MonkeyPatch.context() as m:
+        for name, value in {**settings, "AWS_ENDPOINT_URL": uri.partition("endpoint=")[2]}.items():
+            m.setenv(name, value)
+        run_job("lightning", tmp_path, *options, "--die-at", "9", world=world, is_killed=True)
         newest = ("--resume", "s3://holdfast/run/step=8.ckpt")
-        done = run_job(JOB, *common, *newest, world=world, environment=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            listed = {c.path: c.step for c in holdfast.list_checkpoints("s3://holdfast/run")}
-    for rank in range(world):
-        assert losses(folder, rank) == losses(uninterrupted, rank)
+        run_job("lightning", tmp_path, *options, *newest, world=world)
+        listed = {c.path: c.step for c in holdfast.list_checkpoints("s3://holdfast/run")}
+    check_losses(tmp_path, uninterrupted, world)
     assert listed.keys() >= {"step=12.ckpt", "step=14.ckpt"}
     assert "step=6.ckpt" not in listed
 
 
-def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
-    """Nothing is pickled, and nothing is left out in silence."""
+def test_unsupported_values_are_refused(tmp_path: Path) -> None:
+    """A value that would need pickle is named by its path; nothing is left out silently."""
     from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
 
     io = HoldfastCheckpointIO()
@@ -237,12 +190,8 @@ def test_what_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
         io.load_checkpoint(tmp_path / "c", map_location="meta")
 
 
-def test_a_checkpoint_is_deleted_when_the_saves_before_are_durable(tmp_path: Path) -> None:
-    """A checkpoint is deleted only once all earlier saves are durable.
-
-    If an earlier save failed, its predecessor stays, and the next wait for that save raises the
-    error.
-    """
+def test_deletion_waits_for_saves(tmp_path: Path) -> None:
+    """If a save fails, its predecessor stays, and the next save raises the error."""
     from holdfast.storage.integrations.lightning import HoldfastAsyncCheckpointIO
 
     io = HoldfastAsyncCheckpointIO()
@@ -275,8 +224,8 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
-def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The how-to's code blocks work: switch, resume, switch back, load the weights alone."""
+def test_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's code switches, resumes, switches back, and loads the weights alone."""
     from lightning.pytorch import LightningModule, Trainer
 
     class Net(LightningModule):
@@ -295,11 +244,10 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     data = torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2)
     names: dict[str, Any] = {"model": Net(), "data": data}
-    for block in documented("use-with-lightning.md"):
-        code = block.replace("/scratch", str(tmp_path)).replace("=500", "=2")
-        code = code.replace("Trainer(", "Trainer(accelerator='cpu', max_epochs=1, logger=False, ")
-        (tmp_path / "block.py").write_text(code)
-        names = runpy.run_path(str(tmp_path / "block.py"), names)
+    options = "accelerator='cpu', max_epochs=1, logger=False, "
+    names = run_page(
+        "use-with-lightning.md", tmp_path, names, {"=500": "=2", "Trainer(": f"Trainer({options}"}
+    )
     trained = names["model"].layer.weight
     again = names["io"].load_checkpoint(tmp_path / "run" / "again.ckpt")
     assert again["global_step"] == 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from support.rank_processes import Gone, RankProcesses, errors
 
 import holdfast
 
-if find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed: make frameworks", allow_module_level=True)
+pytest.importorskip("megatron", reason="not installed: make frameworks")
 
 with warnings.catch_warnings():  # of what Megatron imports
     warnings.simplefilter("ignore")

@@ -3,20 +3,17 @@ would take a minute to start."""
 
 from __future__ import annotations
 
-import runpy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.framework_jobs import documented, losses, run_job
+from support.framework_jobs import documented, losses, run_block, run_job
 from torch import nn
 
 import holdfast
 
-if find_spec("ray") is None:
-    pytest.skip("ray is not installed: make frameworks", allow_module_level=True)
+pytest.importorskip("ray", reason="not installed: make frameworks")
 
 import pyarrow.fs
 from ray.train import Checkpoint, ScalingConfig
@@ -25,22 +22,20 @@ from support.ray_job import fit
 
 from holdfast.storage.integrations.ray import uri_of
 
-JOB = Path(__file__).parents[1] / "support" / "ray_job.py"
-# Ray's own, and those of what it imports.
+# Warnings of Ray and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 @pytest.mark.nightly(34)
-def test_a_job_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
-    """It computes the same losses as one that never stopped; what it reports is a checkpoint."""
+def test_job_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
+    """A job resumed with more workers computes the losses of an uninterrupted one."""
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     fit(tmp_path / "whole", 8)
     result = fit(tmp_path / "cut", 4)
     with holdfast.open(uri_of(result.checkpoint)) as c:
         assert c.step == 4
-    done = run_job(JOB, tmp_path / "cut", "8", "0", world=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_job("ray", tmp_path / "cut", "8", "0", world=2)
     whole = losses(tmp_path / "whole")
     assert losses(tmp_path / "cut") == whole
     assert losses(tmp_path / "cut", 1) == {step: whole[step] for step in range(5, 9)}
@@ -53,8 +48,8 @@ def test_a_job_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     ]
 
 
-def test_file_systems_of_rays_have_uris(tmp_path: Path) -> None:
-    """As the storage of a run has them; others are refused by their type."""
+def test_file_systems_have_uris(tmp_path: Path) -> None:
+    """Each known file system of a run's storage has a URI; others are refused by their type."""
     s3 = pyarrow.fs.S3FileSystem(access_key="a", secret_key="b", region="us-east-1")
     assert uri_of(Checkpoint("bucket/run/checkpoint-2", s3)) == "s3://bucket/run/checkpoint-2"
     google = pyarrow.fs.GcsFileSystem(anonymous=True)
@@ -65,24 +60,22 @@ def test_file_systems_of_rays_have_uris(tmp_path: Path) -> None:
         uri_of(Checkpoint("run", other))
 
 
-def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
-    """Its code, in a run of Ray's local mode, which wants a folder."""
+def test_how_to(tmp_path: Path) -> None:
+    """The page's code runs in Ray's local mode, which wants a folder."""
     model = nn.Linear(2, 2)
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     names |= {"steps": 1000, "train": lambda state: float(state["step"])}
     switch, back = documented("use-with-ray-train.md")
     folder = f"folder={str(tmp_path)!r}"
-    switch = switch.replace('step=state["step"])', f'step=state["step"], {folder})')
-    (tmp_path / "switch.py").write_text(switch.replace("(state)\n\n", f"(state, {folder})\n\n"))
-    (tmp_path / "back.py").write_text(back)
+    local = {'step=state["step"])': f'step=state["step"], {folder})'}
+    local["(state)\n\n"] = f"(state, {folder})\n\n"
 
     def loop() -> None:
-        names.update(runpy.run_path(str(tmp_path / "switch.py"), names))
+        names.update(run_block(switch, tmp_path, names, local))
 
-    trainer = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=0))
-    result = trainer.fit()
+    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=0)).fit()
     assert result.metrics == {"loss": 1000.0}
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [500, 1000]
     names["state"]["step"] = 0
-    runpy.run_path(str(tmp_path / "back.py"), names | {"result": result})
+    run_block(back, tmp_path, names | {"result": result})
     assert names["state"]["step"] == 1000

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-import runpy
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.framework_jobs import documented
+from support.framework_jobs import run_page
 from support.rank_processes import RankProcesses
 from support.servers.radosgw import find_ceph
 from support.servers.start import started
 
 import holdfast
 
-if find_spec("torch_checkpointing") is None:
-    pytest.skip("torch_checkpointing is not installed: make frameworks", allow_module_level=True)
+pytest.importorskip("torch_checkpointing", reason="not installed: make frameworks")
 
 from support.torch_checkpointing_job import manager, train
 from torch_checkpointing.config import SyncCheckpointSaverConfig
@@ -163,13 +160,10 @@ def test_paths_are_not_uris() -> None:
 
 def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
     """Its code, with a folder in the place of the bucket."""
-    (block,) = documented("use-with-torch-checkpointing.md")
-    code = block.replace("s3://bucket", str(tmp_path)).replace(
-        "Config(storage", "Config(save=SyncCheckpointSaverConfig(), storage"
-    )
-    (tmp_path / "block.py").write_text(code)
+    replaced = {"s3://bucket": str(tmp_path)}
+    replaced["Config(storage"] = "Config(save=SyncCheckpointSaverConfig(), storage"
     given = {"SyncCheckpointSaverConfig": SyncCheckpointSaverConfig}
-    names = runpy.run_path(str(tmp_path / "block.py"), given)
+    names = run_page("use-with-torch-checkpointing.md", tmp_path, given, replaced)
     names["manager"].save("step-500", {"model": {"w": torch.ones(2)}})
     assert (tmp_path / "run" / "step-500" / "model_0.pt").is_file()
     into = {"model": {"w": torch.zeros(2)}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from torch import nn
 
 import holdfast
 
-if find_spec("torchao") is None:
-    pytest.skip("torchao is not installed: make frameworks", allow_module_level=True)
+pytest.importorskip("torchao", reason="not installed: make frameworks")
 
-# What it, and what it imports, warns of.
+# Warnings of torchao and of the packages it imports.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

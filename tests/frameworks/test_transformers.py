@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bits import difference
-from support.framework_jobs import SIGKILLED, documented, killed_in_clean_up, losses, run_job
+from support.framework_jobs import (
+    check_losses,
+    documented,
+    killed_in_clean_up,
+    losses,
+    run_block,
+    run_job,
+)
 
 import holdfast
 from holdfast.cli import app
 
-if find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: make frameworks", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="not installed: make frameworks")
 
-JOB = Path(__file__).parents[1] / "support" / "trainer_job.py"
-# Those of transformers itself, and of what it imports.
+# Warnings of transformers and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-
-
-def folder_of(path: Path, name: str) -> Path:
-    """An empty folder."""
-    (path / name).mkdir()
-    return path / name
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +37,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if "--asynchronous" in options:  # which changes no loss
             options = ()
         if (world, *options) not in done:
-            folder = tmp_path_factory.mktemp("whole")
-            ended = run_job(JOB, "--out", folder, *options, world=world)
-            assert ended.returncode == 0, ended.stderr[-3000:]
-            done[world, *options] = folder
+            folder = done[world, *options] = tmp_path_factory.mktemp("whole")
+            run_job("trainer", folder, *options, world=world)
         return done[world, *options]
 
     return run
@@ -53,7 +48,6 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ("world", "options"),
     [
         pytest.param(1, (), marks=pytest.mark.nightly(30)),
-        pytest.param(2, (), marks=pytest.mark.nightly(30)),
         pytest.param(1, ("--lora",), marks=pytest.mark.nightly(30)),
         (1, ("--asynchronous", "yes")),
         pytest.param(2, ("--asynchronous", "lazy"), marks=pytest.mark.nightly(30)),
@@ -61,26 +55,21 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         pytest.param(2, ("--sharded", "fsdp2"), marks=pytest.mark.nightly(30)),
     ],
 )
-def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
+def test_killed_job_resumes(
     tmp_path: Path, whole_run: Callable[..., Path], world: int, options: tuple[str, ...]
 ) -> None:
-    """Killed at step 7 and resumed from its newest checkpoint, each rank computes the same losses
-    to the last bit, with dropout and a schedule, and past the end of an epoch. The log of the
-    trainer has each step once; the last two checkpoints are left, and no file of Trainer's own."""
-    whole = whole_run(world, *options)
-    cut = folder_of(tmp_path, "cut")
-    checkpoints = cut / "checkpoints"
-    common = ("--out", cut, "--checkpoints", checkpoints, *options)
-    killed = run_job(JOB, *common, "--die-at", "7", world=world)
-    assert killed.returncode == (SIGKILLED if world == 1 else 1), killed.stderr[-3000:]
+    """A job killed at step 7 computes the same losses to the last bit after it has resumed, with
+    dropout, a schedule, and a second epoch. Only two checkpoints are left, and none of Trainer's
+    own files."""
+    checkpoints = tmp_path / "checkpoints"
+    common = ("--checkpoints", checkpoints, *options)
+    run_job("trainer", tmp_path, *common, "--die-at", "7", world=world, is_killed=True)
     left = killed_in_clean_up(checkpoints)
     newest = holdfast.list_checkpoints(checkpoints)[-1].step
     assert newest == 6 or (newest == 4 and "--asynchronous" in options)
-    done = run_job(JOB, *common, "--resume", world=world)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(world):
-        assert losses(cut, rank) == losses(whole, rank)
-    outcome = json.loads((cut / "done.json").read_text())
+    run_job("trainer", tmp_path, *common, "--resume", world=world)
+    check_losses(tmp_path, whole_run(world, *options), world)
+    outcome = json.loads((tmp_path / "done.json").read_text())
     assert outcome["steps"] == list(range(1, 13))
     assert outcome["best"] == str(checkpoints / "checkpoint-12")
     listed = {c.path: c.world for c in holdfast.list_checkpoints(checkpoints)}
@@ -92,40 +81,29 @@ def test_a_killed_job_goes_on_as_if_it_had_never_stopped(
 
 
 @pytest.mark.nightly(30)
-def test_what_zero_has_saved_is_resumed_without_sharding(
+def test_checkpoint_of_zero_resumes_under_ddp(
     tmp_path: Path, whole_run: Callable[..., Path]
 ) -> None:
-    """Under DDP: the step that both compute has the same loss to the last bit, and all losses are
-    near those of a job under DDP from its beginning."""
-    common = ("--out", tmp_path, "--checkpoints", tmp_path / "checkpoints")
-    killed = run_job(JOB, *common, "--die-at", "7", "--sharded", "zero2", world=2)
-    assert killed.returncode == 1, killed.stderr[-3000:]
-    assert holdfast.list_checkpoints(tmp_path / "checkpoints")[-1].step == 6
-    done = run_job(JOB, *common, "--resume", world=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    whole = whole_run(2)
+    """The step that both compute has the same loss, and the losses are those of DDP, nearly."""
+    common = ("--checkpoints", tmp_path / "checkpoints")
+    zero = ("--die-at", "7", "--sharded", "zero2")
+    run_job("trainer", tmp_path, *common, *zero, world=2, is_killed=True)
+    run_job("trainer", tmp_path, *common, "--resume", world=2)
     for rank in range(2):
-        assert losses(tmp_path, rank) == pytest.approx(losses(whole, rank), rel=1e-4)
+        assert losses(tmp_path, rank) == pytest.approx(losses(whole_run(2), rank), rel=1e-4)
 
 
-def trainer(folder: Path, **options: Any) -> Any:
-    """A trainer of a tiny model, that saves to ``folder``."""
-    import transformers
-    from support.trainer_job import model, samples
+def trainer(
+    folder: Path, checkpoints: str | None = None, asynchronous: Any = False, **settings: Any
+) -> Any:
+    """Return a trainer of a tiny model that saves to ``folder``."""
+    from support.trainer_job import Trainer, model, samples
 
-    from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
-
-    class Trainer(HoldfastTrainerMixin, transformers.Trainer):
-        """The one of the how-to."""
-
-    checkpoints = options.pop("checkpoints", None)
-    asynchronous = options.pop("asynchronous", False)
-    settings = {"max_steps": 4, "save_steps": 2, "use_cpu": True, "report_to": [], **options}
-    arguments = transformers.TrainingArguments(str(folder), **settings)
+    settings = {"max_steps": 4, "save_steps": 2, "use_cpu": True, "report_to": [], **settings}
     data: Any = samples()
     return Trainer(
         model(lora=False),
-        arguments,
+        transformers.TrainingArguments(str(folder), **settings),
         train_dataset=data,
         eval_dataset=data,
         checkpoints=checkpoints,
@@ -133,24 +111,20 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "asynchronous", [pytest.param(False, marks=pytest.mark.nightly(30)), "lazy"]
-)
-def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
-    tmp_path: Path, asynchronous: bool | str
-) -> None:
-    """Also beyond the limit, and from a URI."""
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+
+
+def test_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    """The best checkpoint counts beyond the limit, and may be at a URI."""
     made = trainer(
         tmp_path / "out",
         checkpoints=f"file://{tmp_path}/checkpoints?threads=2",
-        asynchronous=asynchronous,
-        eval_strategy="steps",
-        eval_steps=2,
+        asynchronous="lazy",
         max_steps=6,
         save_total_limit=1,
         load_best_model_at_end=True,
-        metric_for_best_model="loss",
         greater_is_better=True,  # so the best is the first
+        **EVALUATED,
     )
     made.train()
     assert made.state.best_global_step == 2
@@ -161,12 +135,10 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(
         assert torch.equal(stored[name], tensor), name
 
 
-def test_an_asynchronous_save_that_fails_ends_training_and_deletes_nothing(tmp_path: Path) -> None:
-    """Its error is raised by train(), and the checkpoint that it was to replace is there to resume
-    from; that is deleted when a newer one is committed, at the latest when training ends."""
-    import transformers
+def test_failed_save_ends_training_and_deletes_nothing(tmp_path: Path) -> None:
+    """train() raises the error, and the job resumes from the checkpoint that would have gone."""
 
-    class Obstruct(transformers.TrainerCallback):
+    class Obstruct(transformers.TrainerCallback):  # type: ignore[misc]
         def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if state.global_step == 2:
                 (tmp_path / "checkpoint-4").touch()
@@ -181,27 +153,16 @@ def test_an_asynchronous_save_that_fails_ends_training_and_deletes_nothing(tmp_p
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [4]
 
 
-def test_the_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
-    """Step 6 is better than step 2, which the checkpoint of step 4 names as the best: so that of
-    step 2 stays while that of step 6 is being saved."""
-    import transformers
-
+def test_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
+    """While step 6 is being saved, the checkpoint of step 4 still names step 2 as the best."""
     seen: dict[int, set[int | None]] = {}
 
-    class Look(transformers.TrainerCallback):
+    class Look(transformers.TrainerCallback):  # type: ignore[misc]
         def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             listed = holdfast.list_checkpoints(tmp_path)
             seen[state.global_step] = {c.step for c in listed}
 
-    made = trainer(
-        tmp_path,
-        asynchronous=True,
-        max_steps=6,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_total_limit=1,
-        metric_for_best_model="loss",
-    )
+    made = trainer(tmp_path, asynchronous=True, max_steps=6, save_total_limit=1, **EVALUATED)
     made.evaluate = lambda **_: {"eval_loss": {2: 1.0, 4: 2.0, 6: 0.5}[made.state.global_step]}
     made.add_callback(Look)
     made.train()
@@ -209,9 +170,8 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Pat
     assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [6]
 
 
-def test_what_cannot_be_resumed_or_saved_is_refused(tmp_path: Path) -> None:
-    """Nothing to resume from; a checkpoint of another model; files that are not there to be
-    pushed; trials that would share a folder; what torch_xla shards."""
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
+    """Nothing to resume from, another state, trials, pushes to the Hub and torch_xla are errors."""
     made = trainer(tmp_path)
     with pytest.raises(holdfast.NotACheckpointError, match="no whole checkpoint to resume from"):
         made.train(resume_from_checkpoint=True)
@@ -226,9 +186,8 @@ def test_what_cannot_be_resumed_or_saved_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
-    """Its code, block by block: switch, resume, load the model alone, switch back."""
-    import transformers
+def test_how_to(tmp_path: Path) -> None:
+    """The page's code switches, resumes, loads the model alone, and switches back."""
     from support.trainer_job import model, samples
 
     made = model(lora=False)
@@ -236,24 +195,18 @@ def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
         str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to=[]
     )
     names: dict[str, Any] = {"model": made, "arguments": arguments, "data": samples()}
-    *blocks, _, _ = documented("use-with-hugging-face.md")
-    for block in blocks:
-        code = block.replace("/scratch", str(tmp_path)).replace("checkpoint-500", "checkpoint-6")
-        (tmp_path / "block.py").write_text(code)
-        names = runpy.run_path(str(tmp_path / "block.py"), names)
+    for block in documented("use-with-hugging-face.md")[:-2]:
+        names = run_block(block, tmp_path, names, {"checkpoint-500": "checkpoint-6"})
         arguments.max_steps = 6
     assert names["trainer"].state.global_step == 6
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    for name, tensor in made.state_dict().items():
-        assert torch.equal(exported.state_dict()[name], tensor), name
+    assert difference(dict(made.state_dict()), dict(exported.state_dict())) is None
 
 
 @pytest.mark.parametrize("block", [-2, -1])
-def test_adapters_are_loaded_into_a_fresh_model_without_the_base(
-    tmp_path: Path, block: int
-) -> None:
-    """By the code of the how-to: saved alone, and out of a checkpoint of the whole model. The
-    frozen weights of the fresh model stay as they are."""
+def test_how_to_loads_adapters_alone(tmp_path: Path, block: int) -> None:
+    """Adapters are loaded from a checkpoint of their own, and from one of the whole model; the
+    frozen weights stay as they are."""
     from support.trainer_job import model
 
     trained = model(lora=True)
@@ -262,11 +215,8 @@ def test_adapters_are_loaded_into_a_fresh_model_without_the_base(
     for p in trained.parameters():
         p.data.uniform_(-1, 1)
     holdfast.save(tmp_path / "run" / "checkpoint-500", {"model": trained})
-    code = documented("use-with-hugging-face.md")[block].replace("/scratch", str(tmp_path))
-    (tmp_path / "block.py").write_text(code)
-    runpy.run_path(
-        str(tmp_path / "block.py"), {"model": trained, "fresh": fresh, "holdfast": holdfast}
-    )
+    names = {"model": trained, "fresh": fresh, "holdfast": holdfast}
+    run_block(documented("use-with-hugging-face.md")[block], tmp_path, names)
     for (name, p), q in zip(trained.named_parameters(), fresh.parameters(), strict=True):
         assert torch.equal(q, base.get(name, p)), name
     if block == -2:
@@ -275,15 +225,13 @@ def test_adapters_are_loaded_into_a_fresh_model_without_the_base(
             assert all(".lora_" in name for name in c.tensors)
 
 
-@pytest.mark.parametrize(("shard", "files"), [("5GB", 1), ("20KB", 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_pretrained_opens_what_is_exported(
+@pytest.mark.parametrize(
+    ("dtype", "shard", "files"), [(torch.float32, "20KB", 3), (torch.bfloat16, "5GB", 1)]
+)
+def test_from_pretrained_opens_an_export(
     tmp_path: Path, dtype: torch.dtype, shard: str, files: int
 ) -> None:
-    """Bit for bit, in one file and in several; converted, as torch converts. Embeddings that are
-    tied are tied again."""
-    import transformers
-
+    """Files and dtypes are as asked, bits are the same, and tied embeddings are tied again."""
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import torchrun_job
+from support.framework_jobs import run_job
 from support.servers.moto import Moto
-from support.torchrun import run_job
 
 import holdfast
 from holdfast.drivers.registry import open_driver
@@ -89,7 +88,7 @@ def test_a_damaged_object_is_found(s3_url: str, request: pytest.FixtureRequest) 
 
 def test_two_ranks_save_and_load_in_another_layout(s3_url: str, tmp_path: Path) -> None:
     """Under torchrun: saved by rows, loaded by columns, and then read by this process alone."""
-    assert run_job(torchrun_job, tmp_path, s3_url) == {"0": "good", "1": "good"}
+    run_job("torchrun", tmp_path, s3_url, world=2)
     with holdfast.open(s3_url) as c:
         assert c.world == 2
         assert torch.equal(c.read("w"), torch.arange(15.0).reshape(5, 3))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import nn
 
 from holdfast.storage.integrations.accelerate import load_state, save_state
 from holdfast.storage.integrations.newest import newest_checkpoint
+from support.framework_jobs import die, note_loss
 from support.leaving import leave
 from support.sharded_on_cpu import SHARDED, deepspeed_config, let_accelerate_shard
 
@@ -34,7 +32,7 @@ class Steps:
 
 
 def accelerator_of(sharded: str | None) -> Accelerator:
-    """One on the CPU, that shards the model, if it is to."""
+    """Return one on the CPU that shards the model as asked."""
     if sharded is None:
         return Accelerator(cpu=True)
     let_accelerate_shard(sharded)
@@ -49,10 +47,9 @@ def accelerator_of(sharded: str | None) -> Accelerator:
 
 
 def main() -> None:
-    """Train for twelve steps, from the newest checkpoint if there is one; ``--die-at`` a step,
-    killed."""
+    """Train for twelve steps, from the newest checkpoint if any, or until killed at a step."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("out")
     parser.add_argument("--die-at", type=int)
     parser.add_argument("--sharded", choices=SHARDED)
     args = parser.parse_args()
@@ -78,11 +75,10 @@ def main() -> None:
         optim.step()
         schedule.step()
         optim.zero_grad()
-        with Path(args.out, f"losses-{rank}.jsonl").open("a") as file:
-            print(json.dumps([steps.done, loss.item()]), file=file)
+        note_loss(args.out, steps.done, loss)
         steps.done += 1
         if steps.done == args.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         if steps.done % 2 == 0:
             save_state(accelerator, checkpoints / f"step-{steps.done}", step=steps.done)
     accelerator.end_training()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
+from support.framework_jobs import die, note_loss
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 CONFIG: dict[str, Any] = {
@@ -48,7 +46,7 @@ def main() -> None:
     """Train for eight steps, from the newest checkpoint if there is one; ``--die-at`` a step, one
     rank is killed while that is being saved."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("out")
     parser.add_argument("--die-at", type=int)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -69,13 +67,12 @@ def main() -> None:
         loss = nn.functional.mse_loss(engine(x.bfloat16()).float(), x.sum(1, keepdim=True))
         engine.backward(loss)
         engine.step()
-        with Path(args.out, f"losses-{rank}.jsonl").open("a") as file:
-            print(json.dumps([step, loss.item()]), file=file)
+        note_loss(args.out, step, loss)
         if engine.global_steps % 2 == 0:
             uri = f"{checkpoints}/step-{engine.global_steps}"
             handle = holdfast.async_save(uri, state_of(engine), step=engine.global_steps)
             if rank == 1 and engine.global_steps == args.die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             handle.wait()
     engine.destroy()
     torch.distributed.destroy_process_group()

@@ -1,55 +1,84 @@
-"""Jobs under trainers of others, as their users start them; and documents, whose code is run."""
+"""The harness of tests with other programs' trainers: jobs started as users start them, and the
+code of how-to pages."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
-__all__ = ["SIGKILLED", "documented", "killed_in_clean_up", "losses", "run_job"]
+__all__ = [
+    "check_losses",
+    "die",
+    "documented",
+    "killed_in_clean_up",
+    "losses",
+    "note_loss",
+    "run_block",
+    "run_job",
+    "run_page",
+]
 
-SIGKILLED = -9
 _DOCS = Path(__file__).parents[2] / "docs" / "how-to"
+_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def note_loss(folder: str | Path, step: int, loss: Any, rank: int = _RANK) -> None:
+    """Record what a job has computed at a step. Called by the job."""
+    with Path(folder, f"losses-{rank}.jsonl").open("a") as file:
+        print(json.dumps([step, float(loss)]), file=file)
+
+
+def die() -> None:
+    """Kill this process. Called by the job."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_job(
-    module: ModuleType | Path,
-    *arguments: str | Path,
+    name: str,
+    folder: Path,
+    *arguments: str | Path | None,
     world: int = 1,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float = 110,
-) -> subprocess.CompletedProcess[str]:
-    """Run a script; with several ranks, under torchrun."""
-    script = module if isinstance(module, Path) else Path(str(module.__file__))
-    launcher: list[str] = []
-    if world > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    tests = str(Path(__file__).parents[1])
+    is_killed: bool = False,
+) -> None:
+    """Run ``NAME_job.py``; with several ranks, under torchrun. Fails unless it ends as expected.
+
+    ``folder`` is its first argument, and is created.
+    """
+    folder.mkdir(exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     settings = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": tests,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
         "PYTHONWARNINGS": "ignore",
         "PYTHONFAULTHANDLER": "1",
     }
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), *map(str, arguments)],
-        env=os.environ | settings | dict(environment or {}),
+    script = Path(__file__).with_name(f"{name}_job.py")
+    given = [str(each) for each in arguments if each is not None]
+    ended = subprocess.run(
+        [sys.executable, *(launcher if world > 1 else ()), str(script), str(folder), *given],
+        env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=280,
         check=False,
     )
+    expected = 0
+    if is_killed:
+        expected = 1 if world > 1 else -signal.SIGKILL
+    assert ended.returncode == expected, ended.stderr[-3000:]
 
 
 def losses(folder: Path, rank: int = 0) -> dict[int, float]:
-    """What a job has computed at each step. Where a resumed job has repeated a step, it must have
-    computed the same."""
+    """Return what a job has computed at each step; a repeated step must have computed the same."""
     found: dict[int, float] = {}
     for line in (folder / f"losses-{rank}.jsonl").read_text().splitlines():
         step, loss = json.loads(line)
@@ -57,10 +86,17 @@ def losses(folder: Path, rank: int = 0) -> dict[int, float]:
     return found
 
 
+def check_losses(cut: Path, whole: Path, world: int = 1) -> None:
+    """Fail unless each rank of two jobs has computed the same at all steps, to the last bit."""
+    for rank in range(world):
+        assert losses(cut, rank) == losses(whole, rank)
+
+
 def killed_in_clean_up(checkpoints: Path) -> set[str]:
-    """The checkpoints below ``checkpoints``, by path, whose save was killed after its commit and
-    before it had cleaned up: for others it may be under way, so nobody deletes them until their
-    grace period is over."""
+    """Return the checkpoints whose save was killed between its commit and the end of its clean-up.
+
+    Others must take them for live until their grace period is over, so nobody deletes them.
+    """
     return {
         manifest.parent.name
         for manifest in checkpoints.glob("*/manifest.safetensors")
@@ -68,6 +104,28 @@ def killed_in_clean_up(checkpoints: Path) -> set[str]:
     }
 
 
+def run_page(
+    page: str, folder: Path, names: dict[str, Any], replaced: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Run the Python blocks of a how-to page in turn, and return the names they leave.
+
+    ``/scratch`` becomes ``folder``; ``replaced`` are further changes of the code.
+    """
+    for block in documented(page):
+        names = run_block(block, folder, names, replaced)
+    return names
+
+
 def documented(page: str) -> list[str]:
-    """The blocks of Python of a page of how-to."""
+    """Return the Python blocks of a how-to page."""
     return re.findall(r"^```python\n(.*?)^```$", (_DOCS / page).read_text(), re.S | re.M)
+
+
+def run_block(
+    block: str, folder: Path, names: dict[str, Any], replaced: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Run one block like :func:`run_page`."""
+    for old, new in {**replaced, "/scratch": str(folder)}.items():  # the folder's name comes last
+        block = block.replace(old, new)
+    (folder / "block.py").write_text(block)
+    return runpy.run_path(str(folder / "block.py"), names)

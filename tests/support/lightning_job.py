@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from holdfast.storage.integrations.lightning import (
     HoldfastFSDPStrategy,
     HoldfastModelParallelStrategy,
 )
+from support.framework_jobs import die, note_loss
 from support.leaving import leave
 
 BATCHES = 6
@@ -59,7 +59,6 @@ class Net(lightning.LightningModule):
         self.layers = nn.Sequential(
             nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)
         )
-        self.losses = Path(args.out, f"losses-{os.environ.get('LOCAL_RANK', '0')}.jsonl")
 
     def configure_model(self) -> None:
         if self.args.strategy == "fsdp2":
@@ -74,14 +73,13 @@ class Net(lightning.LightningModule):
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self.layers(x), y)
-        with self.losses.open("a") as file:
-            print(json.dumps([self.global_step, loss.item()]), file=file)
+        note_loss(self.args.out, self.global_step, loss)
         self.log("loss", loss)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if self.global_step == self.args.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         torch.manual_seed(self.global_step)  # Lightning keeps no generators in its checkpoints
@@ -109,7 +107,7 @@ class Seen(Callback):
 
 
 def batches(args: argparse.Namespace) -> Any:
-    """The batches of this rank, the same in every run. Ranks that share a model have the same."""
+    """Return the batches of this rank, the same in every run and for ranks that share a model."""
     made = torch.Generator().manual_seed(3)
     world = 1 if args.strategy == "tp" else args.world
     x = torch.randn(BATCHES * world * 4, 8, generator=made)
@@ -119,9 +117,9 @@ def batches(args: argparse.Namespace) -> Any:
 
 
 def main() -> None:
-    """Train to a step, from ``--resume`` if that is given; ``--die-at`` a step, killed."""
+    """Train to a step, from ``--resume`` if given, or until killed at a step."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("out")
     parser.add_argument("--folder")
     parser.add_argument("--plugin", choices=PLUGINS, default="sync")
     parser.add_argument("--strategy", choices=STRATEGIES, default="auto")

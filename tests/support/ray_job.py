@@ -3,7 +3,6 @@ the last step, and the number of workers, 0 for Ray's local mode."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.storage.integrations.ray import load_reported, save_and_report
+from support.framework_jobs import note_loss
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -30,15 +30,13 @@ def loop(config: dict[str, Any]) -> None:
     resumed = load_reported(state, folder=config["folder"])
     assert resumed == (state["step"] != 0)
     context = ray.train.get_context()
-    losses = Path(config["out"], f"losses-{context.get_world_rank()}.jsonl")
     for step in range(state["step"] + 1, config["last"] + 1):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optim.zero_grad()
         loss.backward()
         optim.step()
-        with losses.open("a") as file:
-            print(json.dumps([step, loss.item()]), file=file)
+        note_loss(config["out"], step, loss, context.get_world_rank())
         state["step"] = step
         if step == config.get("fails_at") and not resumed:
             raise RuntimeError("a worker fails")

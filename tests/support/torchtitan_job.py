@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from holdfast import MismatchError, NotACheckpointError, StorageError
 from holdfast.storage.integrations.torchtitan import HoldfastCheckpointManager
+from support.framework_jobs import die
 
 STEPS = 12
 
@@ -152,7 +152,7 @@ def die_in_mid_save(folder: Path) -> None:
     def watch() -> None:
         while not any(path.is_file() for path in folder.rglob("*")):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,11 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
+from support.framework_jobs import die, note_loss
 from support.leaving import leave
 from support.sharded_on_cpu import SHARDED, deepspeed_config, let_accelerate_shard
 
 ASYNCHRONOUS: dict[str, Any] = {"no": False, "yes": True, "lazy": "lazy"}
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class Trainer(HoldfastTrainerMixin, transformers.Trainer):
@@ -26,8 +24,7 @@ class Trainer(HoldfastTrainerMixin, transformers.Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
-        with Path(self.args.output_dir, f"losses-{RANK}.jsonl").open("a") as file:
-            print(json.dumps([self.state.global_step, loss.item()]), file=file)
+        note_loss(self.args.output_dir, self.state.global_step, loss)
         return loss
 
 
@@ -39,11 +36,11 @@ class Die(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 def model(*, lora: bool) -> torch.nn.Module:
-    """A small language model, with dropout."""
+    """Return a small language model, with dropout."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=64,
@@ -63,13 +60,13 @@ def model(*, lora: bool) -> torch.nn.Module:
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """The same in every run."""
+    """Return the samples, the same in every run."""
     tokens = torch.randint(64, (40, 8), generator=torch.Generator().manual_seed(2))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def on_the_cpu(sharded: str | None) -> dict[str, Any]:
-    """Arguments of a trainer that runs there, and shards the model, if it is to."""
+    """Return arguments of a trainer that runs on the CPU and shards the model as asked."""
     if sharded is None:
         return {"use_cpu": True}
     let_accelerate_shard(sharded)
@@ -85,9 +82,9 @@ def on_the_cpu(sharded: str | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train for twelve steps, from ``--resume`` if that is given; ``--die-at`` a step, killed."""
+    """Train for twelve steps, from the newest checkpoint if asked, or until killed at a step."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("out")
     parser.add_argument("--checkpoints")
     parser.add_argument("--die-at", type=int)
     parser.add_argument("--resume", action="store_true")

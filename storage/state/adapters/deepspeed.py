@@ -23,7 +23,14 @@ import torch
 from ..compat import FlatPiece
 from .flat_parts import FlatPart
 
-__all__ = ["ParameterNames", "Zero", "engine_of", "zero_of"]
+__all__ = [
+    "ParameterNames",
+    "Zero",
+    "engine_counters",
+    "engine_of",
+    "set_engine_counters",
+    "zero_of",
+]
 
 ParameterNames = Mapping[torch.nn.Parameter, Sequence[str]]
 """Checkpoint names of all parameters of a module."""
@@ -52,6 +59,8 @@ _KINDS = {
     ),
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): _STAGE_3,
 }
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""An engine's counters, on which its data schedules, monitors and log depend."""
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of a loss scaler that changes during training."""
 
@@ -59,6 +68,17 @@ _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def engine_of(module: torch.nn.Module) -> Any | None:
     """Return ``module`` if it is a DeepSpeed engine."""
     return module if _ENGINE in map(_kind, type(module).__mro__) else None
+
+
+def engine_counters(engine: Any) -> dict[str, int]:
+    """Return the training counters of an engine by name."""
+    return {name: int(getattr(engine, name)) for name in _COUNTERS}
+
+
+def set_engine_counters(engine: Any, stored: Mapping[str, int]) -> None:
+    """Set the counters in ``stored``, which is empty if the model was not DeepSpeed's."""
+    for name in stored.keys() & set(_COUNTERS):
+        setattr(engine, name, stored[name])
 
 
 def zero_of(value: object) -> Zero | None:

@@ -21,15 +21,20 @@ from torch.utils.data import DataLoader
 
 from ....errors import StateError
 from ..device import refuse_forked_child
-from .deepspeed import zero_of
+from .deepspeed import Zero, zero_of
 from .exact_dtypes import exact_values
 from .flat_parts import sharded_state
 from .foreign import refuse_object
 from .fsdp1 import check_at_rest
 from .module_names import Walked, module_state
-from .optimizer import load_optimizer, optimizer_state, present_layout, refuse_unknown
+from .optimizer import (
+    StoredOptimizer,
+    load_optimizer,
+    optimizer_state,
+    present_layout,
+    refuse_unknown,
+)
 from .transparent import forget_derived
-from .zero_optimizer import load_zero_optimizer, zero_optimizer_state
 
 __all__ = [
     "RNGState",
@@ -42,6 +47,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_SCALING = "loss_scaler"
 
 
 @runtime_checkable
@@ -163,7 +169,7 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
         return optimizer_state(value, modules, path)
     zero = zero_of(value)
     if zero is not None:
-        return zero_optimizer_state(zero, modules, path)
+        return _zero_state(zero, modules, path)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):
@@ -189,7 +195,7 @@ def restore(value: object, state: Any) -> None:
     elif isinstance(value, torch.optim.Optimizer):
         load_optimizer(value, state)
     elif zero is not None:
-        load_zero_optimizer(zero, state)
+        _load_zero(zero, state)
     elif isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, np.random.Generator):
@@ -219,14 +225,49 @@ def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
 
 
 def _stateful(value: object) -> StatefulLike:
-    """Return ``value``; :func:`has_state` must be true for it."""
     return cast(StatefulLike, value)
 
 
 def _has_inference(state: object) -> bool:
-    """Return whether a nested state contains an inference tensor."""
     if isinstance(state, torch.Tensor):
         return state.is_inference()
     if isinstance(state, Mapping):
         return any(map(_has_inference, state.values()))
     return isinstance(state, list | tuple) and any(map(_has_inference, state))
+
+
+def _zero_state(zero: Zero, modules: Sequence[Walked], path: str) -> dict[str, object]:
+    """Return the state of a ZeRO optimizer by its engine's parameter names, with its loss scaler.
+
+    The optimizer that steps the masters is a torch optimizer with flat parameters. DeepSpeed's own
+    Adam counts steps as numbers instead of tensors; a checkpoint always has tensors.
+    """
+    with zero.in_groups():
+        state = optimizer_state(zero.base, modules, path)
+    entries = state["state"]
+    assert isinstance(entries, Mapping)  # the optimizer is a torch optimizer
+    state["state"] = {name: _with_tensor_step(entry) for name, entry in entries.items()}
+    scaling = zero.scaling()
+    if scaling:
+        state[_SCALING] = scaling
+    return state
+
+
+def _with_tensor_step(entry: object) -> object:
+    if isinstance(entry, Mapping) and type(entry.get("step")) is int:
+        return {**entry, "step": torch.tensor(float(entry["step"]))}
+    return entry
+
+
+def _load_zero(zero: Zero, given: StoredOptimizer) -> None:
+    """Restore the optimizer's stored state. The masters themselves belong to the module."""
+    with zero.in_groups():
+        load_optimizer(zero.base, given)
+    if type(zero.base).__module__.startswith("deepspeed."):
+        for entry in zero.base.state.values():
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = int(entry["step"])
+    zero.link_state()
+    scaling = given.rest.get(_SCALING)
+    if isinstance(scaling, Mapping):
+        zero.set_scaling(scaling)
