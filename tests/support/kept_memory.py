@@ -15,7 +15,7 @@ import torch
 
 from holdfast.storage.arenas.arena import Arena, Capture, FillingSlot
 from holdfast.storage.arenas.folder import KeeperFolder
-from holdfast.storage.arenas.messages import VERSION, Event, Hello
+from holdfast.storage.arenas.messages import VERSION, Enter, Event, Hello
 from holdfast.storage.arenas.sockets import Line, listening
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
@@ -32,6 +32,7 @@ __all__ = [
     "RUN",
     "Told",
     "capture",
+    "entered",
     "in_loop",
     "kept",
     "pinned",
@@ -113,6 +114,14 @@ async def trainer(
         yield arena
     finally:
         await arena.close()
+
+
+@asynccontextmanager
+async def entered(**options: object) -> AsyncIterator[tuple[Keeper, Arena]]:
+    """Run a keeper with one trainer that has entered the first epoch."""
+    async with kept(**options) as (keeper, folder), trainer(folder) as arena:  # type: ignore[arg-type]
+        assert await arena.enter(Enter(0, None))
+        yield keeper, arena
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, torch.Tensor]:

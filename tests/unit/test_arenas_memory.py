@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -14,7 +13,6 @@ import pytest
 
 from holdfast.storage.arenas.memory import Memory, reserved_memory, sealed_memory
 from holdfast.storage.exchange.shared_memory import Arena, Window
-from holdfast.storage.exchange.transport import open_listener
 from holdfast.storage.state import pinned
 from holdfast.storage.state.pinned import Cuda, pin
 
@@ -68,12 +66,6 @@ def test_memory_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
     del raised
     gc.collect()
     os.close(other)
-
-
-def test_what_cannot_be_shared_is_left_out() -> None:
-    """An object of no bytes: each rank reads it for itself."""
-    with contextlib.ExitStack() as resources:
-        assert open_listener(resources, 0, 1, "host") == (None, None)
 
 
 @pytest.mark.skipif(

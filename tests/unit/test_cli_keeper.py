@@ -107,12 +107,3 @@ def test_a_call_that_cannot_be_carried_out_says_why(
     monkeypatch.chdir(tmp_path)
     assert main(["keeper", *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_save_without_a_keeper_is_never_agreed(tmp_path: Path) -> None:
-    """To wait for that is a mistake of the caller's, not a failure of the save."""
-    handle = holdfast.async_save(tmp_path / "c", {"w": torch.ones(3)})
-    with pytest.raises(holdfast.UsageError, match="does not use a keeper"):
-        handle.agreed.wait(1)
-    handle.wait(30)
-    assert handle.done()

@@ -18,25 +18,11 @@ LEVELS = (
 
 
 def test_periods_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each level, in the order of costs."""
+    """The table has a line for each level, in the order of costs."""
     assert run(["keeper", "periods", *LEVELS]) == 0
-    title, header, memory, local = capsys.readouterr().out.rstrip().splitlines()
-    assert title == "Periods"
-    assert header.split() == ["level", "cost", "failures", "best", "every", "steps", "lost"]
+    _, _, memory, local = capsys.readouterr().out.rstrip().splitlines()
     assert memory.split() == ["memory", "20", "ms", "1/2", "h", "17", "s", "16", "s", "8", "0.24%"]
-    assert local.split() == [
-        "local",
-        "1",
-        "s",
-        "1/24",
-        "h",
-        "6.92",
-        "min",
-        "6.93",
-        "min",
-        "208",
-        "0.48%",
-    ]
+    assert " ".join(local.split()) == "local 1 s 1/24 h 6.92 min 6.93 min 208 0.48%"
 
 
 def test_periods_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,17 +43,14 @@ def test_periods_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--step=2s", "--cost=a=1s", "--rate=b=1/1h"], "the level a has no --rate"),
-        (["--step=2s", "--cost=b=1s", "--rate=a=1/1h", "--rate=b=1/1h"], "a has no --cost"),
         (["--step=2s", "--cost=1s", "--rate=a=1/1h"], "--cost 1s names no level"),
         (
             ["--step=2s", "--cost=a=1s", "--cost=a=2s", "--rate=a=1/1h"],
             "given twice for the level a",
         ),
         (["--step=2s", "--cost=a=1s", "--rate=a=2h"], "--rate: '2h' is not a rate"),
-        (["--step=2s", "--cost=a=1s", "--rate=a=1/0s"], "--rate: '1/0s' is not a rate"),
         (["--step=2s", "--cost=a=1s", "--rate=a=0/1h"], "a: a rate of 0.0 per second"),
         (["--step=soon", "--cost=a=1s", "--rate=a=1/1h"], "--step: 'soon' is not a duration"),
-        (["--step=0s", "--cost=a=1s", "--rate=a=1/1h"], "a step of 0.0 seconds"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -78,11 +61,3 @@ def test_what_makes_no_sense_is_refused(
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
-
-
-def test_the_group_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """And says so."""
-    with pytest.raises(SystemExit) as caught:
-        run(["keeper"])
-    assert caught.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err

@@ -84,26 +84,6 @@ def test_any_two_lost_blocks_come_back(nbytes: int) -> None:
             assert np.array_equal(out, blocks[wanted]), (lost, wanted)
 
 
-def test_one_lost_block_comes_back_by_xor_alone() -> None:
-    """P suffices, whichever block is lost; and Q, where P is lost as well."""
-    blocks = noise(3, ODD_NBYTES)
-    p, q = parity_of(blocks, ODD_NBYTES)
-    for lost, (row, parity) in itertools.product(range(3), ((0, p), (1, q))):
-        data = {i: block for i, block in enumerate(blocks) if i != lost}
-        out = np.empty(ODD_NBYTES, np.uint8)
-        recover(out, lost, data, {row: parity}, [lost])
-        assert np.array_equal(out, blocks[lost]), (lost, row)
-
-
-def test_the_heads_of_blocks_suffice_for_the_head_of_a_lost_one() -> None:
-    """Parity and data that are cut off where the wanted bytes end, and data that goes on."""
-    blocks = noise(4, 1000)
-    p, q = parity_of(blocks, 1000)
-    out = np.empty(333, np.uint8)
-    recover(out, 3, {0: blocks[0], 2: blocks[2][:333]}, {0: p[:333], 1: q}, [1, 3])
-    assert np.array_equal(out, blocks[3][:333])
-
-
 def test_what_cannot_be_computed_is_refused() -> None:
     """Too few blocks of parity, blocks that do not fit, and more blocks than there are weights."""
     a, b, c = noise(3, 64)

@@ -22,19 +22,7 @@ from holdfast.storage.keeper.parity.combining import (
     WORKERS,
     Block,
 )
-from holdfast.storage.keeper.parity.guarding import guard, image_nbytes, rebuild
-from holdfast.storage.keeper.parity.guards import Guards
-
-SHAPES = [
-    pytest.param("copy", [[70_000], [50_000]], 1, id="copy of 2"),
-    pytest.param("copy", [[0, 9000], [50_000, 1]], 1, id="copy of 2, one image missing"),
-    pytest.param("xor", [[70_000], [50_000], [1]], 1, id="xor of 3"),
-    pytest.param("xor", [[70_000, 9000], [50_000, 0], [1, 1], [40_000]], 1, id="xor of 4, 2 ranks"),
-    pytest.param("xor", [[70_000], [0], [33_000], [40_000], [64_000]], 1, id="xor of 5"),
-    pytest.param("pq", [[70_000], [50_000], [1]], 2, id="pq of 3"),
-    pytest.param("pq", [[70_000, 1], [50_000, 0], [0, 9000], [40_000]], 2, id="pq of 4, 2 ranks"),
-    pytest.param("pq", [[70_000], [50_000], [33_000], [40_000], [64_000]], 2, id="pq of 5"),
-]
+from holdfast.storage.keeper.parity.guarding import guard, rebuild
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -72,75 +60,32 @@ async def until_mapped(count: int) -> None:
     assert mapped() == count
 
 
-@pytest.mark.parametrize(("mode", "sizes", "good"), SHAPES)
-def test_every_loss_that_may_be_is_made_good(mode: str, sizes: list[list[int]], good: int) -> None:
-    """Of each member and of each two where two may be lost: all their images come back byte for byte,
-    and nothing is asked of a host that is lost. Where more are lost, no other image comes back."""
+@pytest.mark.parametrize(("mode", "count", "good"), [("copy", 2, 1), ("xor", 4, 1), ("pq", 4, 2)])
+def test_more_losses_than_parity_are_refused(mode: str, count: int, good: int) -> None:
+    """The error says how many hosts are lost, and nothing is read from the others."""
 
     async def body(group: Members) -> None:
         await group.guard_all()
-        count = len(sizes)
-        for number in range(1, good + 2):
-            for lost in itertools.combinations(range(count), number):
-                for rank in (rank for member in lost for rank in group.group.ranks[member]):
-                    before_nbytes = group.pulled_nbytes
-                    try:
-                        memory = await group.rebuilt(rank, lost)
-                    except DamagedError as error:
-                        assert number > good
-                        assert group.pulled_nbytes == before_nbytes
-                        assert (
-                            f"{number} of {count} hosts of a group are lost, and {mode} tolerates "
-                            f"{good}: the image of rank {rank} of step 70 cannot be rebuilt"
-                        ) in str(error)
-                        continue
-                    if image_nbytes(Label.decode(group.labels[rank])):
-                        assert memory.view == group.images[rank].view
-                    memory.close()
+        before_nbytes = group.pulled_nbytes
+        for lost in itertools.combinations(range(count), good + 1):
+            rank = group.group.ranks[lost[0]][0]
+            with pytest.raises(DamagedError) as raised:
+                await group.rebuilt(rank, lost)
+            assert (
+                f"{good + 1} of {count} hosts of a group are lost, and {mode} tolerates {good}: "
+                f"the image of rank {rank} of step 70 cannot be rebuilt"
+            ) in str(raised.value)
+        assert group.pulled_nbytes == before_nbytes
 
-    with_members(mode, sizes, body)
+    with_members(mode, [[70_000, 9000]] * count, body)
 
 
-@pytest.mark.parametrize(
-    ("mode", "at"), [("copy", 0), ("copy", -1), ("xor", 8191), ("pq", 20_000), ("pq", -1)]
-)
-def test_flipped_bits_on_the_way_are_found(mode: str, at: int) -> None:
-    """In the data, and in the digests at its end: no image that differs from its label is
-    returned."""
-
-    async def body(group: Members) -> None:
-        await group.guard_all()
-        (lane,) = group.group.lanes({rank: held.nbytes for rank, held in group.images.items()})
-        place = at % group.images[0].nbytes
-        (repair,) = (
-            one
-            for one in lane.repairs([0], 0)
-            if one.wanted.start <= place < one.wanted.start + one.wanted.nbytes
-        )
-
-        def flip(block: Block, start: int, into: memoryview) -> None:
-            """In the last block of the stripe, which is parity, that byte counts."""
-            if block == repair.pulled[-1]:
-                into[place - repair.wanted.start - start] ^= 0x10
-
-        group.after = flip
-        with pytest.raises(DamagedError, match=r"rank 0 of step 70, rebuilt .*\(rank 0\)"):
-            await group.rebuilt(0, [0])
-        group.after = None
-        memory = await group.rebuilt(0, [0])
-        assert memory.view == group.images[0].view
-        memory.close()
-
-    with_members(mode, [[100_000]] * (2 if mode == "copy" else 4), body)
-
-
-@pytest.mark.nightly(73)
+@pytest.mark.nightly(36)
 @pytest.mark.parametrize("doing", ["guard", "rebuild"])
 @pytest.mark.parametrize("end", ["fails", "is cancelled", "cancels itself"])
-@pytest.mark.parametrize(("mode", "after"), [("copy", 1), ("pq", 0), ("pq", 4), ("xor", 9)])
+@pytest.mark.parametrize(("mode", "after"), [("copy", 1), ("pq", 4)])
 def test_what_does_not_end_well_leaves_nothing(mode: str, after: int, end: str, doing: str) -> None:
-    """A pull fails, or all of it is cancelled: the other pulls are ended, no task stays, and all
-    memory is given back, however far it had come."""
+    """If a pull fails, or all work is cancelled, no task remains and all memory is freed."""
     before = mapped()
 
     async def body(group: Members) -> None:
@@ -184,10 +129,9 @@ def test_what_does_not_end_well_leaves_nothing(mode: str, after: int, end: str, 
     assert mapped() == before
 
 
-@pytest.mark.parametrize(("mode", "count"), [("copy", 2), ("xor", 3), ("xor", 5), ("pq", 4)])
+@pytest.mark.parametrize(("mode", "count"), [("copy", 2), ("pq", 4)])
 def test_several_pulls_are_under_way_in_bounded_memory(mode: str, count: int) -> None:
-    """Of large images: as many as workers have blocks, none larger than may be, and all together no
-    more than the buffers."""
+    """Pulls of large images overlap, and fit together into the buffers."""
 
     async def body(group: Members) -> None:
         async def slow(block: Block, into: memoryview) -> None:
@@ -275,57 +219,3 @@ def test_a_label_whose_digests_are_too_few_matches_no_image() -> None:
         memory.close()
 
     with_members("copy", [[9000], [50_000]], body)
-
-
-class Parity:
-    """The parity of a generation."""
-
-    nbytes = 1
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def guards(*steps: int) -> Any:
-    """Return guards with parity of these steps."""
-    found: Any = Guards("run", "", lambda: None)
-    add_parity(found, *steps)
-    return found
-
-
-def add_parity(found: Any, *steps: int) -> None:
-    """Give the guards parity of these steps."""
-    for step in steps:
-        found._held[GenerationId(0, step)] = Parity()
-        found._worlds[GenerationId(0, step)] = 1
-
-
-def steps_of(found: Any) -> list[int]:
-    """Return the steps with parity."""
-    return [id.step for id in sorted(found._held)]
-
-
-def test_parity_that_nobody_relies_on_is_dropped_except_the_newest() -> None:
-    """All keepers may be about to rely on the newest."""
-    found = guards(1, 2, 3, 4)
-    parity = list(found._held.values())
-    found.keep([GenerationId(0, 2)])
-    assert steps_of(found) == [2, 4]
-    assert [one.closed for one in parity] == [True, False, True, False]
-
-
-def test_parity_offered_to_a_restart_is_retained_until_all_have_chosen() -> None:
-    """Keepers protect newer steps meanwhile. A resume drops later steps even if they are offered."""
-    found = guards(1, 2)
-    newest = GenerationId(0, 5)
-    for client in (7, 8):
-        found.offer(client, [GenerationId(0, 2), GenerationId(0, 3)])
-    add_parity(found, 3, 4, 5)
-    for client, left in ((0, [1, 2, 3, 5]), (7, [1, 2, 3, 5]), (7, [1, 2, 3, 5]), (8, [5])):
-        found.released(client)
-        found.keep([newest])
-        assert steps_of(found) == left
-    found.offer(7, [])
-    found.drop_later(None)
-    assert steps_of(found) == []

@@ -1,5 +1,4 @@
-"""A keeper that is a service of systemd, and is started anew: it has again what the one before had in
-memory."""
+"""A keeper service that systemd restarts: its successor has the same images in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from support.service_manager import ServiceManager, service_manager
 
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.memory import reserved_memory, sealed_bytes
-from holdfast.storage.arenas.messages import Adopt, Agreed, Enter
+from holdfast.storage.arenas.messages import Agreed, Enter
 from holdfast.storage.keeper.descriptor_store import DescriptorStore
 from holdfast.storage.keeper.slot_memory import PooledSlot, SlotPool
 
@@ -73,44 +72,6 @@ async def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> No
         assert [one.generation for one in keeper.pool.generations.restorable()] == [
             GenerationId(3, 1)
         ]
-
-
-@in_loop
-async def test_memory_that_others_may_have_mapped_is_not_filled_again(
-    manager: ServiceManager,
-) -> None:
-    """A trainer of an older epoch may have been stopped, and wake up: nobody knows of it now."""
-    await two_steps(manager)
-    before = {os.fstat(fd).st_ino for _, fd in manager.kept}
-    async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
-        assert await arena.enter(Enter(4, 2))
-        for step in (3, 4, 5):
-            told = Told()
-            slot = await capture(arena, step, told)
-            assert os.fstat(slot.memory.fd).st_ino not in before
-            await told.until(Agreed)
-        assert {one.generation.epoch for one in keeper.pool.generations.restorable()} == {4}
-
-
-@in_loop
-async def test_a_trainer_hands_over_what_was_kept_already(manager: ServiceManager) -> None:
-    """It may fill that memory again: nobody of an older epoch can have had it."""
-    async with kept(store=store_of(manager)) as (_, folder), trainer(folder) as arena:
-        assert await arena.enter(Enter(3, None))
-        told = Told()
-        slot = await capture(arena, 1, told)
-        await told.until(Agreed)
-        number = os.fstat(slot.memory.fd).st_ino
-        label = next(fd for _, fd in manager.handed_over() if os.fstat(fd).st_ino != number)
-        memory = os.dup(slot.memory.fd)
-    async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
-        assert await arena.enter(Enter(3, None))
-        await arena._done(Adopt(os.fstat(memory).st_size), [memory, label])
-        assert len(keeper.pool.slots) == 1
-        (slots,) = keeper.pool.slots.values()
-        assert os.fstat(slots.memory.fd).st_ino == number
-    os.close(memory)
-    os.close(label)
 
 
 def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceManager) -> None:

@@ -38,10 +38,7 @@ class Told:
 
 
 def test_a_step_is_on_storage_of_the_host_once_the_keeper_says_so() -> None:
-    """A step counts as local only once the keeper reports it so, after which the save ends.
-
-    The agreement announces only that the step will be written to local storage.
-    """
+    """The agreement announces only that the step will be written there."""
     save = Told()
     assert save.hear(Sealed(1, ID), Agreed(ID, local=True))
     assert "local" not in save.ended
@@ -79,10 +76,7 @@ def test_protection_and_storage_of_the_host_are_waited_for_side_by_side() -> Non
 def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
     tmp_path: Path,
 ) -> None:
-    """A checkpointer reports when the keeper has written a step to local storage.
-
-    Steps that are not due there say so, and so does a keeper without local storage.
-    """
+    """Steps that are not due there say so, and so do saves without a keeper."""
     state = {"w": torch.arange(8)}
     keeper = holdfast.Keeper(
         local=tmp_path / "nvme", local_every=2, memory="64MiB", linger="60s", deadline_s=60
@@ -108,4 +102,6 @@ def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
     handle = holdfast.async_save(tmp_path / "c", state)
     with pytest.raises(UsageError, match="the host's storage"):
         handle.local.wait()
+    with pytest.raises(UsageError, match="does not use a keeper"):
+        handle.agreed.wait(1)
     handle.wait()

@@ -10,10 +10,8 @@ from holdfast.planner.parity import (
     Group,
     HostDomain,
     Lane,
-    Mode,
     ParityBlock,
     groups,
-    lanes,
     protection,
 )
 
@@ -31,17 +29,11 @@ def apart(count: int) -> list[HostDomain]:
 def test_domains_are_shared_as_far_as_parity_allows() -> None:
     """Two hosts of a rack in one group are one too many for one block of parity, not for two."""
     racks = hosts(*"aabb")
-    assert groups(racks, 4, 2) == [Group(("h00", "h01", "h02", "h03"))]
+    assert groups(racks[::-1], 4, 2) == [Group(("h00", "h01", "h02", "h03"))]
     with pytest.raises(
         ValueError, match=r"4 hosts in 2 failure domains .* 2 hosts .* lie in a, and 1"
     ):
         groups(racks, 4, 1)
-
-
-def test_the_order_of_hosts_does_not_matter() -> None:
-    """All ranks come to the same groups, however they have heard of the hosts."""
-    racks = hosts(*"abcdabcde")
-    assert groups(racks[::-1], 4, 1) == groups(racks, 4, 1)
 
 
 def test_groups_that_cannot_be_are_refused_by_name() -> None:
@@ -54,18 +46,10 @@ def test_groups_that_cannot_be_are_refused_by_name() -> None:
         groups([*apart(3), HostDomain("h00", "x")], 4, 1)
 
 
-@pytest.mark.parametrize(
-    ("count", "mode", "parity"), [(1, "off", 0), (2, "copy", 1), (3, "xor", 1), (9, "xor", 1)]
-)
-def test_what_is_chosen_for_a_number_of_hosts(count: int, mode: Mode, parity: int) -> None:
-    """Nothing on one host, a copy on two, XOR from three."""
-    found = protection(apart(count))
-    assert (found.mode, found.parity) == (mode, parity)
-    assert sum(len(group.hosts) for group in found.groups) == (count if count > 1 else 0)
-
-
 def test_a_choice_never_fails() -> None:
     """``auto`` falls back from XOR to copies to nothing, and says why; other modes raise."""
+    modes = [protection(apart(count)).mode for count in (1, 2, 3, 9)]
+    assert modes == ["off", "copy", "xor", "xor"]
     pairs = protection(hosts(*"aaaabbbb"))
     assert pairs.mode == "copy"
     assert pairs.groups == tuple(Group((f"h0{i}", f"h0{i + 4}")) for i in range(4))
@@ -76,15 +60,6 @@ def test_a_choice_never_fails() -> None:
         protection(hosts(*"aaaa"), "copy")
     with pytest.raises(ValueError, match="'raid' is not one of auto, off, copy, xor, pq"):
         protection(apart(4), "raid")  # type: ignore[arg-type]
-
-
-def test_how_many_give_to_a_stripe() -> None:
-    """All but those that hold its parity; one, where each image is copied."""
-    (group,) = groups(apart(5), 4, 1)
-    widths = {mode: protection(apart(5), mode).width(group) for mode in ("copy", "xor", "pq")}
-    assert widths == {"copy": 1, "xor": 4, "pq": 3}
-    with pytest.raises(ValueError, match="nothing is protected"):
-        protection(apart(5), "off").width(group)
 
 
 def test_stripes_of_four_members() -> None:
@@ -116,12 +91,3 @@ def test_more_losses_than_parity_are_refused() -> None:
     with pytest.raises(ValueError, match="has lost 2 blocks, and 1 of its 1 blocks of parity"):
         lane.repairs([0, 1], 0)
     assert Lane((5000, 0, 0, 0), 1, 1).repairs([0, 1], 0)
-
-
-def test_lanes_of_hosts_with_several_ranks() -> None:
-    """Hosts' first ranks form a lane, their second ones another; missing images are empty."""
-    assert lanes([[10, 20], [30], [40, 50]], 1, 2) == (
-        Lane((10, 30, 40), 1, 2),
-        Lane((20, 0, 50), 1, 2),
-    )
-    assert lanes([[], []], 1, 1) == ()

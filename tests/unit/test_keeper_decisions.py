@@ -1,0 +1,314 @@
+"""Decisions of keepers that the simulation does not judge: limits, fairness, and what users are told.
+
+``tests/simulation/test_keepers.py`` proves what a restart finds, and that all keepers agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+from holdfast.planner.parity import Mode
+from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
+from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import GenerationEntry, Inventory, ParityEntry
+from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
+from holdfast.storage.keeper.decisions.generations import Generations
+from holdfast.storage.keeper.decisions.lead import Lead
+from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
+from holdfast.storage.keeper.decisions.standing import Report
+from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
+
+SIZE = 100
+A, B = 1, 2
+"""Clients of ranks 0 and 1."""
+NAMES = "abcd"
+"""Keepers of the ranks 0 to 3."""
+
+
+def id(step: int, epoch: int = 0) -> GenerationId:
+    """Return the id of a step."""
+    return GenerationId(epoch, step)
+
+
+# Slots.
+
+
+def entered(*clients: int, budget: int = 10_000) -> Generations:
+    """Return the slots of a keeper that clients of ranks 0, 1 and so on use."""
+    generations = Generations(budget)
+    for rank, client in enumerate(clients):
+        assert generations.enter(client, rank, 0, None) is None
+    return generations
+
+
+def granted(generations: Generations, client: int, step: int, world: int = 1) -> int:
+    """Return the slot granted to a client."""
+    grant = generations.fill(client, client - 1, step, SIZE, world)
+    assert isinstance(grant, Grant), grant
+    if grant.fresh:
+        generations.made(grant.slot)
+    return grant.slot
+
+
+def agreed(generations: Generations, step: int) -> int:
+    """Return the slot of a step that the only client has captured."""
+    slot = granted(generations, A, step)
+    generations.captured(slot)
+    generations.sealed(slot)
+    assert generations.agreed(id(step))
+    return slot
+
+
+def reason(answer: Grant | Refusal) -> Reason:
+    """Return the reason of a refusal."""
+    assert isinstance(answer, Refusal), answer
+    return answer.reason
+
+
+def test_three_slots_are_filled_in_turn() -> None:
+    """A rank takes memory for three images; then the oldest step is overwritten."""
+    generations = entered(A)
+    slots = [agreed(generations, step) for step in range(1, 8)]
+    assert len(set(slots)) == 3
+    assert slots[:3] == slots[3:6]
+    assert [held.generation.step for held in generations.restorable()] == [7, 6, 5]
+
+
+def test_a_step_that_is_over_gets_no_slot() -> None:
+    """A rank captures no step twice, none before its last one, and none that is already void."""
+    generations = entered(A)
+    agreed(generations, 5)
+    assert reason(generations.fill(A, 0, 5, SIZE, 1)) is Reason.OLD_STEP
+    assert reason(generations.fill(A, 0, 4, SIZE, 1)) is Reason.OLD_STEP
+    generations.void(id(6))
+    assert reason(generations.fill(A, 0, 6, SIZE, 1)) is Reason.NO_FREE_SLOT
+    granted(generations, A, 7)
+
+
+def test_only_the_client_that_fills_a_slot_can_drop_it() -> None:
+    """A slot is filled with the step it was granted for, and dropped once."""
+    generations = entered(A, B)
+    slot = granted(generations, A, 1, 2)
+    assert generations.is_filling(slot, A, id(1))
+    assert not generations.is_filling(slot, A, id(2))
+    assert not generations.is_filling(slot, B, id(1))
+    assert [generations.dropped(slot, client) for client in (B, A, A)] == [False, True, False]
+
+
+def test_too_little_memory_is_refused_with_the_sum() -> None:
+    """Before the first step, a keeper checks that three images of each rank fit."""
+    generations = entered(A, B, budget=6 * SIZE - 1)
+    answer = generations.fill(A, 0, 1, SIZE, 2)
+    assert reason(answer) is Reason.NO_MEMORY
+    assert isinstance(answer, Refusal)
+    assert answer.text.startswith("3 images of 100 B for 2 ranks take 600 B")
+    assert generations.slots == set()
+    granted(entered(A, B, budget=6 * SIZE), A, 1, 2)
+
+
+def test_no_rank_has_a_third_slot_while_another_has_no_second() -> None:
+    """A large image that the job resumed from takes memory until a step is agreed, and no step is
+    agreed without an image of every rank."""
+    generations = entered(A, budget=6 * SIZE)
+    grant = generations.fill(A, 0, 5, 2 * SIZE, 1)
+    assert isinstance(grant, Grant)
+    generations.made(grant.slot)
+    generations.captured(grant.slot)
+    generations.sealed(grant.slot)
+    assert generations.agreed(id(5))
+    generations.client_gone(A)
+    for rank, client in enumerate((A, B)):
+        assert generations.enter(client, rank, 1, 5) is None
+    for step in (6, 7, 8):
+        slot = granted(generations, B, step, 2)
+        generations.captured(slot)
+        generations.sealed(slot)
+    for step in (9, 10):
+        granted(generations, A, step, 2)
+    assert grant.slot in generations.slots
+    assert len(generations.slots) == 5
+
+
+# Votes.
+
+
+def vote(rank: int, step: int = 7, world: int = 2, plan: str = "plan", **equal: str) -> Vote:
+    """Return the vote of one rank."""
+    return Vote(id(step), rank, world, plan, equal)
+
+
+@pytest.mark.parametrize(
+    ("votes", "outcome"),
+    [
+        ([vote(0), vote(0), vote(1)], Outcome.AGREED),
+        (
+            [vote(0, world=3, x="1"), vote(1, world=3, x="1", y="2"), vote(2, world=3, y="2")],
+            Outcome.AGREED,
+        ),
+        ([vote(0), vote(1, plan="other")], Outcome.VOID),
+        ([vote(0, x="1"), vote(1, x="2")], Outcome.VOID),
+        ([vote(0), vote(0, plan="other")], Outcome.VOID),
+        ([vote(0), vote(1, world=3)], Outcome.VOID),
+        ([vote(0), vote(2)], Outcome.VOID),
+        ([vote(0), vote(-1)], Outcome.VOID),
+    ],
+)
+def test_a_generation_is_agreed_if_the_votes_of_all_ranks_match(
+    votes: list[Vote], outcome: Outcome
+) -> None:
+    """The order of votes does not matter, and a late vote gets the same outcome."""
+    for order in (votes, votes[::-1]):
+        ballot = Ballot()
+        assert [ballot.cast(one) for one in order][-1] is outcome
+        assert ballot.cast(vote(1)) is outcome
+
+
+def test_old_generations_without_an_outcome_are_forgotten() -> None:
+    """Votes take bounded memory."""
+    ballot = Ballot()
+    for step in range(KEPT + 1):
+        ballot.cast(vote(0, step))
+    assert ballot.open == [id(step) for step in range(1, KEPT + 1)]
+
+
+# The leader.
+
+
+def hear(lead: Lead, name: str, *steps: int, **news: object) -> None:
+    """Report to the leader that a keeper has sealed these steps, and other news."""
+    votes = tuple(vote(NAMES.index(name), step) for step in steps)
+    lead.hear(Report(name, 0, votes, seen=lead.version, **news))  # type: ignore[arg-type]
+
+
+def leader() -> Lead:
+    """Return a leader that has heard both keepers of a protected job."""
+    lead = Lead("x")
+    lead.begin(0, NAMES[:2], guards=True)
+    for name in NAMES[:2]:
+        hear(lead, name)
+    return lead
+
+
+def test_after_each_failure_to_protect_more_steps_are_skipped() -> None:
+    """Protected steps take memory that new ones need. A success ends the back-off."""
+    lead, tried = leader(), []
+
+    def fail() -> None:
+        standing = lead.standing()
+        hear(lead, "b", unguarded=standing.guard, attempt=standing.attempt)
+
+    def take(step: int) -> None:
+        for name in NAMES[:2]:
+            hear(lead, name, step)
+
+    for step in range(1, 151):
+        take(step)
+        if lead.standing().guard is not None:
+            tried.append(step)
+            fail()
+    assert [b - a for a, b in itertools.pairwise(tried)] == [1, 2, 4, 8, 16, 32, 32, 32]
+    while lead.standing().guard is None:
+        step += 1
+        take(step)
+    for news in ({"guarded": id(step)}, {"guarded": id(step), "guarded_by_all": id(step)}):
+        for name in NAMES[:2]:
+            hear(lead, name, **news)
+    assert lead.standing().protected == id(step)
+    for after in (1, 2):
+        take(step + after)
+        assert lead.standing().guard == id(step + after)
+        fail()
+
+
+def test_the_newest_agreed_generation_is_not_forgotten() -> None:
+    """The leader remembers a bounded number of outcomes, and says which ones it has forgotten."""
+    lead = leader()
+    for name in NAMES[:2]:
+        hear(lead, name, 1, 2)
+    hear(lead, "a", *range(3, 40))
+    hear(lead, "b", missing=tuple(map(id, range(3, 40))))
+    standing = lead.standing()
+    assert standing.agreed == (id(2),)
+    assert standing.void == tuple(map(id, range(40 - KEPT, 40)))
+    assert standing.settled == id(39 - KEPT)
+    hear(lead, "b", missing=(id(2),))
+    assert lead.standing() == standing
+
+
+# The choice of a restart.
+
+
+def stock(name: str, *entries: GenerationEntry | ParityEntry) -> Stock:
+    """Return what a keeper holds."""
+    generations = tuple(one for one in entries if isinstance(one, GenerationEntry))
+    guards = tuple(one for one in entries if isinstance(one, ParityEntry))
+    return Stock(KeeperHost(name, name, name), Inventory(0, generations, guards))
+
+
+def image(step: int, rank: int, *, epoch: int = 0, agreed: bool = True) -> GenerationEntry:
+    """Return the entry of one image of a job of four ranks."""
+    return GenerationEntry(id(step, epoch), 4, (rank,), agreed)
+
+
+def chosen(
+    stocks: Iterable[Stock],
+    rebuilders: Iterable[str] = NAMES,
+    damaged: Iterable[tuple[GenerationId, int, str]] = (),
+) -> tuple[list[Choice], list[str]]:
+    """Return the choices of a restart that finds step 2 in storage, and the problems."""
+    return choices(list(stocks), list(rebuilders), lambda one: one.step > 2, set(damaged))
+
+
+def test_the_newest_agreed_step_with_all_images_comes_first() -> None:
+    """A step of a later epoch is newer. One keeper that knows of an agreement is enough, and steps
+    that storage has as well are left out."""
+    images = [(2, 0, True), (3, 0, True), (5, 0, True), (5, 1, True), (6, 1, False)]
+    stocks = [
+        stock(name, *(image(step, rank, epoch=at, agreed=known) for step, at, known in images))
+        for rank, name in enumerate(NAMES)
+    ]
+    found, problems = chosen(stocks)
+    assert [choice.generation for choice in found] == [id(5, 1), id(5), id(3)]
+    assert found[0] == Choice(id(5, 1), 4, (("a",), ("b",), ("c",), ("d",)))
+    assert problems == []
+    stocks.append(stock("e", image(6, 3, epoch=1)))
+    assert chosen(stocks)[0][0].holders[3] == ("d", "e")
+
+
+@pytest.mark.parametrize(("mode", "may_lose"), [("xor", 1), ("copy", 1), ("pq", 2)])
+def test_parity_makes_up_for_as_many_hosts_as_it_can(mode: Mode, may_lose: int) -> None:
+    """Lost and damaged images are rebuilt on different hosts; the problem names what is lost."""
+    names = NAMES[:2] if mode == "copy" else NAMES
+    of = GuardedGroup(mode, tuple(names), tuple((rank,) for rank in range(len(names))))
+    everyone = [
+        stock(name, image(5, rank), *([ParityEntry(id(5), 4, of, rank)] if name in names else []))
+        for rank, name in enumerate(NAMES)
+    ]
+    (choice,), problems = chosen(everyone[may_lose:], NAMES[may_lose:])
+    assert problems == []
+    lost = list(range(may_lose))
+    assert [one.rank for one in choice.rebuilt] == lost
+    assert [one.lost for one in choice.rebuilt] == [tuple(lost)] * may_lose
+    assert {one.at for one in choice.rebuilt} <= set(NAMES[may_lose:])
+    assert len({one.at for one in choice.rebuilt}) == may_lose
+    damaged = [(id(5), rank, NAMES[rank]) for rank in range(may_lose)]
+    assert [one.rank for one in chosen(everyone, damaged=damaged)[0][0].rebuilt] == lost
+    found, problems = chosen(everyone[may_lose + 1 :], NAMES[1:])
+    assert found == []
+    assert problems[0].startswith("step 5 in memory is lost: ")
+    assert chosen(everyone[1:], "")[1] == ["step 5 in memory is lost: no keeper can rebuild images"]
+
+
+def test_damage_in_two_lanes_is_one_loss_in_each() -> None:
+    """Each lane has parity of its own."""
+    of = GuardedGroup("xor", ("a", "b", "c"), ((0, 1), (2, 3), (4,)))
+    stocks = [
+        stock(name, GenerationEntry(id(5), 5, ranks, True), ParityEntry(id(5), 5, of, member))
+        for member, (name, ranks) in enumerate(zip(of.names, of.ranks, strict=True))
+    ]
+    (choice,), _ = chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 3, "b")])
+    assert [(lost.rank, lost.lost) for lost in choice.rebuilt] == [(0, (0,)), (3, (1,))]
+    assert chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 2, "b")])[0] == []
