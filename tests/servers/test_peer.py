@@ -10,7 +10,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from support.shelves import MemfdShelf, Showing, showing, until
 
 import holdfast
 from holdfast.cli import app
-from holdfast.core.aio import side_by_side
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import (
     AccessError,
@@ -159,23 +157,6 @@ def test_connections_are_used_again(shelf: MemfdShelf) -> None:
         asyncio.run(use(shown))
 
 
-def test_reads_at_the_same_time(shown: Showing) -> None:
-    """Twenty of them, over four connections at most."""
-
-    async def use() -> None:
-        driver = open_driver(shown.uri("run"), token=shown.token)
-        found = [memoryview(bytearray(1_000_000)) for _ in range(20)]
-        await side_by_side(
-            *(driver.read("a/big", 200_000 * i, into) for i, into in enumerate(found))
-        )
-        for i, into in enumerate(found):
-            assert into == BIG[200_000 * i : 200_000 * i + 1_000_000]
-        assert shown.server.connections <= 4
-        await driver.close()
-
-    asyncio.run(use())
-
-
 # A checkpoint
 
 
@@ -211,35 +192,6 @@ def run(*arguments: str) -> str:
         status = app.run(arguments)
     assert status == 0, out.getvalue()
     return out.getvalue()
-
-
-def test_a_flipped_bit_in_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load from another host verifies what it reads."""
-    holdfast.save(tmp_path / "run", {"w": torch.arange(1_000_000)})
-    [image] = [p for p in tmp_path.glob("run/data/*/*") if p.suffix == ".safetensors"]
-    data = bytearray(image.read_bytes())
-    data[len(data) // 3] ^= 4
-    image.write_bytes(data)
-    with showing(MemfdShelf.of_folder(tmp_path / "run", "run")) as shown:
-        monkeypatch.setenv("HOLDFAST_PEER_TOKEN", shown.token)
-        with pytest.raises(DamagedError, match="w"):
-            holdfast.load(shown.uri("run"))
-
-
-def test_curl_gets_a_file(shown: Showing, tmp_path: Path) -> None:
-    """Whole, in a range, and resumed."""
-    authorization = f"Authorization: Bearer {shown.token}"
-    url = f"http://127.0.0.1:{shown.port}/v1/object/run/a/big"
-    file = tmp_path / "file"
-    file.write_bytes(BIG[:1000])
-    curl = ["curl", "-sSf", "--max-time", "30", "-H", authorization, url]
-    try:
-        subprocess.run([*curl, "-C", "-", "-o", str(file)], check=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("curl is not installed")
-    assert file.read_bytes() == BIG
-    done = subprocess.run([*curl, "-r", "5-9"], check=True, timeout=60, capture_output=True)
-    assert done.stdout == BIG[5:10]
 
 
 # TLS
@@ -286,26 +238,6 @@ def test_tls(shelf: MemfdShelf, tmp_path: Path) -> None:
 
 
 # Deadlines
-
-
-def test_a_read_that_is_cancelled_ends_at_once(shelf: MemfdShelf) -> None:
-    """Its keeper sends nothing more, and for an hour nobody would see that; the memory of the read
-    is not written to any more."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-
-        async def use() -> float:
-            driver = open_driver(f"peer://127.0.0.1:{port}/run?timeout=1h", op_timeout_s="off")
-            read = asyncio.ensure_future(driver.read("x", 0, memoryview(bytearray(10))))
-            await asyncio.sleep(0.3)
-            read.cancel()
-            began_s = time.monotonic()
-            with pytest.raises(asyncio.CancelledError):
-                await read
-            await driver.close()
-            return time.monotonic() - began_s
-
-        assert asyncio.run(use()) < 60
 
 
 def test_a_keeper_that_is_silent_is_given_up(shelf: MemfdShelf) -> None:
@@ -373,7 +305,7 @@ def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> N
     assert held.view[:1] == b"\x02"
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /v1/obj", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "])
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "])
 def test_a_request_that_never_ends_is_cut_off(shelf: MemfdShelf, sent: bytes) -> None:
     """A client has some time for the whole of it."""
     with showing(shelf, quiet_s=0.5) as shown:
@@ -446,19 +378,15 @@ def test_status_metrics_and_health(shown: Showing) -> None:
     assert re.search(rb"^holdfast_keeper_http_requests_total [1-9]", body, re.MULTILINE)
 
 
-@pytest.mark.parametrize("token", ["", "0" * 32, "x", "é", "\x7f" * 32, "a b"])
-@pytest.mark.parametrize("path", ["/v1/list", "/v1/object/run/b", "/status", "/metrics", "/x"])
-def test_a_wrong_token_gets_nothing(shown: Showing, path: str, token: str) -> None:
-    """Not even whether something is there."""
-    status, headers, body = asked(shown, path, token=token)
-    assert status in (400, 401)
-    assert b"small" not in body
-    if status == 401:
-        assert headers["www-authenticate"] == "bearer"
-
-
-def test_a_wrong_token_is_an_access_error(shown: Showing) -> None:
-    """Which says where tokens are looked for, and shows none."""
+@pytest.mark.parametrize("token", ["", "0" * 32, "é", "a b"])
+def test_a_wrong_token_gets_nothing(shown: Showing, token: str) -> None:
+    """It does not learn whether something is there; the driver says where tokens are looked for."""
+    for path in ("/v1/list", "/v1/object/run/b", "/status", "/metrics", "/x"):
+        status, headers, body = asked(shown, path, token=token)
+        assert status in (400, 401)
+        assert b"small" not in body
+        if status == 401:
+            assert headers["www-authenticate"] == "bearer"
 
     async def use() -> None:
         driver = open_driver(shown.uri("run"), token="0123456789abcdef" * 2)
@@ -473,14 +401,18 @@ def test_a_wrong_token_is_an_access_error(shown: Showing) -> None:
 @pytest.mark.parametrize(
     ("said", "status", "found"),
     [
-        ("bytes=0-0", 206, b"s"), ("bytes=1-", 206, b"mall"), ("bytes=-2", 206, b"ll"), ("bytes=2-100", 206, b"all"), ("bytes=-100", 206, b"small"),
-        ("bytes=5-", 416, b""), ("bytes=-0", 416, b""), ("bytes=9-12", 416, b""), ("bytes=3-2", 400, None), ("bytes=0-0,2-3", 400, None),
-        ("bytes=", 400, None), ("bytes=-", 400, None), ("lines=1-2", 400, None), ("bytes=1-2x", 400, None), ("bytes=" + "9" * 400 + "-", 400, None), ("bytes=-1-2", 400, None),
+        ("bytes=0-0", 206, b"s"),
+        ("bytes=1-", 206, b"mall"),
+        ("bytes=-2", 206, b"ll"),
+        ("bytes=2-100", 206, b"all"),
+        ("bytes=5-", 416, b""),
+        ("bytes=0-0,2-3", 400, None),
+        ("lines=1-2", 400, None),
+        ("bytes=" + "9" * 400 + "-", 400, None),
     ],
-)  # fmt: skip
+)
 def test_ranges(shown: Showing, said: str, status: int, found: bytes | None) -> None:
-    """A single range is served as far as the object goes; none of it there is 416; all else is
-    refused."""
+    """A single range is served as far as the object goes; others are refused."""
     answered, headers, body = asked(shown, "/v1/object/run/b", f"Range: {said}")
     assert answered == status
     if found is not None:
@@ -488,46 +420,34 @@ def test_ranges(shown: Showing, said: str, status: int, found: bytes | None) -> 
         assert re.fullmatch(r"bytes (\d-\d|\*)/5", headers["content-range"])
 
 
-def test_head_says_what_get_would(shown: Showing) -> None:
-    """Size and time, without a body."""
-    status, headers, body = asked(shown, "/v1/object/run/a/big", method="HEAD")
-    assert (status, headers["content-length"], body) == (200, str(len(BIG)), b"")
-    assert headers["accept-ranges"] == "bytes"
-
-
 @pytest.mark.parametrize(
-    ("target", "status"),
+    ("method", "target", "header", "status"),
     [
-        ("/v1/object/../../etc/passwd", 400), ("/v1/object/run/../other/b", 400), ("/v1/object/%2e%2e/other/b", 400), ("/v1/object//etc/passwd", 400),
-        ("/v1/object/run%2F..%2Fother/b", 400), ("/v1/object/run/b%00", 400), ("/v1/object/", 400), ("/v1/object/run/./b", 400), ("/v1/object/run/b?x=1", 400),
-        ("/v1/object/run/nothing", 404), ("/v1/object/run", 404), ("/", 404), ("/v1", 404), ("//v1/list", 404), ("/v1/list/", 404), ("/etc/passwd", 404),
-        ("/v1/list?prefix=../..", 400), ("/v1/list?other=x", 400), ("/v1/list?prefix=run&prefix=other", 400), ("/v1/list?prefix=run&x", 400), ("http://other/v1/list", 404),
-        ("/v1/object/" + "x" * 20_000, 400),
+        ("HEAD", "/v1/object/run/b", "X: y", 200),
+        ("GET", "/v1/object/run/../other/b", "X: y", 400),
+        ("GET", "/v1/object/run%2F..%2Fother/b", "X: y", 400),
+        ("GET", "/v1/object/run/b%00", "X: y", 400),
+        ("GET", "/v1/object/run/b?x=1", "X: y", 400),
+        ("GET", "/v1/object/run", "X: y", 404),
+        ("GET", "/etc/passwd", "X: y", 404),
+        ("GET", "/v1/list?prefix=../..", "X: y", 400),
+        ("GET", "http://other/v1/list", "X: y", 404),
+        ("GET", "/v1/object/" + "x" * 20_000, "X: y", 400),
+        ("PUT", "/v1/object/run/b", "X: y", 405),
+        ("BREW", "/v1/object/run/b", "X: y", 405),
+        ("GET", "/v1/object/run/b", "Content-Length: 5", 400),
+        ("GET", "/v1/object/run/b", "Transfer-Encoding: chunked", 400),
     ],
-)  # fmt: skip
-def test_paths_that_lead_nowhere(shown: Showing, target: str, status: int) -> None:
-    """No path leads out of the shelf, and what is refused says why."""
-    answered, _, body = asked(shown, target)
-    assert answered == status
-    assert body
-    assert is_alive(shown)
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "BREW"])
-def test_only_get_and_head_are_served(shown: Showing, method: str) -> None:
-    """Nothing can be changed."""
-    assert asked(shown, "/v1/object/run/b", method=method)[0] in (400, 405)
-    assert is_alive(shown)
-
-
-@pytest.mark.parametrize(
-    "headers", [["Content-Length: 5"], ["Transfer-Encoding: chunked"], ["Content-Length: -1"], ["Content-Length: 99999999999999999999"], ["Content-Length: 3", "Transfer-Encoding: chunked"]]
-)  # fmt: skip
-def test_no_request_has_a_body(shown: Showing, headers: list[str]) -> None:
-    """One that announces a body is refused before the body comes."""
-    status, _, body = asked(shown, "/v1/object/run/b", *headers)
-    assert status == 400
-    assert body != b"small"
+)
+def test_nothing_but_objects_of_the_shelf_is_served(
+    shown: Showing, method: str, target: str, header: str, status: int
+) -> None:
+    """No path leads out of the shelf, no method changes it, and no request has a body."""
+    answered, headers, body = asked(shown, target, header, method=method)
+    assert answered == status or (status == 405 and answered == 400)
+    assert b"small" not in body
+    if method == "HEAD":
+        assert (headers["content-length"], headers["accept-ranges"]) == ("5", "bytes")
     assert is_alive(shown)
 
 
@@ -571,27 +491,6 @@ def test_anything_may_be_sent(tried: tuple[Showing, MemfdShelf], pieces: list[by
         answer = exchanged(shown, data, ends=True)
     assert b"small" not in answer
     assert BIG[:20] not in answer
-    assert is_alive(shown)
-    until(lambda: not any(shelf.pinned.values()), "nothing is pinned")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 400), st.integers(0, 255), st.booleans())
-def test_a_request_that_is_cut_or_altered(
-    tried: tuple[Showing, MemfdShelf], at: int, other: int, cut: bool
-) -> None:
-    """A request that is right but for a byte, or for its end, is answered or refused."""
-    shown, shelf = tried
-    right = f"GET /v1/object/run/a/big HTTP/1.1\r\nHost: x\r\nRange: bytes=5-24\r\nAuthorization: Bearer {shown.token}\r\nConnection: close\r\n\r\n".encode()
-    at %= len(right)
-    data = right[:at] if cut else right[:at] + bytes([other]) + right[at + 1 :]
-    answer = b""
-    with contextlib.suppress(ConnectionError):
-        answer = exchanged(shown, data, ends=True)
-    status = re.match(rb"HTTP/1\.[01] (\d+)", answer)
-    assert answer == b"" or (
-        status is not None and int(status[1]) in (200, 206, 400, 401, 404, 405, 416)
-    )
     assert is_alive(shown)
     until(lambda: not any(shelf.pinned.values()), "nothing is pinned")
 

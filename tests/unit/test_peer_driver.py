@@ -197,12 +197,6 @@ def test_an_answer_that_is_not_what_was_asked_for(answer: bytes, kind: type[Hold
         assert isinstance(outcome(uri, read_four), kind)
 
 
-def test_an_answer_that_is_right() -> None:
-    """So it is the details above that are refused."""
-    with answering(http(206, b"four", "Content-Range: bytes 2-5/9")) as uri:
-        assert outcome(uri, read_four) == b"four"
-
-
 def test_when_to_come_back_is_bounded() -> None:
     """A keeper that says a year is not believed."""
     for said, expected in (("2", 2.0), ("99999", 60.0), ("9" * 50, None), ("-1", None)):

@@ -91,6 +91,10 @@ class Hadoop:
         """``host:port`` of the first name node."""
         return f"{self.host}:{self._ports['nn0'][0]}"
 
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables that clients need: none."""
+        return {}
+
     def start(self) -> None:
         """Format and boot. Raises RuntimeError, with the end of a log, where it does not come up."""
         try:

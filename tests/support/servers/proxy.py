@@ -1,8 +1,5 @@
-"""A proxy that misbehaves when told to: slow, mute, busy, or cutting connections. In threads of
-this process.
-
-Of TCP, but that it can answer for an HTTP server that asks for patience.
-"""
+"""A TCP proxy that misbehaves when told to: slow, mute, or cutting connections. In threads of this
+process."""
 
 from __future__ import annotations
 
@@ -17,11 +14,6 @@ __all__ = ["FaultProxy", "Faults"]
 
 _PIECE_NBYTES = 64 << 10
 _REQUEST = re.compile(rb"((?:GET|HEAD|PUT|POST|DELETE) [^ ]+) HTTP/1.1\r\n")
-_BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-_BUSY_HEAD = (
-    b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
-    % len(_BUSY)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +26,6 @@ class Faults:
     """Take what is sent, and pass nothing on, in either direction."""
     refuse: bool = False
     """Cut new connections at once."""
-    cut_after_nbytes: int | None = None
-    """Cut a connection when so much has gone up in it."""
 
 
 class FaultProxy:
@@ -45,17 +35,11 @@ class FaultProxy:
         self.faults = Faults()
         self.cuts = 0
         """Connections that were cut so far."""
-        self.busy = 0
-        """So many connections more are answered with 503, whatever they ask."""
-        self.stall_s = 0.0
-        """The next answer is held back for so long, once."""
         self.losing: re.Pattern[bytes] | None = None
         """The answer to the next request whose beginning this matches is lost: the server has done
         it, and the connection is cut. Set to None when it has happened."""
         self.asked: list[str] = []
         """Method and path of each HTTP request so far."""
-        self.open = self.most_open = 0
-        """Connections of clients, now and at most so far."""
         self._lock = threading.Lock()
         self._upstream = upstream
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -105,10 +89,6 @@ class FaultProxy:
             if self.faults.refuse:
                 self._cut(client)
                 continue
-            if self.busy:
-                self.busy -= 1
-                self._start(self._refuse, client)
-                continue
             try:
                 server = socket.create_connection(self._upstream, 5)
             except OSError:
@@ -117,8 +97,8 @@ class FaultProxy:
             self._sockets |= {client, server}
             for one in (client, server):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._start(self._pump, client, server, True)
-            self._start(self._pump, server, client, False)
+            self._start(self._pass_on, client, server, True)
+            self._start(self._pass_on, server, client, False)
 
     def _stay_away(self, client: socket.socket) -> None:
         """The server is down: listen no more until it is there again, so that connections are
@@ -135,48 +115,12 @@ class FaultProxy:
             self._server = socket.create_server(("127.0.0.1", self._port))
             return
 
-    def _refuse(self, client: socket.socket) -> None:
-        """Let it say what it wants, then send it away."""
-        client.settimeout(0.2)
-        try:
-            while client.recv(_PIECE_NBYTES):
-                pass
-        except TimeoutError:
-            client.sendall(_BUSY_HEAD + _BUSY)
-        except OSError:
-            pass
-        client.close()
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self.open += change
-            self.most_open = max(self.open, self.most_open)
-
-    def _stall(self) -> float:
-        with self._lock:
-            stall_s, self.stall_s = self.stall_s, 0.0
-        return stall_s
-
-    def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
-        self._count(up)
-        try:
-            self._pass_on(source, sink, up)
-        finally:
-            self._count(-up)
-
     def _pass_on(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
-        passed = 0
         try:
             while piece := source.recv(_PIECE_NBYTES):
-                passed += len(piece)
                 if up and (request := _REQUEST.match(piece)):
                     self.asked.append(request[1].decode())
-                faults = self.faults
                 while self.faults.mute and not self._closed:
-                    time.sleep(0.02)
-                stalled_s = 0.0 if up else self._stall()
-                until_s = time.monotonic() + stalled_s
-                while time.monotonic() < until_s and not self._closed:
                     time.sleep(0.02)
                 if up and self._is_to_be_lost(piece):
                     self._unheard.add(sink)
@@ -185,12 +129,8 @@ class FaultProxy:
                     self._cut(sink)
                     self._cut(source)
                     return
-                if up and faults.up_nbytes_per_s:
-                    time.sleep(len(piece) / faults.up_nbytes_per_s)
-                if up and faults.cut_after_nbytes is not None and passed > faults.cut_after_nbytes:
-                    self._cut(source)
-                    self._cut(sink)
-                    return
+                if up and self.faults.up_nbytes_per_s:
+                    time.sleep(len(piece) / self.faults.up_nbytes_per_s)
                 sink.sendall(piece)
             sink.shutdown(socket.SHUT_WR)
         except OSError:

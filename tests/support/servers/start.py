@@ -1,10 +1,12 @@
-"""Starts one of the servers by name, makes what it stores in, and stops it at the end."""
+"""Starts one of the servers by name, and stops it at the end."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .azurite import Azurite, find_azurite
 from .fake_gcs import FakeGcs, find_fake_gcs
@@ -32,25 +34,15 @@ def started(name: str, folder: Path, *, datanodes: int = 2) -> Iterator[Served]:
     ``datanodes`` is for HDFS alone. Raises RuntimeError where the server is not installed or does
     not come up.
     """
-    if name == "s3":
-        radosgw = Radosgw(folder)
-        try:
-            radosgw.start()
-            radosgw.client().create_bucket(Bucket="holdfast")
-            yield f"s3://holdfast?endpoint={radosgw.endpoint}", radosgw.environment()
-        finally:
-            radosgw.stop()
-    elif name == "hdfs":
-        hadoop = Hadoop(folder, datanodes=datanodes)
-        try:
-            hadoop.start()
-            yield hadoop.uri, {}
-        finally:
-            hadoop.stop()
-    else:
-        server = Azurite(folder) if name == "az" else FakeGcs(folder)
-        try:
-            server.start()
-            yield server.uri, server.environment()
-        finally:
-            server.stop()
+    make: Mapping[str, Callable[[Path], Any]] = {
+        "s3": Radosgw,
+        "hdfs": partial(Hadoop, datanodes=datanodes),
+        "az": Azurite,
+        "gs": FakeGcs,
+    }
+    server = make[name](folder)
+    try:
+        server.start()
+        yield server.uri, server.environment()
+    finally:
+        server.stop()
