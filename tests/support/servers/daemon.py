@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from support.servers.ports import listens
@@ -17,8 +17,7 @@ __all__ = ["DIES_WITH_US", "INSTALLED", "Daemon"]
 INSTALLED = Path(os.environ.get("HOLDFAST_TEST_SERVERS", Path(__file__).parents[3] / ".servers"))
 """Where ``make test-servers`` puts servers."""
 START_S = 60.0
-# Some servers take their own users' keys from a client's variables: SeaweedFS makes an
-# administrator of them.
+# Some servers take their own users' keys from a client's variables.
 _CLIENTS_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 """Before a command: the kernel ends the program when a test run is killed. setpriv runs the program
@@ -26,8 +25,7 @@ in its own process."""
 
 
 class Daemon:
-    """A process that listens on ``port`` of ``host``, as ``listens`` tells. Its output goes to the
-    file ``log``.
+    """A process that listens on ``port`` of the loopback. Its output goes to the file ``log``.
 
     It inherits this process's environment without the credentials of clients.
     """
@@ -38,13 +36,9 @@ class Daemon:
         *,
         port: int,
         log: Path,
-        host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
-        listens: Callable[[int, str], bool] = listens,
     ) -> None:
         self.port = port
-        self._listens = listens
-        self._host = host
         self._command = [*DIES_WITH_US, *map(str, command)]
         self._log = log
         inherited = {
@@ -69,7 +63,7 @@ class Daemon:
                 start_new_session=True,
             )
         deadline_s = time.monotonic() + START_S
-        while not self._listens(self.port, self._host):
+        while not listens(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.stop()
                 raise RuntimeError(

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.servers.daemon import INSTALLED
 from support.servers.ports import free_port
 
 __all__ = ["Hadoop", "find_hadoop"]
 
-ROOT = Path(__file__).parents[3]
 BOOT_S = 90.0
 NAME_NODE = "org.apache.hadoop.hdfs.server.namenode.NameNode"
 DATA_NODE = "org.apache.hadoop.hdfs.server.datanode.DataNode"
@@ -44,7 +44,7 @@ log4j.appender.A.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 
 def find_hadoop() -> Path | None:
     """The folder of its jars, if they and Java are there."""
-    folder = Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "hadoop")
+    folder = INSTALLED / "hadoop"
     return folder if (folder / "lib/unshaded.jar").exists() and shutil.which("java") else None
 
 
@@ -117,7 +117,7 @@ class Hadoop:
                 self.begin(name)
             if self.ha:
                 self.activate("nn0")
-            self.wait("nn0")
+            self.wait()
         except BaseException:
             self.stop()
             raise
@@ -150,11 +150,13 @@ class Hadoop:
         """Until a name node is up, which is not active then."""
         self._until(name, lambda: self._admin(name, "-getServiceState", name) == "standby")
 
-    def wait(self, name: str = "nn0", datanodes: int | None = None) -> None:
-        """Until a name node has left safe mode and knows so many DataNodes, by default all."""
-        count = self.datanodes if datanodes is None else datanodes
+    def wait(self) -> None:
+        """Until the first name node has left safe mode and knows all DataNodes."""
         self._until(
-            name, lambda: self._live(name) >= count and all(map(self._registered, self._data_names))
+            "nn0",
+            lambda: (
+                self._live("nn0") >= self.datanodes and all(map(self._registered, self._data_names))
+            ),
         )
 
     def stop(self) -> None:
@@ -176,12 +178,6 @@ class Hadoop:
             return self.run(name, "org.apache.hadoop.hdfs.tools.DFSHAAdmin", *words).strip()
         except RuntimeError:
             return ""
-
-    def wait_for_room(self, nbytes: int) -> None:
-        """Until the DataNodes have told of so many free bytes: they do so every few seconds."""
-        self._until(
-            "nn0", lambda: self._bean("nn0", "FSNamesystemState")["CapacityRemaining"] >= nbytes
-        )
 
     def _registered(self, name: str) -> bool:
         """Whether a DataNode that runs is known as such: the name node counts one that was killed

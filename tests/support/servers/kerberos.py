@@ -8,17 +8,15 @@ outside of the folder is configured: every process that is to use the realm is s
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.servers.daemon import INSTALLED, Daemon
 from support.servers.ports import free_port
 
 __all__ = ["REALM", "Kdc", "find_kerberos"]
 
-ROOT = Path(__file__).parents[3]
 REALM = "HOLDFAST.TEST"
 BOOT_S = 30.0
 
@@ -53,7 +51,7 @@ db_module_dir = {modules}
 
 def find_kerberos() -> Path | None:
     """The folder of its programs, if they are there."""
-    folder = Path(os.environ.get("HOLDFAST_TEST_SERVERS", ROOT / ".servers"), "kerberos")
+    folder = INSTALLED / "kerberos"
     return folder if (folder / "usr/sbin/krb5kdc").exists() else None
 
 
@@ -63,7 +61,7 @@ class Kdc:
     it."""
 
     folder: Path
-    _process: subprocess.Popen[bytes] | None = None
+    _daemon: Daemon | None = None
     _port: int = field(default_factory=free_port)
 
     @property
@@ -89,23 +87,18 @@ class Kdc:
         server = SERVER.format(realm=REALM, port=self._port, folder=self.folder, modules=modules)
         (self.folder / "kdc.conf").write_text(server)
         self._run("usr/sbin/kdb5_util", "create", "-s", "-P", "for tests")
-        with open(self.folder / "kdc.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [self._program("usr/sbin/krb5kdc"), "-n", "-P", str(self.folder / "kdc.pid")],
-                env=self._server_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._wait()
+        self._daemon = Daemon(
+            [self._program("usr/sbin/krb5kdc"), "-n", "-P", self.folder / "kdc.pid"],
+            port=self._port,
+            log=self.folder / "kdc.log",
+            environment=self._server_environment(),
+        )
+        self._daemon.start()
 
     def stop(self) -> None:
         """End the KDC."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._daemon is not None:
+            self._daemon.stop()
 
     def keytab(self, name: str, *principals: str) -> Path:
         """Add principals, ``user`` or ``service/host``; their keys lie in the keytab of this name."""
@@ -115,43 +108,11 @@ class Kdc:
             self._run("usr/sbin/kadmin.local", "-q", f"ktadd -k {path} {principal}")
         return path
 
-    def ticket(self, principal: str, keytab: Path, *, lifetime_s: int = 3600) -> Path:
+    def ticket(self, principal: str, keytab: Path) -> Path:
         """A cache with a ticket of ``principal``, who has been added."""
-        cache = self.folder / f"{principal.replace('/', '_')}.{lifetime_s}.cache"
-        self._run(
-            "usr/bin/kinit",
-            "-k",
-            "-t",
-            str(keytab),
-            "-c",
-            f"FILE:{cache}",
-            "-l",
-            f"{lifetime_s}s",
-            principal,
-        )
+        cache = self.folder / f"{principal.replace('/', '_')}.cache"
+        self._run("usr/bin/kinit", "-k", "-t", str(keytab), "-c", f"FILE:{cache}", principal)
         return cache
-
-    def wait_for_expiry(self, cache: Path) -> None:
-        """Until the ticket in ``cache`` is no longer valid."""
-        deadline_s = time.monotonic() + BOOT_S
-        command = [self._program("usr/bin/klist"), "-s", f"FILE:{cache}"]
-        while subprocess.run(command, env=self._server_environment(), check=False).returncode == 0:
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"the ticket in {cache} does not expire")
-            time.sleep(0.1)
-
-    def _wait(self) -> None:
-        deadline_s = time.monotonic() + BOOT_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
-                return
-            except OSError as error:
-                ended = self._process is None or self._process.poll() is not None
-                if ended or time.monotonic() > deadline_s:
-                    log = (self.folder / "kdc.log").read_text(errors="replace")
-                    raise RuntimeError(f"the KDC does not come up:\n{log[-2000:]}") from error
-                time.sleep(0.05)
 
     def _run(self, program: str, *words: str) -> None:
         done = subprocess.run(

@@ -61,9 +61,9 @@ class SecureHadoop:
         """What a client process needs; without ``cache`` it has no ticket."""
         return self.kdc.environment(cache) | {"HADOOP_CONF_DIR": str(self.conf)}
 
-    def ticket(self, user: str = "alice", *, lifetime_s: int = 3600) -> Path:
+    def ticket(self, user: str = "alice") -> Path:
         """A cache with a ticket of a user."""
-        return self.kdc.ticket(user, self.keytab, lifetime_s=lifetime_s)
+        return self.kdc.ticket(user, self.keytab)
 
     def token(self, path: Path) -> Path:
         """A file with a delegation token of alice's, as ``hdfs fetchdt`` writes it."""
