@@ -7,7 +7,6 @@ import errno
 import functools
 import os
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def driver(tmp_path: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 
 async def upload(driver: LocalDriver, key: str, nbytes: int) -> None:
-    """An object by an upload in two parts."""
+    """Upload an object in two parts."""
     new = await driver.create(key, nbytes)
     try:
         await new.write(nbytes // 2, memoryview(bytes(nbytes - nbytes // 2)))
@@ -318,50 +317,4 @@ def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
     assert caught.value.temporary == (kind is StorageDownError)
 
 
-def test_our_own_errors_pass_unchanged() -> None:
-    """A StorageError passes unchanged, and so does any error other than OSError, which is a bug."""
-    for error in (FullError("full", key="k"), KeyError("x")):
-        with pytest.raises(type(error)) as caught, storage_errors("write", "file:///r", "other"):
-            raise error
-        assert caught.value is error
-
-
 # No room
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 2 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
-
-
-@pytest.mark.heavy
-@asynchronous
-async def test_a_full_disk_is_an_error_and_nothing_else(small_disk: Path, no_leaks: None) -> None:
-    """A full disk raises FullError, the old object stays, and the space is released."""
-    driver = LocalDriver(small_disk)
-    await driver.put("x", b"old" * 100_000)
-    for attempt in (
-        driver.put("x", bytes(2 << 20)),
-        upload(driver, "y", 3 << 20),
-        upload(driver, "y", 2 << 20),
-    ):
-        with pytest.raises(FullError, match="ENOSPC") as caught:
-            await attempt
-        assert "Free some space" in str(caught.value)
-    assert await driver.get("x") == b"old" * 100_000
-    assert os.listdir(small_disk) == ["x"]
-    await driver.put("y", bytes(1 << 20))
-    assert stat.S_ISREG((small_disk / "y").stat().st_mode)
-    await driver.close()

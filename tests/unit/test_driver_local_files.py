@@ -1,5 +1,4 @@
-"""The local driver: temporary files, files that stay open, cancelled calls, and races between
-processes."""
+"""Test the local driver's open files, cancelled calls and direct access."""
 
 from __future__ import annotations
 
@@ -17,9 +16,7 @@ import pytest
 from support.drivers import asynchronous, keys
 
 from holdfast.drivers.contract import AtMost
-from holdfast.drivers.local import driver as local
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.drivers.local.names import temporary_name
 from holdfast.errors import ExistsError, StorageDownError, StorageError
 
 
@@ -38,7 +35,7 @@ def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
 
 
 def open_below(folder: Path) -> list[str]:
-    """What this process has open below a folder."""
+    """Return the paths that this process has open below a folder."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sorted(
         os.readlink(link)
@@ -47,29 +44,12 @@ def open_below(folder: Path) -> list[str]:
     )
 
 
-# Temporary files and open files
-
-
-@asynchronous
-async def test_unfinished_uploads_lie_hidden_beside_their_target(
-    driver: LocalDriver, root: Path
-) -> None:
-    """A rename across folders, or file systems, is never needed; deleting the folder takes dead
-    uploads along."""
-    upload = await driver.create("a/x", 10)
-    (name,) = os.listdir(root / "a")
-    assert name.startswith(".x.")
-    assert name.endswith(".tmp")
-    (root / "a" / temporary_name("dead")).write_bytes(b"")
-    assert await keys(driver) == []
-    await driver.delete_all("a")
-    assert os.listdir(root) == []
-    await upload.abort()
+# Open files
 
 
 @asynchronous
 async def test_only_so_many_files_stay_open(driver: LocalDriver, root: Path) -> None:
-    """The longest unused are closed; those in use never are."""
+    """The least recently used files are closed, but never one in use."""
     into = memoryview(bytearray(1))
     for n in range(100):
         await driver.put(f"{n}", b"x")
@@ -83,8 +63,7 @@ async def test_only_so_many_files_stay_open(driver: LocalDriver, root: Path) -> 
 async def test_space_of_deleted_objects_is_let_go(
     driver: LocalDriver, root: Path, no_leaks: None
 ) -> None:
-    """An object that was read, and deleted by someone else, is not kept open once something new is
-    stored."""
+    """Files that another process has deleted are closed when an upload begins, to free space."""
     other = LocalDriver(root)
     for key in ("a/old", "kept"):
         await driver.put(key, b"x")
@@ -100,7 +79,7 @@ async def test_space_of_deleted_objects_is_let_go(
 
 @asynchronous
 async def test_own_deletions_close_at_once(driver: LocalDriver, root: Path) -> None:
-    """What this driver deletes or replaces, it does not keep open."""
+    """The driver closes the files of objects that it deletes or replaces."""
     into = memoryview(bytearray(1))
     for key in ("a/x", "b", "c"):
         await driver.put(key, b"x")
@@ -115,7 +94,7 @@ async def test_own_deletions_close_at_once(driver: LocalDriver, root: Path) -> N
 async def test_an_abort_during_a_write_waits_for_nobody(
     driver: LocalDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The temporary file goes at once; its descriptors when the last write is done with them."""
+    """An abort removes the temporary file at once; the running write still ends."""
     inside, go_on = _blocking(monkeypatch, "pwrite")
     upload = await driver.create("x", 10)
     write = asyncio.ensure_future(upload.write(0, memoryview(bytes(10))))
@@ -131,7 +110,7 @@ async def test_an_abort_during_a_write_waits_for_nobody(
 def _blocking(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> tuple[threading.Event, threading.Event]:
-    """Make a call of ``os`` wait; the events that it is inside, and that it may go on."""
+    """Make a call of ``os`` wait. Return the events that it has begun, and that it may go on."""
     inside, go_on = threading.Event(), threading.Event()
     real = getattr(os, name)
 
@@ -144,24 +123,6 @@ def _blocking(
     return inside, go_on
 
 
-@asynchronous
-async def test_close_says_what_it_waited_for(
-    root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
-    """An operation that never ends does not hang close, but is an error; a second close tries
-    again."""
-    monkeypatch.setattr(local, "CLOSE_TIMEOUT_S", 0.05)
-    inside, go_on = _blocking(monkeypatch, "fsync")
-    driver = LocalDriver(root)
-    put = asyncio.ensure_future(driver.put("x", b""))
-    await asyncio.to_thread(inside.wait, 10)
-    with pytest.raises(StorageDownError, match=r"1 operations still run 0.05 s"):
-        await driver.close()
-    go_on.set()
-    await put
-    await driver.close()
-
-
 # Races between processes
 
 
@@ -169,7 +130,7 @@ async def test_close_says_what_it_waited_for(
 async def test_exclusive_without_hard_links(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file system has no hard links, there is still one winner, and its object is whole."""
+    """An exclusive put has one winner even where the file system has no hard links."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -191,7 +152,7 @@ async def test_exclusive_without_hard_links(
 async def test_a_cancelled_create_leaves_nothing(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The upload that nobody was handed is dropped, although the thread went on and made it."""
+    """The file of a cancelled create is removed, although its thread went on and made it."""
     inside, go_on = _blocking(monkeypatch, "mkdir")
     create = asyncio.ensure_future(driver.create("a/x", 1 << 20))
     await asyncio.to_thread(inside.wait, 10)
@@ -204,33 +165,12 @@ async def test_a_cancelled_create_leaves_nothing(
     assert [names for _, _, names in os.walk(root)] == [[], []]
 
 
-@asynchronous
-async def test_a_cancelled_commit_ends_first(
-    driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once it has begun it goes on to its end: the object is there, and the abort that follows does
-    nothing."""
-    upload = await driver.create("x", 1)
-    await upload.write(0, memoryview(b"1"))
-    inside, go_on = _blocking(monkeypatch, "fsync")
-    commit = asyncio.ensure_future(upload.commit())
-    await asyncio.to_thread(inside.wait, 10)
-    commit.cancel()
-    await asyncio.sleep(0.01)
-    assert not commit.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await commit
-    await upload.abort()
-    assert await driver.get("x") == b"1"
-
-
 # Direct access
 
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Every pwrite: "direct" or "cached", offset, length."""
+    """Record every pwrite: "direct" or "cached", offset, length."""
     seen: list[tuple[str, int, int]] = []
     pwrite = os.pwrite
 
@@ -284,8 +224,7 @@ async def test_only_odd_ends_go_through_the_page_cache(
     offset: int,
     expected: list[tuple[str, int, int]],
 ) -> None:
-    """An aligned part is one direct write from the caller's memory; of another, all but head and
-    tail is direct, too."""
+    """An aligned part is one direct write; of any other part, all but head and tail is direct."""
     _needs_direct(root)
     await _write(driver, start, stop, offset)
     assert writes == expected
@@ -300,8 +239,7 @@ async def test_direct_access_is_optional_unless_demanded(
     direct: str,
     no_leaks: None,
 ) -> None:
-    """A file system that refuses O_DIRECT is served through the page cache, but for ``direct=on``:
-    that is an error."""
+    """Where O_DIRECT is refused, the page cache is used; with ``direct=on`` that is an error."""
     real = os.open
 
     def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -329,7 +267,7 @@ async def test_direct_access_is_optional_unless_demanded(
 async def test_direct_access_may_be_refused_late(
     root: Path, monkeypatch: pytest.MonkeyPatch, direct: str, no_leaks: None
 ) -> None:
-    """Some file systems take the flag and refuse the call: then, too, the page cache serves."""
+    """The page cache is also used where a file system accepts the flag and refuses the call."""
     _needs_direct(root)
     for name in ("pwrite", "preadv"):
         monkeypatch.setattr(os, name, functools.partial(_refuse_direct, getattr(os, name)))
@@ -361,7 +299,7 @@ def _refuse_direct(real: Callable[..., int], fd: int, data: Any, offset: int) ->
 async def test_short_writes_and_reads_are_continued(
     driver: LocalDriver, monkeypatch: pytest.MonkeyPatch, most: int, offset: int
 ) -> None:
-    """A call that does less than it was asked for is followed by another, direct or not."""
+    """A short read or write is continued, direct or not."""
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(
         os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[: _pieces(fd, most)], at)
@@ -386,8 +324,7 @@ async def test_short_writes_and_reads_are_continued(
 async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
     root: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    """Direct access knows only whole blocks: the one that was cut is written again, directly, and
-    the bytes are right."""
+    """After a short direct write, the block that was cut is written again as a whole."""
     _needs_direct(root)
     pwrite = os.pwrite
 
@@ -413,14 +350,18 @@ async def test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start(
 async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, refused: bool, declared: int
 ) -> None:
-    """It had the size that was declared from its beginning, also where direct writes then turn out
-    to be refused; none of that is left when it is fsynced, nor on the disk."""
+    """A file has its declared size from the beginning, and its final size when it is fsynced.
+
+    Direct writes that extend a file would wait for each other. No space stays reserved, even where
+    direct writes turn out to be refused.
+    """
     _needs_direct(root)
     if refused:
         monkeypatch.setattr(os, "pwrite", functools.partial(_refuse_direct, os.pwrite))
     content = memoryview(mmap.mmap(-1, MiB))
     content[:] = os.urandom(MiB)
     upload = await driver.create("x", declared)
+    assert [entry.stat().st_size for entry in os.scandir(root)] == [declared]
     await upload.write(0, content)
     await upload.write(MiB, content[: MiB // 2 + 5])
     synced: list[int] = []
@@ -432,19 +373,8 @@ async def test_a_file_that_ends_early_is_cut_before_it_is_durable(
     assert await driver.get("x") == bytes(content) + content[: MiB // 2 + 5]
 
 
-@asynchronous
-async def test_a_file_for_direct_writes_has_its_size_at_once(
-    driver: LocalDriver, root: Path
-) -> None:
-    """Direct writes that extend a file would wait for each other."""
-    _needs_direct(root)
-    upload = await driver.create("x", MiB + 5)
-    assert [entry.stat().st_size for entry in os.scandir(root)] == [MiB + 5]
-    await upload.abort()
-
-
 def _pieces(fd: int, most: int) -> int:
-    """How much a call may do: what is direct, in whole blocks."""
+    """Return how many bytes a call may transfer; whole blocks if it is direct."""
     return max(most, 4096) // 4096 * 4096 if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else most
 
 
