@@ -162,9 +162,3 @@ def test_cancelled_caller_cancels_all() -> None:
         assert ended == ["waits", "waits"]
 
     asyncio.run(main())
-
-
-def test_no_coroutines_are_no_error() -> None:
-    """Nothing is awaited, and nothing returned."""
-    assert asyncio.run(side_by_side()) == []
-    asyncio.run(all_or_none([]))

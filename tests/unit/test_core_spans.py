@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 
@@ -10,7 +11,6 @@ import pytest
 
 from holdfast.core.histogram import BUCKET_MIN_S, BUCKETS, bucket_of, quantile_s
 from holdfast.core.spans import (
-    NOT_COUNTED,
     SLOWEST,
     Recorder,
     Where,
@@ -65,25 +65,10 @@ def test_overlapping_operations_are_busy_once(recorder: Recorder, clock: Clock) 
     assert (stage.first_s, stage.last_s) == (1, 9)
     assert sum(stage.histogram) == 3
     assert 4 <= stage.quantile_s(1) <= 8
-
-
-def test_failed_operation_counts(recorder: Recorder, clock: Clock) -> None:
-    """Its time was spent as well."""
-
-    def fail() -> None:
-        with recorder.span("read"):
-            clock.now_s += 2
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        fail()
+    with contextlib.suppress(ValueError), recorder.span("read"):  # a failed one counts too
+        clock.now_s += 2
+        raise ValueError
     assert recorder.summary().stages["read"].busy_s == 2
-
-
-def test_unfinished_stage_is_not_in_the_summary(recorder: Recorder) -> None:
-    """A stage appears once its first operation has ended."""
-    with recorder.span("read"):
-        assert recorder.summary().stages == {}
 
 
 def test_the_slowest_operations_are_kept(recorder: Recorder, clock: Clock) -> None:
@@ -175,16 +160,6 @@ def test_threads_count_without_losses(recorder: Recorder) -> None:
         sys.setswitchinterval(interval)
     stage = recorder.summary().stages["verify"]
     assert (stage.count, stage.nbytes, sum(stage.histogram)) == (2000, 4000, 2000)
-
-
-def test_nothing_is_counted_without_a_recorder() -> None:
-    """All spans are then one object."""
-    with recording(None):
-        assert span("read") is NOT_COUNTED
-        assert counting("read")(Where("a")) is NOT_COUNTED
-        count_retry()
-        count_hedge()
-        waited_for(1)
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,6 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         parse_duration(text)
 
 
-def test_a_number_alone_is_in_seconds_unless_a_unit_is_needed() -> None:
-    """A bare number means seconds, but is refused where it could mean steps."""
-    assert parse_duration("30") == 30
-    with pytest.raises(ValueError, match="is not a duration"):
-        parse_duration("30", needs_unit=True)
-
-
 @pytest.mark.parametrize(
     ("sizes", "groups"),
     [

@@ -163,22 +163,6 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     }[request.param]
 
 
-@pytest.mark.parametrize(
-    "written", ["{}//step-1", "{}/./step-1", "{}/step-1/", "{}///step-1//", "{}/step-1/."]
-)
-@pytest.mark.heavy
-def test_empty_parts_of_a_uri_mean_nothing(base: str, written: str) -> None:
-    """What was saved there is found by a listing and by its plain URI, and the other way round."""
-    uri = written.format(base)
-    holdfast.save(uri, {"w": torch.ones(1)}, step=1)
-    assert torch.equal(holdfast.load(f"{base}/step-1")["w"], torch.ones(1))
-    (listed,) = holdfast.list_checkpoints(f"{base}/")
-    assert listed.path == "step-1"
-    holdfast.save(f"{base}/step-1", {"w": torch.zeros(1)}, step=1)
-    assert torch.equal(holdfast.load(uri)["w"], torch.zeros(1))
-    assert len(holdfast.list_checkpoints(base)) == 1
-
-
 @pytest.mark.parametrize("name", ["a b", "größe", "100%", "a%20b", "x?y", "x#y", "a&b=c"])
 @pytest.mark.heavy
 def test_a_path_of_a_listing_leads_back(base: str, name: str) -> None:
@@ -198,13 +182,3 @@ def test_a_root_that_has_two_spellings_is_refused(scheme: str, path: str) -> Non
     """Before any I/O, also where it is percent-encoded."""
     with pytest.raises(holdfast.UriError):
         holdfast.list_checkpoints(f"{scheme}://bucket/{path}")
-
-
-@pytest.mark.heavy
-def test_a_run_with_a_slash_at_its_end_is_that_run() -> None:
-    """A Checkpointer there finds what was saved below it."""
-    base = f"{fresh_uri()}/run/"
-    holdfast.save(f"{base}/step-00000001", {"step": 1}, step=1)
-    state = {"step": 0}
-    with holdfast.Checkpointer(base, every=1) as checkpointer:
-        assert checkpointer.resume(state) == 1

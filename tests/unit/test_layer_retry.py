@@ -1,4 +1,4 @@
-"""Retrying: what is tried again, how often, after which pauses, and when it ends."""
+"""Test which operations are retried, how often, after which pauses, and until when."""
 
 from __future__ import annotations
 
@@ -35,8 +35,15 @@ DOWN = StorageDownError
 
 
 async def listed(driver: Driver) -> list[str]:
-    """All keys."""
+    """Return all keys."""
     return [info.key async for info in driver.list()]
+
+
+async def stored(driver: Driver) -> None:
+    """Upload an object."""
+    upload = await driver.create("u", 3)
+    await upload.write(0, memoryview(b"abc"))
+    await upload.commit()
 
 
 OPERATIONS: dict[str, Callable[[Driver], Awaitable[Any]]] = {
@@ -64,7 +71,7 @@ def outcome(
     remote: bool = True,
     chance: float = 0.5,
 ) -> tuple[Flaky, Any, float]:
-    """Perform one operation; return the driver below, what came of it, and when it ended."""
+    """Perform one operation; return the driver below, the result, and the time at its end."""
     below = Flaky(script, after=after, remote=remote)
 
     async def run() -> tuple[Any, float]:
@@ -80,8 +87,7 @@ def outcome(
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_temporary_failure_is_tried_again(name: str) -> None:
-    """Every operation that may be repeated is, until it goes well, after pauses of a random part of
-    1, 2, 4 … seconds."""
+    """An operation is retried until it succeeds, after a random part of 1, 2, 4 … seconds."""
     below, result, _ = outcome(OPERATIONS[name], [DOWN("a"), DOWN("b"), DOWN("c")])
     assert not isinstance(result, Exception)
     reached = (
@@ -92,41 +98,29 @@ def test_a_temporary_failure_is_tried_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_local_storage_is_never_changed_twice(name: str) -> None:
-    """Behind the operating system an error of the device is no hiccup: only what reads is tried
-    again, if asked for."""
+    """On local storage only reading operations are retried, since device errors are permanent."""
     below, result, _ = outcome(OPERATIONS[name], [DOWN("EIO")], remote=False)
     assert isinstance(result, StorageDownError) == (name not in READING)
     assert len(below.tried) == (2 if name in READING else 1)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [NotFoundError, AccessError, FullError, StorageError, DamagedError, UriError, ExistsError],
-    ids=lambda c: c.__name__,
-)
-def test_a_permanent_failure_is_not(error: type[StorageError]) -> None:
-    """Only the mark ``temporary`` decides; the error arrives as it was raised."""
-    raised = error("no", key="k")
+    "raised",
+    [
+        NotFoundError("no"), AccessError("no"), FullError("no"), StorageError("no"),
+        DamagedError("no"), UriError("no"), ExistsError("no"), KeyError("a bug of the driver"),
+        DOWN("dead", temporary=False),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_a_permanent_failure_is_not(raised: Exception) -> None:
+    """Only errors marked as temporary are retried; others arrive as they were raised."""
     below, result, ended_s = outcome(OPERATIONS["get"], [raised])
-    assert (result, len(below.tried), ended_s, str(result)) == (raised, 1, 0.0, "no (key k)")
-
-
-def test_the_mark_of_the_instance_decides() -> None:
-    """A StorageDownError that says it is permanent is; a StorageError that says it is temporary is
-    tried again."""
-    assert len(outcome(OPERATIONS["get"], [DOWN("dead", temporary=False)])[0].tried) == 1
-    assert len(outcome(OPERATIONS["get"], [StorageError("odd", temporary=True)])[0].tried) == 2
-
-
-def test_an_error_that_is_none_of_ours_is_not_tried_again() -> None:
-    """A fault of a driver is no hiccup of its storage."""
-    below, result, _ = outcome(OPERATIONS["get"], [KeyError("bug")])
-    assert isinstance(result, KeyError)
-    assert len(below.tried) == 1
+    assert (result, len(below.tried), ended_s) == (raised, 1, 0.0)
 
 
 def test_after_the_last_try_its_error_is_raised() -> None:
-    """Its kind and marks are kept; its message says how often it was tried, and how long."""
+    """The last error is raised, with the number of attempts and the time in its message."""
     script = [DOWN(f"cut {n}", key="k", uri="x://y") for n in range(9)]
     below, result, ended_s = outcome(OPERATIONS["get"], script)
     assert (result, len(below.tried)) == (script[5], 6)
@@ -135,8 +129,7 @@ def test_after_the_last_try_its_error_is_raised() -> None:
 
 
 def test_a_busy_storage_is_left_alone_for_as_long_as_it_asks() -> None:
-    """What it asks for comes on top of the jitter: clients who were told the same do not come back
-    together."""
+    """The pause that a busy storage asks for is added to the random one."""
     below, _, _ = outcome(
         OPERATIONS["get"], [BusyError("slow down", retry_after_s=7.0), BusyError("still")]
     )
@@ -144,7 +137,7 @@ def test_a_busy_storage_is_left_alone_for_as_long_as_it_asks() -> None:
 
 
 def test_what_takes_too_long_is_an_error_that_names_it() -> None:
-    """A hanging operation is cancelled at its deadline, which also ends what could be tried again."""
+    """A hanging operation is cancelled at its deadline and not retried."""
     below, result, ended_s = outcome(OPERATIONS["read"], [HANG], replace(POLICY, op_timeout_s=30.0))
     assert (type(result), ended_s, below.cancelled, len(below.tried)) == (
         StorageDownError,
@@ -159,7 +152,7 @@ def test_what_takes_too_long_is_an_error_that_names_it() -> None:
 
 @pytest.mark.parametrize("name", ["delete_all", "sweep"])
 def test_what_is_many_requests_may_take_ten_times_as_long(name: str) -> None:
-    """As many as there are objects below a prefix."""
+    """Operations of one request per object have ten times the deadline."""
     _, result, ended_s = outcome(OPERATIONS[name], [299.0], replace(POLICY, op_timeout_s=30.0))
     assert (result, ended_s) == (None, 299.0)
     _, result, ended_s = outcome(OPERATIONS[name], [HANG], replace(POLICY, op_timeout_s=30.0))
@@ -167,8 +160,7 @@ def test_what_is_many_requests_may_take_ten_times_as_long(name: str) -> None:
 
 
 def test_the_deadline_is_of_the_whole_operation() -> None:
-    """Tries and pauses together; the error tells the last failure and its advice, and has it as its
-    cause."""
+    """The deadline includes all attempts and pauses; its error has the last failure as cause."""
     last = DOWN("reset by peer", advice="Name the other server.")
     below, result, ended_s = outcome(
         OPERATIONS["get"], [20.0, HANG], replace(POLICY, op_timeout_s=30.0)
@@ -183,7 +175,7 @@ def test_the_deadline_is_of_the_whole_operation() -> None:
 
 
 def test_a_pause_for_which_there_is_no_time_is_not_begun() -> None:
-    """The error comes at once: nothing would be tried after it."""
+    """A pause that would exceed the deadline raises the error at once."""
     _, result, ended_s = outcome(
         OPERATIONS["get"],
         [BusyError("later", retry_after_s=60.0)],
@@ -193,46 +185,23 @@ def test_a_pause_for_which_there_is_no_time_is_not_begun() -> None:
     assert isinstance(result.__cause__, BusyError)
 
 
-def test_no_deadline_and_no_retries() -> None:
-    """Both can be off."""
-    assert outcome(OPERATIONS["get"], [5000.0], RetryPolicy(0, None))[1:] == (b"abc", 5000.0)
-    below, result, _ = outcome(OPERATIONS["get"], [DOWN("x")], RetryPolicy(0, None))
-    assert (str(result), len(below.tried)) == ("x", 1)
-
-
 def test_an_exclusive_put_that_finds_its_own_earlier_try_has_succeeded() -> None:
-    """The first try stored the object, and its answer was lost: the second finds the key taken, by
-    us."""
+    """An exclusive put succeeds if its first attempt stored the object and lost the answer."""
     below, result, _ = outcome(
         lambda d: d.put("fate", b"commit", exclusive=True), [DOWN("cut")], after=True
     )
     assert (result, [name for name, _ in below.tried]) == (None, ["put", "put", "get"])
 
 
-def test_an_exclusive_put_that_finds_somebody_elses_has_not() -> None:
-    """The first try stored nothing, and meanwhile another has taken the key."""
-
-    async def put(driver: Driver) -> None:
-        async def other() -> None:
-            await asyncio.sleep(0.2)
-            await below.inner.put("fate", b"abort", exclusive=True)
-
-        await asyncio.gather(driver.put("fate", b"commit", exclusive=True), other())
-
-    below = Flaky([DOWN("cut")])
-    with pytest.raises(ExistsError):
-        run_virtual(put(RetryLayer(below, POLICY, chance=lambda: 0.5)))
-
-
 def test_an_exclusive_put_whose_first_try_finds_the_key_taken_is_refused() -> None:
-    """Also where the bytes are the same: without an earlier try of ours they are somebody else's."""
+    """Equal bytes that were there before the first attempt are somebody else's."""
     below, result, _ = outcome(lambda d: d.put("k", b"abc", exclusive=True), [])
     assert isinstance(result, ExistsError)
     assert [name for name, _ in below.tried] == ["put"]
 
 
 def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
-    """The key was taken, and when we look it is gone: neither success nor refusal would be true."""
+    """If the key was taken and is free again, the outcome is unknown, and the error says so."""
 
     async def put(driver: Driver) -> None:
         await driver.put("fate", b"commit", exclusive=True)
@@ -243,47 +212,33 @@ def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
     assert caught.value.temporary is False
 
 
-def test_a_part_is_never_sent_again() -> None:
-    """How much of it is there nobody above the driver knows: the upload has failed."""
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ([None, DOWN("cut")], r"^cut$"),
+        ([None, None, DOWN("fsync")], r"^fsync$"),
+        ([None, None, HANG], "waited for commit for 30 s"),
+    ],
+    ids=["write", "commit", "hanging commit"],
+)
+def test_neither_a_part_nor_a_commit_is_sent_again(script: list[Step], says: str) -> None:
+    """Writes and commits are never retried, but have a deadline.
+
+    Nobody knows how much of a part was stored, and a repeated fsync succeeds after losing data.
+    """
 
     async def run() -> None:
-        below = Flaky([None, DOWN("cut")])
-        upload = await RetryLayer(below, POLICY).create("u", 3)
-        with pytest.raises(StorageDownError, match=r"^cut$"):
-            await upload.write(0, memoryview(b"abc"))
-        assert [name for name, _ in below.tried] == ["create", "write"]
-
-    run_virtual(run())
-
-
-def test_a_commit_is_never_tried_again() -> None:
-    """A failed fsync that is repeated succeeds, and the bytes are lost."""
-
-    async def run() -> None:
-        below = Flaky([None, None, DOWN("fsync")])
-        upload = await RetryLayer(below, POLICY).create("u", 3)
-        await upload.write(0, memoryview(b"abc"))
-        with pytest.raises(StorageDownError, match=r"^fsync$"):
-            await upload.commit()
-        assert [name for name, _ in below.tried] == ["create", "write", "commit"]
-
-    run_virtual(run())
-
-
-def test_a_commit_has_a_deadline_all_the_same() -> None:
-    """Nothing waits for ever."""
-
-    async def run() -> None:
-        below = Flaky([None, HANG])
-        upload = await RetryLayer(below, replace(POLICY, op_timeout_s=30.0)).create("u", 0)
-        with pytest.raises(StorageDownError, match="waited for commit for 30 s"):
-            await upload.commit()
+        below = Flaky(script)
+        driver = RetryLayer(below, replace(POLICY, op_timeout_s=30.0))
+        with pytest.raises(StorageDownError, match=says):
+            await stored(driver)
+        assert [name for name, _ in below.tried] == ["create", "write", "commit"][: len(script)]
 
     run_virtual(run())
 
 
 def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    """An abort raises nothing; the log says that something may be left."""
+    """A hanging abort ends at its deadline with a warning and without an error."""
 
     async def run() -> float:
         below = Flaky([None, HANG])
@@ -297,7 +252,7 @@ def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCapt
 
 
 def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:
-    """It begins anew, as often as it must, and leaves out what was shown."""
+    """A failed listing restarts and omits the entries that it already yielded."""
 
     async def run() -> list[str]:
         below = Flaky()
@@ -312,8 +267,7 @@ def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:
 
 
 def test_waiting_for_a_turn_does_not_count() -> None:
-    """The deadline is the storage's: it stands still while a throttle or a limit of ours lets the
-    operation wait."""
+    """The deadline is paused while a throttle or a limit makes the operation wait."""
 
     async def run() -> tuple[float, int]:
         below = Flaky([20.0] * 8)
@@ -327,7 +281,7 @@ def test_waiting_for_a_turn_does_not_count() -> None:
 
 
 def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
-    """What was stopped goes on with what was left."""
+    """A paused deadline continues with the time that was left."""
 
     async def run() -> float:
         below = Flaky([1.0, HANG])
@@ -342,7 +296,7 @@ def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
 
 
 def test_cancelling_is_not_a_failure() -> None:
-    """A cancelled operation ends as cancelled, whether it runs or pauses; nothing is tried again."""
+    """A cancelled operation is not retried, whether it runs or pauses."""
 
     async def run(script: list[Step], after_s: float) -> int:
         below = Flaky(script)

@@ -19,7 +19,7 @@ MUTANTS = [
         file="drivers/layers/retry.py",
         old="_CHANGING = {'put', 'create', 'delete', 'delete_all', 'sweep'}\n",
         new="_CHANGING = {'put', 'create', 'delete', 'delete_all', 'sweep', 'commit'}\n",
-        tests="tests/unit/test_layer_retry.py::test_a_commit_is_never_tried_again",
+        tests="tests/unit/test_layer_retry.py::test_neither_a_part_nor_a_commit_is_sent_again",
     ),
     Mutant(
         says="a local disk's put is tried again",
@@ -40,7 +40,7 @@ MUTANTS = [
         file="drivers/layers/retry.py",
         old="_CHANGING = {'put', 'create', 'delete', 'delete_all', 'sweep'}\n",
         new="_CHANGING = {'put', 'create', 'delete', 'delete_all', 'sweep', 'write'}\n",
-        tests="tests/unit/test_layer_retry.py::test_a_part_is_never_sent_again",
+        tests="tests/unit/test_layer_retry.py::test_neither_a_part_nor_a_commit_is_sent_again",
     ),
     Mutant(
         says="an exclusive put never recognises its own earlier try",
