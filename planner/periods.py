@@ -19,11 +19,8 @@ __all__ = ["Level", "Period", "period_s", "periods"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of storage.
-
-    ``cost_s``: training time that one save takes. ``rate_per_s``: rate of the failures for which
-    this is the fastest surviving level.
-    """
+    """A level of storage. ``cost_s``: training time that one save takes. ``rate_per_s``: rate of
+    the failures for which this is the fastest surviving level."""
 
     name: str
     cost_s: float

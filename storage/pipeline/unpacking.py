@@ -24,10 +24,8 @@ __all__ = ["Stored", "Unpacked", "image_driver"]
 
 
 def image_driver(driver: Driver, manifest: Manifest) -> Driver:
-    """Return the driver for reading images: ``driver`` itself unless they are compressed.
-
-    Raises UsageError if lz4 is not installed.
-    """
+    """Return the driver for reading images: ``driver`` itself unless they are compressed. Raises
+    UsageError if lz4 is not installed."""
     if manifest.compression is None:
         return driver
     checked_compression(manifest.compression)

@@ -80,7 +80,7 @@ class StoreTeam(Team):
         self._participation: Participation | None = None
         self._rendezvous: LeaderRendezvous | None = None
         self._answer: Answer | None = None
-        self._failure_announced = False  # to all ranks
+        self._failure_announced = False
         self._sent = False  # to the leader, perhaps; a failure must then retract it
         self._written: list[str] = []  # keys written by this rank for the leader
         self._kept: list[str] = []
@@ -171,6 +171,7 @@ class StoreTeam(Team):
         """Report a failure of this rank to the others, also to those that arrive later."""
         if self._failure_announced or (isinstance(error, RankFailedError) and self.rank != LEADER):
             return
+        self._failure_announced = True
         with contextlib.suppress(CoordinationError):
             failure = Failure.of(error, self.rank)
             if self._answer is not None:
@@ -207,7 +208,8 @@ class StoreTeam(Team):
         async with self._member.participating(self._call, self._heartbeat_s) as self._participation:
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
+                await self.fail(error)
                 # The leader may be about to read this rank's messages: the last rank to leave
                 # deletes them.
                 self._kept = self._written
@@ -261,7 +263,6 @@ class StoreTeam(Team):
 
     async def _refuse(self, error: BaseException) -> None:
         """On the leader, fail the call before all have arrived, also for those who come late."""
-        self._failure_announced = True
         rendezvous = self._rendezvous or LeaderRendezvous(
             self._member, self._call, self._participation, self._silence_s
         )

@@ -95,7 +95,7 @@ class Team(ABC):
 
     @abstractmethod
     def session(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Return a context manager that encloses the rounds."""
+        """Return a context manager that encloses the rounds, and reports an error of its body."""
 
 
 class Solo(Team):

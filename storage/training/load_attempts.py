@@ -72,11 +72,7 @@ def held_round(
 
     async def held() -> V:
         async with team.session():
-            try:
-                return await team.round(round, await prepare(team.report_progress), decide)
-            except BaseException as error:
-                await team.fail(error)
-                raise
+            return await team.round(round, await prepare(team.report_progress), decide)
 
     return run(held())
 

@@ -65,11 +65,7 @@ def agree_all(
 
     async def agreed(team: StoreTeam, *args: Any) -> Any:
         async with team.session():
-            try:
-                return await agree(team, *args)
-            except BaseException as error:
-                await team.fail(error)
-                raise
+            return await agree(team, *args)
 
     async def run() -> Any:
         works = (

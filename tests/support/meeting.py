@@ -101,11 +101,7 @@ class Job:
         """Let a rank do ``act`` with its team, as saves and loads do."""
         team = self.team(rank, call)
         async with team.session():
-            try:
-                return await act(team)
-            except BaseException as error:
-                await team.fail(error)
-                raise
+            return await act(team)
 
     async def calls(
         self, rank: int, call: Call, rounds: Sequence[str] = ("a", "b"), late_s: float = 0.0

@@ -89,16 +89,12 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
     error on this rank; RankFailedError and DeadlineError for other ranks."""
     driver = with_progress(driver, team)
     async with team.session():
-        try:
-            host_ranks = await _host_ranks(team, job.exchange)
-            for attempt in range(RETRIES):
-                loaded = await _load(driver, team, job, attempt, host_ranks)
-                if loaded is not None:
-                    return loaded
-            raise _replaced_each_time(driver)
-        except BaseException as error:
-            await team.fail(error)
-            raise
+        host_ranks = await _host_ranks(team, job.exchange)
+        for attempt in range(RETRIES):
+            loaded = await _load(driver, team, job, attempt, host_ranks)
+            if loaded is not None:
+                return loaded
+        raise _replaced_each_time(driver)
 
 
 async def run_build(

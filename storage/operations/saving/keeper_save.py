@@ -55,11 +55,7 @@ async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
 async def make_agreement(team: Team, uri: str, job: SaveJob) -> None:
     """Agree with the other ranks on a plan for this and later steps. Every rank calls this."""
     async with team.session():
-        try:
-            await global_plan_of(team, uri, job)
-        except BaseException as error:
-            await team.fail(error)
-            raise
+        await global_plan_of(team, uri, job)
 
 
 async def global_plan_of(team: Team, uri: str, job: SaveJob) -> GlobalPlan | None:

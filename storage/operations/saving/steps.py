@@ -58,11 +58,7 @@ async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Divis
         return Division((await begin(driver)).id, time.time(), writers)
 
     async with team.session():
-        try:
-            return await team.round(DIVIDE, Boxes(dict(nbytes)), decide)
-        except BaseException as error:
-            await team.fail(error)
-            raise
+        return await team.round(DIVIDE, Boxes(dict(nbytes)), decide)
 
 
 def _dealt_out(nbytes: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -100,11 +96,10 @@ async def commit_together(
         await commit_attempt(driver, attempt, merged(fragments), compression)
         return Nothing()
 
-    async with team.session():
-        try:
+    try:
+        async with team.session():
             await team.round(commit_round(FragmentCodec(set(), {})), fragment, decide)
-        except BaseException as error:
-            await team.fail(error)
-            if team.rank == LEADER and not has_all:
-                await give_up(driver, attempt)
-            raise
+    except BaseException:
+        if team.rank == LEADER and not has_all:
+            await give_up(driver, attempt)
+        raise

@@ -61,7 +61,7 @@ MUTANTS = [
         file="storage/exchange/setup.py",
         old="    return reader.jobs(reads, unit_nbytes)\n",
         new="    return reader.jobs(reads)\n",
-        tests="tests/property/test_storage_exchange.py -k budget",
+        tests="tests/unit/test_storage_exchange.py -k budget",
     ),
     Mutant(
         says="copies that a driver holds of what it reads do not count",
