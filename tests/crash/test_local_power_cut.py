@@ -14,7 +14,6 @@ import pytest
 from support.disks import Disk, needed, new_disk, run
 
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.errors import StorageError
 
 
 @pytest.fixture
@@ -106,26 +105,6 @@ def test_what_was_acknowledged_survives(
     assert power_cut_lost_something(disk)
 
 
-@pytest.mark.parametrize("store", [put, upload])
-def test_what_replaced_another_survives(
-    disk: Disk, store: Callable[[LocalDriver, str, bytes], Awaitable[None]]
-) -> None:
-    """After an acknowledged replacement the old object does not come back."""
-
-    async def before() -> None:
-        async with opened(disk.folder) as driver:
-            await driver.put("x", b"old")
-            await store(driver, "x", CONTENT["large"])
-            write_unsynced(disk)
-            disk.cut_power()
-
-    asyncio.run(before())
-    disk.unmount()
-    disk.mount()
-    assert (disk.folder / "x").read_bytes() == CONTENT["large"]
-    assert power_cut_lost_something(disk)
-
-
 def test_a_disk_is_mounted_afresh_though_a_namespace_keeps_the_old_mount(disk: Disk) -> None:
     """A process whose mount namespace was made before the cut does not keep the power off."""
     needed("unshare", "nsenter")
@@ -141,39 +120,6 @@ def test_a_disk_is_mounted_afresh_though_a_namespace_keeps_the_old_mount(disk: D
             assert (disk.folder / "x").read_bytes() == b"content"
         finally:
             process.kill()
-
-
-def test_what_was_unfinished_is_not_visible(disk: Disk) -> None:
-    """An upload that was written and not committed is no object, before the cut and after."""
-
-    async def before() -> None:
-        async with opened(disk.folder) as driver:
-            await driver.put("a/x", b"old")
-            new, other = (
-                await driver.create("a/x", len(CONTENT["large"])),
-                await driver.create("a/y", 10),
-            )
-            await new.write(0, memoryview(CONTENT["large"]))
-            await other.write(0, memoryview(bytes(10)))
-            run(
-                "sync", "-f", disk.folder
-            )  # so that the temporary files survive, and are seen to be hidden
-            disk.cut_power()
-            with pytest.raises(StorageError):
-                await new.commit()
-
-    async def after() -> None:
-        async with opened(disk.folder) as driver:
-            assert [info.key async for info in driver.list("a")] == ["a/x"]
-            assert await driver.get("a/x") == b"old"
-            assert len(os.listdir(disk.folder / "a")) == 3
-            await driver.delete_all("a")
-            assert not (disk.folder / "a").exists()
-
-    asyncio.run(before())
-    disk.unmount()
-    disk.mount()
-    asyncio.run(after())
 
 
 def test_what_was_deleted_stays_deleted(disk: Disk) -> None:

@@ -93,22 +93,6 @@ def test_a_save_killed_inside_a_system_call_leaves_a_whole_checkpoint(uri: Path,
     assert found[0] == 1
 
 
-@pytest.mark.parametrize("calls", ["fsync", "pwrite64", "openat"])
-def test_an_interrupted_system_call_is_made_again(uri: Path, calls: str) -> None:
-    """EINTR is no error: somebody sent a signal."""
-    outcome = injected(save_here, one_thread(uri), 2, inject=f"{calls}:error=EINTR:when=1..3")
-    assert outcome.error is None
-    assert outcome.hits >= 3
-    check(uri, {2})
-
-
-def test_a_device_that_takes_nothing_and_says_nothing_is_an_error(uri: Path) -> None:
-    """A write of no bytes, again and again, is not waited for."""
-    outcome = injected(save_here, one_thread(uri), 2, inject="pwrite64:retval=0")
-    assert isinstance(outcome.error, holdfast.StorageDownError)
-    check(uri, {1})
-
-
 @pytest.mark.nightly(4)
 def test_a_write_that_lies_is_found_out(uri: Path) -> None:
     """The kernel says that it has written, and has not. Whichever write that is."""
@@ -126,15 +110,6 @@ def test_a_write_that_lies_is_found_out(uri: Path) -> None:
         except holdfast.DamagedError:
             told.append("damaged")
     assert "damaged" in told
-
-
-@pytest.mark.parametrize("n", [1, 5, 20])
-def test_a_close_that_fails_after_fsync_does_no_harm(uri: Path, n: int) -> None:
-    """All was durable before: nothing is left to be lost."""
-    outcome = injected(save_here, one_thread(uri), 2, inject=f"close:error=EIO:when={n}")
-    check(uri, {2} if outcome.error is None else {1, 2})
-    assert outcome.error is None or isinstance(outcome.error, holdfast.StorageError)
-    check_next_save(uri, 3)
 
 
 READS: list[tuple[str, type[BaseException] | None]] = [

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 import holdfast
-from holdfast.drivers.contract import Buffer, ObjectInfo, Upload
-from holdfast.drivers.memory import STORES, MemoryDriver
+from holdfast.drivers.contract import Buffer, ObjectInfo
+from holdfast.drivers.memory import STORES, MemoryDriver, _MemoryUpload
 
-from .broken import PROBED
+from .broken import PROBED, Healthy
 
 __all__ = [
     "LIARS",
@@ -24,13 +23,8 @@ __all__ = [
 ]
 
 
-class Small(MemoryDriver):
-    """With small parts, so that a check takes no time."""
-
-    def __init__(self, location: str = "") -> None:
-        super().__init__(location)
-        self.traits = replace(self.traits, part_nbytes=64 << 10)
-
+Small = Healthy
+"""A correct driver with small parts, so that a check takes no time."""
 
 LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
     kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()
@@ -80,19 +74,6 @@ class _KeepsTheFirst(Small):
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         if exclusive or self._path(key) not in self.objects:
             await super().put(key, data, exclusive=exclusive)
-
-
-@_liar("replace")
-class _CachesGets(Small):
-    """What was read once is read again, whatever is there now."""
-
-    def __init__(self, location: str = "") -> None:
-        super().__init__(location)
-        self.known: dict[str, bytes] = {}
-
-    async def get(self, key: str) -> bytes:
-        data = await super().get(key)
-        return self.known.setdefault(key, data)
 
 
 @_liar("delete")
@@ -214,62 +195,47 @@ class _HasTwoClocks(Small):
         return ObjectInfo(key, found.nbytes, found.modified_s - 30)
 
 
-class _Wrapped(Upload):
-    """An upload that another one carries out."""
-
-    def __init__(self, driver: Small, key: str, inner: Upload) -> None:
-        self.driver, self.key, self.inner = driver, key, inner
-
-    async def write(self, start: int, data: Buffer) -> None:
-        await self.inner.write(start, data)
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        await self.inner.commit(nbytes)
-
+class _AppearingUpload(_MemoryUpload):
     async def abort(self) -> None:
-        await self.inner.abort()
-
-
-class _OtherUploads(Small):
-    """The base of those whose uploads lie."""
-
-    upload: type[_Wrapped]
-
-    async def create(self, key: str, nbytes: int) -> Upload:
-        return self.upload(self, key, await super().create(key, nbytes))
+        if "aborted" in self._key:
+            await MemoryDriver.put(self._driver, self._key, b"half")
+        await super().abort()
 
 
 @_liar("aborted")
-class _KeepsAborted(_OtherUploads):
+class _KeepsAborted(Small):
     """What was written before an abort becomes visible."""
 
-    class upload(_Wrapped):
-        async def abort(self) -> None:
-            if "aborted" in self.key:
-                await MemoryDriver.put(self.driver, self.key, b"half")
+    upload = _AppearingUpload
+
+
+class _OnePartUpload(_MemoryUpload):
+    async def write(self, start: int, data: Buffer) -> None:
+        if start > 0 and "unfinished" not in self._key:
+            raise holdfast.StorageError("NotImplemented", uri=self._driver.uri, key=self._key)
+        await super().write(start, data)
 
 
 @_liar("committed")
-class _RefusesParts(_OtherUploads):
+class _RefusesParts(Small):
     """Uploads of several parts fail."""
 
-    class upload(_Wrapped):
-        async def write(self, start: int, data: Buffer) -> None:
-            if start > 0 and "unfinished" not in self.key:
-                raise holdfast.StorageError("NotImplemented", uri=self.driver.uri, key=self.key)
-            await self.inner.write(start, data)
+    upload = _OnePartUpload
+
+
+class _MixingUpload(_MemoryUpload):
+    async def commit(self, nbytes: int | None = None) -> None:
+        await super().commit(nbytes)
+        data = await self._driver.get(self._key)
+        if nbytes is None and len(data) > 100_000:
+            await MemoryDriver.put(self._driver, self._key, data[60_000:] + data[:60_000])
 
 
 @_liar("ranges")
-class _MixesParts(_OtherUploads):
+class _MixesParts(Small):
     """Parts of an upload are joined in another order."""
 
-    class upload(_Wrapped):
-        async def commit(self, nbytes: int | None = None) -> None:
-            await self.inner.commit(nbytes)
-            data = await self.driver.get(self.key)
-            if nbytes is None and len(data) > 100_000:
-                await MemoryDriver.put(self.driver, self.key, data[60_000:] + data[:60_000])
+    upload = _MixingUpload
 
 
 @_liar("ranges")

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support.conformance_run import run_conformance
+from support.disks import new_disk, tmpfs
 from support.standins import lustre
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
-
-SHM = Path("/dev/shm")
-
-
-@contextmanager
-def xfs(folder: Path) -> Iterator[Path]:
-    """An XFS in a file, mounted."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    if not shutil.which("mkfs.xfs"):
-        pytest.skip("mkfs.xfs is not installed")
-    image, mounted = folder / "image", folder / "mounted"
-    mounted.mkdir()
-    with image.open("wb") as file:
-        file.truncate(512 << 20)  # the least size that XFS takes is 300 MiB
-    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True, timeout=60)
-    if subprocess.run(
-        ["mount", "-o", "loop", str(image), str(mounted)], check=False, timeout=60
-    ).returncode:
-        pytest.skip("cannot mount a file here")
-    try:
-        yield mounted
-    finally:
-        subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=60)
 
 
 @pytest.fixture(
@@ -55,7 +27,7 @@ def xfs(folder: Path) -> Iterator[Path]:
     ]
 )
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A root of each kind."""
+    """Yield a root of each kind."""
     if request.param == "memory":
         yield "memory://conformance"
     elif request.param == "layers":
@@ -70,15 +42,11 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         with lustre(tmp_path) as mount:
             yield f"lustre://{mount}/root?stripe_count=4&stripe_size=64KiB"
     elif request.param == "xfs":
-        with xfs(tmp_path) as mount:
-            yield f"file://{mount}/root"
+        with new_disk("xfs", tmp_path).mounted() as disk:
+            yield f"file://{disk.folder}/root"
     elif request.param == "tmpfs":
-        if not SHM.is_dir():
-            pytest.skip("no /dev/shm here")
-        folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=SHM))
-        yield f"file://{folder}/root"
-        assert list((folder / "root").iterdir()) == []
-        shutil.rmtree(folder)
+        with tmpfs(tmp_path / "small", 1 << 30) as folder:
+            yield f"file://{folder}/root"
     else:
         yield f"file://{tmp_path}/root" + ("?direct=off" if request.param == "buffered" else "")
 

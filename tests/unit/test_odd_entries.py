@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 
 import holdfast
 from holdfast.storage.integrations.newest import newest_checkpoint
-from holdfast.storage.protocol import limits
 
 NOBODY = 65534
 STATE = {"w": torch.arange(5.0)}
@@ -175,10 +173,19 @@ def test_the_last_ones_are_listed_with_folders_that_cannot_be_read(
     assert problem.problem is not None
 
 
+def unreadable_old_lock(data: Path) -> None:
+    """Add a lock that cannot be read, whose age is that of its file."""
+    lock = data / "pruning"
+    lock.write_bytes(b"0" * 16)
+    lock.chmod(0)
+    os.utime(lock, (0, 0))
+
+
 BESIDE: dict[str, Callable[[Path], object]] = {
     "unreadable attempt": lambda data: (data / DEAD).mkdir(mode=0),
     "unreadable part": lambda data: (next(data.iterdir()) / "sub").mkdir(mode=0),
     "no lock": lambda data: (data / "pruning").write_bytes(b"junk"),
+    "unreadable old lock": unreadable_old_lock,
 }
 
 
@@ -189,17 +196,6 @@ def test_a_step_is_saved_again_beside_odd_data(odd: Callable[[Path], None], fold
     with as_nobody():
         holdfast.save(folder / "step-00000003", {"w": torch.ones(5)}, step=3)
         assert torch.equal(holdfast.load(folder / "step-00000003")["w"], torch.ones(5))
-
-
-def test_a_lock_that_may_not_be_read_counts_by_its_age(folder: Path) -> None:
-    """The age of a lock that cannot be read is its file's: an old one allows the next save."""
-    lock = folder / "step-00000003/data/pruning"
-    lock.write_bytes(b"0" * 16)
-    lock.chmod(0)
-    os.utime(lock, (0, 0))
-    with as_nobody():
-        holdfast.save(folder / "step-00000003", STATE, step=3)
-        holdfast.prune(folder, keep_last=1, idle_s=0)
 
 
 UNREADABLE: dict[str, Callable[[Path], object]] = {
@@ -246,17 +242,6 @@ def test_a_lineage_that_cannot_be_read(
             run.step(3, STATE)
         assert [c.step for c in holdfast.list_checkpoints(folder)] == [3]
         assert train(folder, 1) == 3
-
-
-def test_a_folder_with_files_keeps_the_name_of_the_lineage(folder: Path) -> None:
-    """Going back deletes no strange files: it fails, and the error names the folder."""
-    put_lineage(folder, UNREADABLE["folder"])
-    (folder / "lineage.json/file").touch()
-    run = holdfast.Checkpointer(folder, grace_s=None)
-    with as_nobody(), pytest.raises(holdfast.StorageError, match="A folder has this name"):
-        run.resume({"w": torch.zeros(5)}, step=2)
-    run.close()
-    assert (folder / "lineage.json/file").exists()
 
 
 def test_a_lineage_that_becomes_unreadable_fails_no_save(
@@ -325,39 +310,3 @@ def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
         assert [x.path for x in report.leftovers] == ["step-00000003"]
         assert "the folder step-00000002 cannot be pruned" in caplog.text
         assert train(folder, 2) == 3
-
-
-def add_attempt(data: Path, number: int, age_s: float, *, odd: bool) -> str:
-    """Add an attempt with one file of that age; an odd one has a link for its record."""
-    attempt = data / f"20200101T000000-{number:08x}"
-    attempt.mkdir()
-    (attempt / "0.safetensors").write_bytes(b"0")
-    written_s = time.time() - age_s
-    os.utime(attempt / "0.safetensors", (written_s, written_s))
-    if odd:
-        (attempt / "fate").symlink_to("nothing")
-    return attempt.name
-
-
-def test_attempts_are_collected_each_by_its_own_age(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An undeletable old attempt blocks neither the others nor a save."""
-    data = folder / "step-00000003/data"
-    current = next(data.iterdir()).name
-    ages_s = [limits.IDLE_S + 60, limits.IDLE_S - 60]
-    old_odd, young_odd = (add_attempt(data, n, age_s, odd=True) for n, age_s in enumerate(ages_s))
-    old, young = (add_attempt(data, 2 + n, age_s, odd=False) for n, age_s in enumerate(ages_s))
-    hand_over(folder)
-    with as_nobody():
-        report = holdfast.prune(folder)
-        assert [x.attempt for x in report.leftovers] == [old]
-        assert {path.name for path in data.iterdir()} == {current, old_odd, young_odd, young}
-        assert f"leftovers of attempt {old_odd} cannot be deleted" in caplog.text
-        with pytest.raises(holdfast.AccessError, match=young_odd):
-            holdfast.save(data.parent, STATE, step=3)
-        (data / young_odd / "fate").unlink()
-        holdfast.save(data.parent, STATE, step=3)
-        assert torch.equal(holdfast.load(data.parent)["w"], STATE["w"])
-    assert len([*data.iterdir()]) == 2
-    assert (data / old_odd).exists()
