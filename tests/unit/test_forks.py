@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, fresh_uri, saved
 from support.drivers import HookedDriver
 from support.forked import in_a_fork
 from support.given import Serve
-from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast.core.forks import renewal
@@ -39,7 +38,7 @@ STATE = {"w": torch.arange(1000.0), "step": 3}
 
 
 def save_and_load() -> None:
-    """What a child does, in each of the ways of a save."""
+    """Save in each way, and load."""
     uri = fresh_uri()
     handle = holdfast.async_save(uri, STATE, lazy=True)
     holdfast.fence()
@@ -54,7 +53,7 @@ def save_and_load() -> None:
 
 
 def run(code: str, *args: object) -> str:
-    """What a Python of its own has to complain of when it runs ``code``; "" if nothing."""
+    """Run ``code`` in a new interpreter; return its complaints, "" if none."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, check=False, cwd="/"
@@ -64,7 +63,7 @@ def run(code: str, *args: object) -> str:
 
 @contextlib.contextmanager
 def beside(work: Any) -> Iterator[None]:
-    """While a thread is within the context manager that ``work`` makes."""
+    """Run the block while another thread is within the context manager that ``work`` returns."""
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -82,9 +81,10 @@ def beside(work: Any) -> Iterator[None]:
         thread.join()
 
 
-def test_a_child_finds_every_lock_free() -> None:
-    """Another thread holds every lock at the fork; the child still saves and loads."""
+def test_child_finds_every_lock_free() -> None:
+    """Another thread holds every lock at the fork; the child still saves, loads and reads."""
     save_and_load()
+    opened = holdfast.open(saved(STATE))
     locks = [
         lock for reference in list(renewal._locks.values()) if (lock := reference()) is not None
     ]
@@ -98,15 +98,18 @@ def test_a_child_finds_every_lock_free() -> None:
                 stack.callback(lock.release)
             yield
 
-    with beside(all_locks):
-        assert in_a_fork(save_and_load) == ""
-    save_and_load()
+    def use() -> None:
+        save_and_load()
+        assert opened.read("w").sum() == STATE["w"].sum()
+
+    with opened:
+        with beside(all_locks):
+            assert in_a_fork(use) == ""
+        use()
 
 
-def test_a_fork_waits_until_no_other_thread_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fork waits for imports, whose locks the child could never release."""
+def test_fork_waits_for_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork waits for imports of other threads, whose locks no child could release."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow_to_import.py").write_text(
         "import time\nbegun = time.sleep(0.5)\nloaded = True\n"
@@ -123,7 +126,7 @@ def test_a_fork_waits_until_no_other_thread_imports(
     importing.join()
 
 
-def test_a_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
+def test_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
     """A fork proceeds if an import waits for the forking thread."""
     (tmp_path / "never_imported.py").write_text(
         "import threading\ngo_on = threading.Event()\ngo_on.wait(60)\n"
@@ -151,8 +154,8 @@ def test_a_fork_does_not_wait_for_ever_for_an_import(tmp_path: Path) -> None:
     assert run(code, tmp_path) == ""
 
 
-def test_a_cached_property_is_computed_once_and_in_a_child_too() -> None:
-    """Though another thread was computing that of another object when the child was forked."""
+def test_cached_property_works_in_a_child() -> None:
+    """Another thread computes the property of another object at the fork."""
 
     class Sized:
         def __init__(self, ready: threading.Event, begun: threading.Event) -> None:
@@ -160,7 +163,6 @@ def test_a_cached_property_is_computed_once_and_in_a_child_too() -> None:
 
         @cached_property
         def size(self) -> int:
-            """How large it is."""
             self.begun.set()
             assert self.ready.wait(60)
             self.computed += 1
@@ -177,7 +179,6 @@ def test_a_cached_property_is_computed_once_and_in_a_child_too() -> None:
     computing.join()
     quick = Sized(over, threading.Event())
     assert (quick.size, quick.size, quick.computed) == (3, 3, 1)
-    assert Sized.size.__doc__ == "How large it is."
 
 
 FORKS = """
@@ -221,45 +222,8 @@ def test_forks_at_random_moments_of_saves(tmp_path: Path, seed: int) -> None:
     assert run(FORKS, tmp_path, 25, seed) == ""
 
 
-class Rows(Dataset[torch.Tensor]):
-    """Rows of a tensor, read from a checkpoint that the trainer has opened."""
-
-    def __init__(self, checkpoint: holdfast.Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return self.checkpoint.read("rows", rows=slice(row, row + 1))
-
-
-def test_data_loaders_fork_workers_while_a_checkpointer_saves(tmp_path: Path) -> None:
-    """Workers forked during lazy saves read the parent's checkpoint."""
-    holdfast.save(tmp_path / "data", {"rows": torch.arange(32.0).reshape(8, 4)})
-    model = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.Adam(model.parameters())
-    seen = torch.zeros(4)
-    with (
-        holdfast.open(tmp_path / "data") as data,
-        holdfast.Checkpointer(
-            tmp_path / "run", every=1, on_error="raise", when_busy="queue"
-        ) as checkpointer,
-    ):
-        for step in range(1, 5):
-            model(torch.ones(2, 300)).sum().backward()
-            optimizer.step()
-            checkpointer.step(step, {"model": model, "optim": optimizer})
-            loader = DataLoader(
-                Rows(data), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=30
-            )
-            seen += sum(batch.sum(dim=(0, 1)) for batch in loader)
-        assert torch.equal(data.read("rows").sum(dim=0) * 4, seen)
-    assert checkpointer.counters.saved == 4
-
-
-def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
-    """Waiting for a parent's save is an error; a finished one can be asked."""
+def test_child_cannot_wait_for_a_save_of_its_parent(serve: Serve) -> None:
+    """Waiting for a parent's save is an error, unless the save has ended."""
     ended = holdfast.async_save(fresh_uri(), STATE)
     ended.wait(20)
     go_on = threading.Event()
@@ -289,8 +253,8 @@ def test_a_child_is_told_that_a_save_is_its_parents(serve: Serve) -> None:
     pending.wait(20)
 
 
-def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
-    """A child cannot use its parent's Checkpointer, but may close it."""
+def test_child_cannot_use_its_parents_checkpointer(tmp_path: Path) -> None:
+    """A child may only close its parent's Checkpointer, which does nothing."""
     checkpointer = holdfast.Checkpointer(tmp_path, every=1)
 
     def use() -> None:
@@ -311,8 +275,8 @@ def test_a_checkpointer_is_of_the_process_that_made_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(6)
-def test_a_parent_goes_on_after_a_child_has_cleaned_up(tmp_path: Path) -> None:
-    """A child that exits normally does not disturb its parent's engine."""
+def test_parent_survives_the_clean_up_of_a_child(tmp_path: Path) -> None:
+    """A child reads its parent's checkpoint and exits normally; the parent's engine still works."""
     code = """
         import gc, os, sys, torch, holdfast
         folder = sys.argv[1]

@@ -1,32 +1,42 @@
-"""A lazy save stores the state as of the call, or fails and says why."""
+"""Test lazy saves: each stores the state as of the call, or fails and names a tensor."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
+import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, fresh_uri, raw
 from support.inside import around_copies, around_image_writes
 from torch import nn
 
 import holdfast
-from holdfast.storage.state.capture import process_memory
+from holdfast.storage.runtime.engine import start
+from holdfast.storage.state.capture import lazy, process_memory
 from holdfast.storage.state.capture.lazy import LazyCapture, hook_optimizers
 from holdfast.storage.state.capture.switch_interval import SWITCH_INTERVAL_S
+from holdfast.storage.state.capture.write_tracking import write_tracker
+from holdfast.storage.state.capture.write_watch import write_history
 
 pytestmark = pytest.mark.usefixtures("no_write_history")
+needs_tracking = pytest.mark.skipif(
+    write_tracker() is None, reason="writes cannot be tracked on this machine"
+)
 
 
 class Gate:
-    """Open until it is closed; then it holds back all copying."""
+    """Holds back all copying while it is closed."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -49,7 +59,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Copying passes through it."""
+    """A gate that all copying passes through."""
     made, wait = Gate(), LazyCapture.wait
 
     def waiting(self: LazyCapture) -> None:
@@ -69,7 +79,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def introduce(state: Any) -> None:
-    """Save it for the first time. Later saves copy in the background."""
+    """Save a state for the first time. Later saves copy it in the background."""
     holdfast.async_save(fresh_uri(), state, lazy=True).wait(60)
     holdfast.fence()
 
@@ -88,28 +98,25 @@ class Net(nn.Module):
 
 
 def backward(net: nn.Module, seed: int) -> None:
-    """One forward and backward pass."""
-    net(
-        torch.randn(16, 100, generator=torch.Generator().manual_seed(seed))
-    ).square().mean().backward()
+    """Run a forward and a backward pass."""
+    x = torch.randn(16, 100, generator=torch.Generator().manual_seed(seed))
+    net(x).square().mean().backward()
+
+
+def snapshot(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a load of an eager save gives."""
+    holdfast.save(uri := fresh_uri(), state)
+    return holdfast.load(uri)
 
 
 KINDS: dict[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
-    "AdamW foreach": lambda n: [torch.optim.AdamW(n.parameters(), foreach=True)],
-    "SGD fused": lambda n: [torch.optim.SGD(n.parameters(), 0.1, momentum=0.9, fused=True)],
+    "foreach": lambda n: [torch.optim.AdamW(n.parameters(), foreach=True)],
     "one a parameter": lambda n: [torch.optim.Adam([p]) for p in n.parameters()],
 }
 
 
-def snapshot(state: dict[str, Any]) -> dict[str, Any]:
-    """What an eager save of the state gives back."""
-    uri = fresh_uri()
-    holdfast.save(uri, state)
-    return holdfast.load(uri)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_and_the_save_is_of_the_call(kind: str, gate: Gate) -> None:
+def test_training_continues_and_the_save_is_of_the_call(kind: str, gate: Gate) -> None:
     """Gradients accumulate and batch norm counts; steps of any optimizer wait for the copies."""
     net = Net()
     optims = KINDS[kind](net)
@@ -134,22 +141,7 @@ def test_training_goes_on_and_the_save_is_of_the_call(kind: str, gate: Gate) -> 
     assert difference(expected, snapshot(state)) is not None
 
 
-def test_an_optimizer_that_is_not_in_the_state_waits_too(gate: Gate) -> None:
-    """The state may be given as plain dicts."""
-    weight = nn.Parameter(torch.zeros(100_000))
-    introduce({"weight": weight.detach()})
-    gate.close()
-    optim = torch.optim.SGD([weight], 1.0)
-    handle = holdfast.async_save(uri := fresh_uri(), {"weight": weight.detach()}, lazy=True)
-    weight.grad = torch.ones_like(weight)
-    gate.open_at_fence()
-    optim.step()
-    handle.wait(60)
-    assert not holdfast.load(uri)["weight"].any()
-    assert weight.eq(-1).all()
-
-
-def test_the_call_returns_before_anything_is_copied(gate: Gate) -> None:
+def test_call_returns_before_large_tensors_are_copied(gate: Gate) -> None:
     """Buffers, arrays and small tensors are copied at the call; nothing large is."""
     state = {
         "norm": nn.BatchNorm1d(50_000),
@@ -173,8 +165,8 @@ def test_the_call_returns_before_anything_is_copied(gate: Gate) -> None:
     assert found["small"].eq(1).all()
 
 
-def test_a_write_before_the_fence_fails_the_save_and_names_the_tensor(gate: Gate) -> None:
-    """Nothing is committed, and training goes on: the next optimizer step is not kept waiting."""
+def test_write_before_the_fence_fails_the_save(gate: Gate) -> None:
+    """The error names the tensor, nothing is committed, and the next fence does not wait."""
     ema = {"shadow": torch.ones(100_000)}
     introduce({"ema": ema})
     gate.close()
@@ -191,9 +183,7 @@ def test_a_write_before_the_fence_fails_the_save_and_names_the_tensor(gate: Gate
     holdfast.fence()
 
 
-def test_what_is_tracked_is_read_by_a_few_calls_however_many_tensors_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_tensors_are_read_by_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retaking the interpreter's lock for each tensor would take longer than the reads."""
     state = {f"t{i}": torch.full((20_000 + i,), float(i)) for i in range(300)}
     introduce(state)
@@ -208,13 +198,11 @@ def test_what_is_tracked_is_read_by_a_few_calls_however_many_tensors_there_are(
     holdfast.async_save(uri := fresh_uri(), state, lazy=True).wait(60)
     assert len(reads) < 20
     assert sum(reads) > 300
-    found = holdfast.load(uri)
-    for name, tensor in state.items():
-        assert torch.equal(found[name], tensor)
+    assert difference(state, holdfast.load(uri)) is None
 
 
-def test_captured_is_told_when_the_last_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when it has begun: one chunk is still being copied, the others are done."""
+def test_captured_is_done_when_the_last_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of three chunks is still being copied, ``captured`` is not done."""
     state = {"x": torch.zeros(10 << 20)}  # three chunks
     introduce(state)
     may_end, others = threading.Event(), threading.Semaphore(0)
@@ -237,8 +225,8 @@ def test_captured_is_told_when_the_last_copy_has_ended(monkeypatch: pytest.Monke
     handle.wait(60)
 
 
-def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
-    """The switch interval is short until the last capture has ended, well or not."""
+def test_threads_take_short_turns_while_copying(gate: Gate) -> None:
+    """The switch interval is short until the last capture has ended, also if one fails."""
     before_s, states = sys.getswitchinterval(), [{"x": torch.zeros(100_000)} for _ in range(2)]
     introduce(states[0])
     gate.close()
@@ -256,7 +244,7 @@ def test_threads_take_short_turns_while_anything_is_copied(gate: Gate) -> None:
 
 
 @pytest.mark.nightly(4)
-def test_the_collector_of_garbage_rests_while_a_state_is_looked_at(gate: Gate) -> None:
+def test_garbage_collector_rests_during_the_call(gate: Gate) -> None:
     """The garbage collector would scan all objects again and again, and find nothing."""
     state = {str(i): torch.zeros(1) for i in range(5_000)}
     introduce(state)
@@ -280,12 +268,8 @@ def test_the_collector_of_garbage_rests_while_a_state_is_looked_at(gate: Gate) -
 
 
 @pytest.mark.parametrize("how", ["fence", "wait", "done", "await"])
-def test_after_the_trainer_has_been_told_it_may_write(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the fence, or ``captured`` in any form, the state may be written to."""
-    import asyncio
-
+def test_state_may_be_written_to_once_captured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the fence, or ``captured`` in any form, writes do not reach the checkpoint."""
     state = {"x": torch.zeros(100_000)}
     written = threading.Event()
 
@@ -316,12 +300,15 @@ def test_after_the_trainer_has_been_told_it_may_write(
 
 
 def test_offloaded_and_inference_tensors(gate: Gate) -> None:
-    """Master copies that an optimizer trains, and inference tensors, are stored as of the call."""
+    """Master copies and inference tensors are stored as of the call.
+
+    The optimizer of the masters waits although it is not in the state.
+    """
     net, master = nn.Linear(300, 300).bfloat16(), torch.randn(300, 300)
     optim = torch.optim.AdamW([master], fused=True)
     with torch.inference_mode():
         frozen = torch.ones(100_000)
-    state = {"net": net, "optim": optim, "master": master, "frozen": frozen}
+    state = {"net": net, "master": master, "frozen": frozen}
     introduce(state)
     with torch.inference_mode():
         frozen.fill_(1)
@@ -341,8 +328,8 @@ def test_offloaded_and_inference_tensors(gate: Gate) -> None:
     assert found["frozen"].eq(1).all()
 
 
-def test_loading_waits_for_what_is_being_copied(gate: Gate) -> None:
-    """Else it would overwrite it."""
+def test_load_waits_for_copies(gate: Gate) -> None:
+    """A load into the state waits, so that it does not overwrite what is being copied."""
     state = {"x": torch.zeros(100_000)}
     holdfast.save(other := fresh_uri(), {"x": torch.ones(100_000)})
     introduce(state)
@@ -355,19 +342,8 @@ def test_loading_waits_for_what_is_being_copied(gate: Gate) -> None:
     assert state["x"].all()
 
 
-def test_a_save_that_fails_early_holds_nobody_up(tmp_path: Any) -> None:
-    """The storage is not there: the fence returns, training goes on, and the handle knows."""
-    (tmp_path / "file").write_text("in the way")
-    state = {"x": torch.zeros(100_000)}
-    handle = holdfast.async_save(tmp_path / "file" / "c", state, lazy=True)
-    holdfast.fence()
-    state["x"].add_(1)
-    with pytest.raises(holdfast.StorageError):
-        handle.wait(60)
-
-
-def test_a_forked_child_waits_for_none_of_its_parents_copies(gate: Gate) -> None:
-    """They never end there."""
+def test_forked_child_does_not_wait_for_copies(gate: Gate) -> None:
+    """Copies of the parent never end in a child."""
     state = {"x": torch.zeros(100_000)}
     introduce(state)
     gate.close()
@@ -384,11 +360,11 @@ def test_a_forked_child_waits_for_none_of_its_parents_copies(gate: Gate) -> None
     handle.wait(60)
 
 
-def test_copies_of_optimizers_and_the_hook_go_together(gate: Gate) -> None:
-    """An optimizer that is copied, as some EMA helpers do, is none the worse for the hook."""
+def test_hooked_optimizer_can_be_copied() -> None:
+    """An optimizer can be copied after a lazy save, as some EMA helpers do."""
     net = Net()
     optim = torch.optim.AdamW(net.parameters())
-    holdfast.async_save(fresh_uri(), {"net": net, "optim": optim}, lazy=True).wait(60)
+    introduce({"net": net, "optim": optim})
     twin = copy.deepcopy(optim)
     backward(net, 0)
     optim.step()
@@ -400,7 +376,7 @@ def test_copies_of_optimizers_and_the_hook_go_together(gate: Gate) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 )  # torch's own
-def test_a_compiled_step_waits_too(gate: Gate) -> None:
+def test_compiled_step_waits(gate: Gate) -> None:
     """A step compiled after the first lazy save calls the hook."""
     hook_optimizers()
     net = Net()
@@ -410,16 +386,169 @@ def test_a_compiled_step_waits_too(gate: Gate) -> None:
         backward(net, seed)
         step()
     for seed in (2, 3):
-        expected, uri = snapshot({"net": net, "optim": optim}), fresh_uri()
-        introduce({"net": net, "optim": optim})
+        state = {"net": net, "optim": optim}
+        expected, uri = snapshot(state), fresh_uri()
+        introduce(state)
         gate.close()
-        handle = holdfast.async_save(uri, {"net": net, "optim": optim}, lazy=True)
+        handle = holdfast.async_save(uri, state, lazy=True)
         net.zero_grad()
         backward(net, seed)
         gate.open_at_fence()
         step()
         assert handle.captured.done()
         handle.wait(60)
-        found = holdfast.load(uri)
-        assert torch.equal(found["net"]["first.weight"], expected["net"]["first.weight"])
-        assert not torch.equal(found["net"]["first.weight"], net.first.weight)
+        found = holdfast.load(uri)["net"]["first.weight"]
+        assert torch.equal(found, expected["net"]["first.weight"])
+        assert not torch.equal(found, net.first.weight)
+
+
+class Averaged:
+    """Weights that are swapped in for an evaluation, through ``.data``."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(200, 200)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.net.state_dict())
+
+    def train(self) -> None:
+        kept = [p.detach().clone() for p in self.net.parameters()]
+        for p in self.net.parameters():
+            p.data.copy_(torch.full_like(p, -7))
+        self.net(torch.ones(1, 200))
+        for p, k in zip(self.net.parameters(), kept, strict=True):
+            p.data.copy_(k)
+
+
+class Offloaded:
+    """A shard that is freed after use, and filled again."""
+
+    def __init__(self) -> None:
+        self.shard = torch.arange(300_000.0)
+
+    def state(self) -> dict[str, Any]:
+        return {"shard": self.shard}
+
+    def train(self) -> None:
+        nbytes = self.shard.untyped_storage().nbytes()
+        self.shard.untyped_storage().resize_(0)
+        self.shard.untyped_storage().resize_(nbytes)
+        self.shard.copy_(torch.arange(300_000.0) + 1)
+
+
+def bits(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return the bytes of tensors by name."""
+    return {name: raw(tensor.clone()) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("loop", [Averaged, Offloaded])
+def test_early_writes_do_not_reach_the_save(loop: Callable[[], Any], gate: Gate) -> None:
+    """A tensor that is written to from the first save on is copied at the call."""
+    training = loop()
+    for _ in range(3):
+        expected = bits(training.state())
+        gate.close()
+        handle = holdfast.async_save(uri := fresh_uri(), training.state(), lazy=True)
+        training.train()
+        gate.open.set()
+        handle.wait(60)
+        assert bits(holdfast.load(uri)) == expected
+
+
+@needs_tracking
+def test_first_early_write_costs_one_save(gate: Gate) -> None:
+    """One save fails; later ones copy at the call what was written to."""
+    training = Averaged()
+    introduce(training.state())
+    outcomes = []
+    for _ in range(3):
+        gate.close()
+        expected = bits(training.state())
+        handle = holdfast.async_save(uri := fresh_uri(), training.state(), lazy=True)
+        training.train()
+        gate.open.set()
+        try:
+            handle.wait(60)
+            assert bits(holdfast.load(uri)) == expected
+            outcomes.append("saved")
+        except holdfast.SaveError as error:
+            assert "changed while it was being copied" in str(error)
+            outcomes.append("failed")
+        training.train()
+    assert outcomes == ["failed", "saved", "saved"]
+
+
+def test_without_tracking_host_memory_is_copied_at_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small states are cloned, large ones make the call wait; both may be written to at once."""
+    monkeypatch.setattr(lazy, "write_tracker", lambda: None)
+    for numel in (100_000, 12 << 20):
+        state = {"x": torch.zeros(numel)}
+        for expected in range(2):
+            handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
+            state["x"].data.add_(1)
+            handle.wait(60)
+            assert holdfast.load(uri)["x"].eq(expected).all()
+
+
+@needs_tracking
+def test_optimizer_steps_are_not_early_writes() -> None:
+    """After an optimizer's step, the next save copies in the background."""
+    weight = nn.Parameter(torch.zeros(100_000))
+    optim = torch.optim.SGD([weight], 1.0)
+    weight.grad = torch.ones_like(weight)
+    for _ in range(2):
+        holdfast.async_save(fresh_uri(), {"weight": weight}, lazy=True).wait(60)
+        optim.step()
+    assert write_history.is_early(("weight", 400_000)) is False
+
+
+@needs_tracking
+def test_early_writes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The message names a tensor, at level INFO."""
+    caplog.set_level(logging.INFO, "holdfast")
+    state = {"average": torch.zeros(100_000)}
+    for _ in range(3):
+        start(holdfast.async_save(fresh_uri(), state, lazy=True).captured.reached()).result(60)
+        state["average"].add_(1)
+    holdfast.fence()
+    assert caplog.text.count("copied at the call") == caplog.text.count("(average") == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("how", [False, True, "prove"])
+def test_handle_of_an_ended_save_holds_no_tensor(how: Any, fails: bool, tmp_path: Path) -> None:
+    """Neither the report nor a frame of the error keeps the state; a failure blocks no fence."""
+    (tmp_path / "file").write_text("in the way")
+
+    def save() -> tuple[holdfast.SaveHandle, weakref.ref[torch.Tensor]]:
+        state = {"w": torch.zeros(100_000)}
+        uri = tmp_path / "file" / "c" if fails else fresh_uri()
+        handle = holdfast.async_save(uri, state, lazy=how)
+        holdfast.fence()
+        if fails:
+            with pytest.raises(holdfast.StorageError):
+                handle.wait(60)
+        else:
+            handle.wait(60)
+        return handle, weakref.ref(state["w"])
+
+    handle, seen = save()
+    gc.collect()
+    assert seen() is None
+    assert (handle.report is None) is fails
+
+
+@needs_tracking
+def test_no_page_stays_marked_after_a_save() -> None:
+    """A mark would slow down the next write to the page."""
+    tracker = write_tracker()
+    assert tracker is not None
+    state = {"x": torch.zeros(1_000_000)}
+    for _ in range(2):
+        introduce(state)
+    first = -(-state["x"].data_ptr() // 4096) * 4096
+    assert not any(
+        tracker.is_clean(page, page + 4096) for page in range(first, first + 3_900_000, 4096)
+    )

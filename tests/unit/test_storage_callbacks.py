@@ -1,10 +1,9 @@
-"""Callbacks of users: on a thread of their own, in order, and never on the engine's."""
+"""Test users' callbacks: on a thread of their own, in order, and never on the engine's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -15,28 +14,13 @@ import torch
 from support.bits import fresh_uri
 
 import holdfast
-from holdfast.storage.runtime import engine
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.runtime.progress import ProgressReporter
 
 pytestmark = pytest.mark.clocked
 
 Calls = list[tuple[int, int]]
-
-
-def verified(uri: str, progress: Callable[[int, int], None]) -> None:
-    """Verify a checkpoint."""
-    with holdfast.open(uri) as checkpoint:
-        checkpoint.verify(progress=progress)
-
-
-WITH_PROGRESS = [
-    pytest.param(lambda uri, f: holdfast.copy(uri, fresh_uri(), progress=f), id="copy"),
-    pytest.param(verified, id="verify"),
-]
-Operation = Callable[[str, Callable[[int, int], None]], object]
-
-
+Progress = Callable[[int, int], None]
 NBYTES = 17 << 20
 
 
@@ -48,8 +32,19 @@ def uri() -> str:
     return uri
 
 
-@pytest.mark.parametrize("operate", WITH_PROGRESS)
-def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation) -> None:
+def verify(uri: str, progress: Progress) -> None:
+    """Verify a checkpoint."""
+    with holdfast.open(uri) as checkpoint:
+        checkpoint.verify(progress=progress)
+
+
+def copy(uri: str, progress: Progress) -> None:
+    """Copy a checkpoint."""
+    holdfast.copy(uri, fresh_uri(), progress=progress)
+
+
+@pytest.mark.parametrize("operate", [copy, verify])
+def test_slow_callback_delays_no_save(uri: str, operate: Callable[[str, Progress], None]) -> None:
     """While a progress callback hangs, other saves and loads of the process continue."""
     entered, leave = threading.Event(), threading.Event()
 
@@ -67,61 +62,54 @@ def test_a_slow_progress_callback_holds_up_no_save(uri: str, operate: Operation)
     assert not worker.is_alive()
 
 
-@pytest.mark.nightly(4)
 @pytest.mark.parametrize(
     "error", [KeyError("mine"), SystemExit(3), holdfast.UsageError("mine")], ids=repr
 )
-@pytest.mark.parametrize("operate", WITH_PROGRESS)
-def test_what_a_progress_callback_raises_ends_the_operation(
-    uri: str, operate: Operation, error: BaseException
+def test_error_of_a_callback_ends_the_operation(
+    uri: str, error: BaseException, no_leaks: None
 ) -> None:
-    """The caller gets the exception that the callback raised, and the engine stays usable."""
+    """The caller gets the callback's exception; the engine stays usable, and no thread is left."""
 
     def fail(done: int, total: int) -> None:
         raise error
 
     with pytest.raises(type(error)) as raised:
-        operate(uri, fail)
+        copy(uri, fail)
     assert raised.value is error
     assert holdfast.load(uri)["x"].numel() == NBYTES
 
 
-def test_reports_arrive_in_order_seldom_and_the_last_one_always() -> None:
-    """A thousand reports are few calls, and end with the last one."""
+def test_reports_arrive_rarely_in_order_and_one_at_a_time() -> None:
+    """A thousand reports from several threads are few calls; the last report is always delivered."""
     calls: Calls = []
-    with ProgressReporter(lambda done, total: calls.append((done, total))) as reporter:
+    running, overlaps = 0, set[int]()
+
+    def callback(done: int, total: int) -> None:
+        nonlocal running
+        running += 1
+        overlaps.add(running)
+        calls.append((done, total))
+        running -= 1
+
+    with ProgressReporter(callback) as reporter:
+        threads = [threading.Thread(target=reporter.report, args=(0, 1000)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         for done in range(1001):
             reporter.report(done, 1000)
     assert calls == sorted(calls)
     assert calls[-1] == (1000, 1000)
     assert len(calls) < 100
-
-
-def test_calls_of_one_callback_do_not_overlap_and_end_with_the_operation() -> None:
-    """Whoever reports from many threads gets one call at a time, and none after the block."""
-    running, overlaps, calls = 0, list[int](), 0
-
-    def callback(done: int, total: int) -> None:
-        nonlocal running, calls
-        running += 1
-        overlaps.append(running)
-        calls += 1
-        running -= 1
-
-    with ProgressReporter(callback) as reporter:
-        threads = [threading.Thread(target=reporter.report, args=(i, 8)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    ended = calls
-    reporter.report(8, 8)
-    assert set(overlaps) == {1}
+    ended = list(calls)
+    reporter.report(1000, 1000)
     assert calls == ended
+    assert overlaps == {1}
 
 
-def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -> None:
-    """A callback's error does not hide the failure."""
+def test_failed_operation_raises_its_own_error() -> None:
+    """A callback's error does not hide the failure, and no last report is delivered."""
     calls: Calls = []
     blocked = threading.Event()
 
@@ -143,11 +131,11 @@ def test_a_failed_operation_raises_its_own_error_and_delivers_no_last_report() -
     assert calls == [(1, 2)]
 
 
-def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
+def test_reporter_in_a_coroutine_of_the_engine() -> None:
     """A reporter in a coroutine does not block the loop, and turns SystemExit into a UsageError."""
     calls: Calls = []
 
-    async def operation(callback: Callable[[int, int], None]) -> None:
+    async def operation(callback: Progress) -> None:
         async with ProgressReporter(callback) as reporter:
             reporter.report(1, 2)
             reporter.report(2, 2)
@@ -163,12 +151,12 @@ def test_a_reporter_serves_a_coroutine_of_the_engine_too() -> None:
         start(operation(lambda done, total: sys.exit(3))).result(60)
 
 
-def test_a_callback_sees_the_context_of_its_caller(uri: str) -> None:
+def test_callback_runs_in_the_context_of_its_caller(uri: str) -> None:
     """A callback sees its caller's context variables, such as the fields of a log."""
     who = contextvars.ContextVar("who", default="nobody")
     who.set("the caller")
     seen: set[str] = set()
-    holdfast.copy(uri, fresh_uri(), progress=lambda done, total: seen.add(who.get()))
+    copy(uri, lambda done, total: seen.add(who.get()))
     assert seen == {"the caller"}
 
 
@@ -180,95 +168,50 @@ def test_without_a_callback_there_is_no_thread() -> None:
         assert set(threading.enumerate()) == before
 
 
-def test_no_thread_outlives_its_operation(uri: str, no_leaks: None) -> None:
-    """No thread outlives its operation, even if the callback raised."""
-    holdfast.copy(uri, fresh_uri(), progress=lambda done, total: None)
-    with pytest.raises(ZeroDivisionError):
-        holdfast.copy(uri, fresh_uri(), progress=lambda done, total: 1 // 0)
-
-
 WAITING = {
-    "save": lambda uri: holdfast.save(fresh_uri(), {"x": 1}),
-    "async_save": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}),
-    "wait": lambda uri: holdfast.async_save(fresh_uri(), {"x": 1}, lazy=True).wait(),
-    "load": holdfast.load,
-    "load into": lambda uri: holdfast.load(uri, into={"x": torch.zeros(NBYTES, dtype=torch.uint8)}),
-    "open": holdfast.open,
-    "list": holdfast.list_checkpoints,
-    "copy": lambda uri: holdfast.copy(uri, fresh_uri()),
-    "diff": lambda uri: holdfast.diff(uri, uri),
-    "export": lambda uri: holdfast.export(uri, fresh_uri()),
-    "import": lambda uri: holdfast.import_(fresh_uri(), uri),
-    "fence": lambda uri: (
+    "save": lambda uri, opened: holdfast.save(fresh_uri(), {"x": 1}),
+    "async_save": lambda uri, opened: holdfast.async_save(fresh_uri(), {"x": 1}),
+    "wait": lambda uri, opened: holdfast.async_save(fresh_uri(), {"x": 1}, lazy=True).wait(),
+    "load": lambda uri, opened: holdfast.load(uri),
+    "load into": lambda uri, opened: holdfast.load(uri, into={"x": torch.zeros(NBYTES)}),
+    "open": lambda uri, opened: holdfast.open(uri),
+    "list": lambda uri, opened: holdfast.list_checkpoints(uri),
+    "copy": lambda uri, opened: holdfast.copy(uri, fresh_uri()),
+    "diff": lambda uri, opened: holdfast.diff(uri, uri),
+    "export": lambda uri, opened: holdfast.export(uri, fresh_uri()),
+    "import": lambda uri, opened: holdfast.import_(fresh_uri(), uri),
+    "fence": lambda uri, opened: (
         holdfast.async_save(fresh_uri(), {"x": torch.ones(10)}, lazy=True),
         holdfast.fence(),
     ),
-    "prune": lambda uri: holdfast.prune(uri, keep_last=1),
+    "prune": lambda uri, opened: holdfast.prune(uri, keep_last=1),
+    "verify": lambda uri, opened: opened.verify(),
+    "read": lambda uri, opened: opened.read("x"),
+    "read_bytes": lambda uri, opened: opened.read_bytes("x"),
 }
 
 
-@pytest.mark.nightly(6)
 @pytest.mark.parametrize("name", WAITING)
-def test_a_call_that_waits_is_refused_on_the_engines_thread(uri: str, name: str) -> None:
-    """A blocking call on the engine's thread is refused.
+def test_blocking_call_on_the_engines_thread_is_refused(uri: str, name: str) -> None:
+    """A blocking call there would wait for itself, and block every other save of the process.
 
-    It would wait for itself, and block every other save of the process.
+    Only close() is allowed, since the garbage collector may call it on any thread.
     """
+    opened = holdfast.open(uri)
 
     async def call() -> None:
-        WAITING[name](uri)
+        WAITING[name](uri, opened)
+
+    async def close() -> None:
+        opened.close()
 
     with pytest.raises(holdfast.UsageError, match="wait for itself"):
         start(call()).result(60)
+    start(close()).result(60)
     assert holdfast.load(uri)["x"].numel() == NBYTES
 
 
-@pytest.mark.parametrize("name", ["verify", "read", "read_bytes", "close"])
-def test_an_open_checkpoint_refuses_to_be_read_on_the_engines_thread(uri: str, name: str) -> None:
-    """An open checkpoint cannot be read on the engine's thread, but may be closed there.
-
-    The garbage collector may close it on any thread.
-    """
-    checkpoint = holdfast.open(uri)
-
-    async def call() -> None:
-        getattr(checkpoint, name)(*["x"] * name.startswith("read"))
-
-    if name == "close":
-        start(call()).result(60)
-        return
-    with checkpoint, pytest.raises(holdfast.UsageError, match="wait for itself"):
-        start(call()).result(60)
-
-
-def test_a_log_handler_that_saves_gets_an_error_and_no_deadlock(uri: str) -> None:
-    """A log handler that saves on the engine's thread gets a UsageError instead of a deadlock."""
-    outcomes: list[object] = []
-
-    class Saving(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if not engine.on_engine():
-                return
-            try:
-                holdfast.save(fresh_uri(), {"x": 1})
-            except holdfast.UsageError as error:
-                outcomes.append(error.message)
-
-    handler = Saving()
-    logger = logging.getLogger("holdfast")
-    logger.addHandler(handler)
-    try:
-
-        async def speak() -> None:
-            logger.warning("something that is worth a line")
-
-        start(speak()).result(60)
-    finally:
-        logger.removeHandler(handler)
-    assert len(outcomes) == 1
-
-
-def test_a_started_coroutine_can_be_cancelled() -> None:
+def test_coroutine_can_be_cancelled() -> None:
     """The future of a cancelled coroutine is done only after the coroutine's cleanup."""
     began, heard, cleaned = threading.Event(), threading.Event(), threading.Event()
 

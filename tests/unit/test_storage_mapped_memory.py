@@ -1,4 +1,4 @@
-"""Saves of memory that others may write to unseen."""
+"""Test saves of memory that others may write to unseen, and how such writes are found."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ needs_tracking = pytest.mark.skipif(
 
 
 def in_memory(memory: Any, numel: int = NUMEL, offset: int = 0) -> torch.Tensor:
-    """Return a tensor in it."""
+    """Return a tensor in ``memory``."""
     return torch.frombuffer(memory, dtype=torch.float32, count=numel, offset=offset)
 
 
 def private(path: Path) -> torch.Tensor:
-    """Ordinary memory."""
+    """Return ordinary memory."""
     return torch.ones(NUMEL)
 
 
 def shared(path: Path) -> torch.Tensor:
-    """A file in /dev/shm."""
+    """Return a file in /dev/shm."""
     return torch.ones(NUMEL).share_memory_()
 
 
 def anonymous_shared(path: Path) -> torch.Tensor:
-    """Shared with children."""
+    """Return memory that is shared with children."""
     return in_memory(mmap.mmap(-1, 4 * NUMEL))
 
 
 def of_a_file(path: Path, access: int = mmap.ACCESS_COPY) -> torch.Tensor:
-    """A mapping, private by default, of a file of ones."""
+    """Return a mapping of a file of ones, private by default."""
     np.ones(NUMEL, np.float32).tofile(path)
     with open(path, "r+b") as file:
         return in_memory(mmap.mmap(file.fileno(), 0, access=access))
 
 
 def of_a_file_shared(path: Path) -> torch.Tensor:
-    """Writes go to the file."""
+    """Return a mapping whose writes go to the file."""
     return of_a_file(path, mmap.ACCESS_WRITE)
 
 
 def half_written(path: Path) -> torch.Tensor:
-    """Half of its pages are still the file's."""
+    """Return a private mapping, half of whose pages are still the file's."""
     tensor = of_a_file(path)
     tensor[: NUMEL // 2] = 2
     return tensor
 
 
 def at_an_odd_offset(path: Path) -> torch.Tensor:
-    """A view that begins and ends within pages."""
+    """Return a mapping that begins and ends within pages."""
     np.ones(NUMEL + 64, np.float32).tofile(path)
     with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -75,7 +75,7 @@ def at_an_odd_offset(path: Path) -> torch.Tensor:
 
 
 def across_mappings(path: Path) -> torch.Tensor:
-    """Its middle is mapped anew, from nothing."""
+    """Return a mapping of a file whose middle is mapped anew."""
     tensor = of_a_file(path)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) + 5
     map_memory(4 * mmap.PAGESIZE, first * mmap.PAGESIZE)
@@ -83,7 +83,7 @@ def across_mappings(path: Path) -> torch.Tensor:
 
 
 def map_memory(nbytes: int, address: int = 0) -> int:
-    """Map private memory, at ``address`` if given, which nobody but munmap ends."""
+    """Map private memory, at ``address`` if given, until munmap."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
@@ -110,22 +110,9 @@ LAZY: list[Any] = [True, False, "prove"]
 CASES = [(kind, how) for how in LAZY for kind in (KINDS if how is True else (private, shared))]
 
 
-@pytest.mark.parametrize(("kind", "how"), CASES)
-def test_what_nobody_writes_to_is_saved_each_time(
-    kind: Callable[[Path], torch.Tensor], how: Any, tmp_path: Path
-) -> None:
-    """Among other memory, which is most of the state, so the save copies in the background."""
-    state = {"x": kind(tmp_path / "file"), "rest": torch.ones(4 * NUMEL)}
-    expected = state["x"].clone()
-    for _ in range(3):
-        holdfast.async_save(uri := fresh_uri(), state, lazy=how).wait(60)
-        holdfast.fence()
-        assert torch.equal(holdfast.load(uri)["x"], expected)
-
-
 @pytest.fixture
 def write_before_copy(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What is in the list happens before a save copies its first chunk."""
+    """Functions that run before a save copies its first chunk."""
     acts: list[Callable[[], None]] = []
 
     def writing(copy: Callable[[], None], start: int) -> None:
@@ -138,30 +125,38 @@ def write_before_copy(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None
 
 
 @pytest.mark.parametrize(("kind", "how"), CASES)
-def test_a_write_during_a_save_fails_it_once(
+def test_write_during_a_save_fails_it_once(
     kind: Callable[[Path], torch.Tensor],
     how: Any,
     tmp_path: Path,
     write_before_copy: list[Callable[[], None]],
 ) -> None:
-    """By name; from then on a lazy save copies the tensor at the call, whatever is written later."""
+    """A save fails by name if others write meanwhile, and only then.
+
+    From then on a lazy save copies the tensor at the call.
+    """
     state = {"x": kind(tmp_path / "file"), "rest": torch.ones(4 * NUMEL)}
-    holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
-    holdfast.fence()
+
+    def save_and_check() -> None:
+        expected = state["x"].clone()
+        holdfast.async_save(uri := fresh_uri(), state, lazy=how).wait(60)
+        holdfast.fence()
+        assert torch.equal(holdfast.load(uri)["x"], expected)
+
+    for _ in range(3):
+        save_and_check()
     write_before_copy.append(lambda: state["x"][20_000:20_010].add_(1))
     with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
         holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
     holdfast.fence()
     if how:
-        expected = state["x"].clone()
         write_before_copy.append(lambda: state["x"][20_000:20_010].add_(1))
-        holdfast.async_save(uri := fresh_uri(), state, lazy=how).wait(60)
-        assert torch.equal(holdfast.load(uri)["x"], expected)
+        save_and_check()
 
 
 @pytest.mark.parametrize("how", LAZY)
-def test_memory_that_becomes_shared_between_saves(how: Any) -> None:
-    """At other addresses, under the same name, which is known as private memory."""
+def test_memory_may_become_shared_between_saves(how: Any) -> None:
+    """A tensor known as private memory may move to shared memory."""
     state = {"x": torch.ones(NUMEL), "rest": torch.ones(4 * NUMEL)}
     for step in range(4):
         if step == 2:
@@ -171,25 +166,24 @@ def test_memory_that_becomes_shared_between_saves(how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", LAZY)
-def test_a_file_that_is_cut_off_under_its_mapping_fails_the_save(
+def test_truncated_file_fails_the_save(
     how: Any, tmp_path: Path, write_before_copy: list[Callable[[], None]]
 ) -> None:
-    """Where a plain read would end the process with SIGBUS."""
+    """A plain read of the mapping would end the process with SIGBUS."""
     path = tmp_path / "file"
     state = {"x": of_a_file_shared(path), "rest": torch.ones(4 * NUMEL)}
     holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
     holdfast.fence()
     write_before_copy.append(lambda: os.truncate(path, 0))
-    with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
-        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
-    with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
-        holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
+    for _ in range(2):
+        with pytest.raises(holdfast.SaveError, match=r"state\[.x.\] changed while"):
+            holdfast.async_save(fresh_uri(), state, lazy=how).wait(60)
 
 
-def test_an_eager_save_survives_a_thread_that_frees_the_memory(
+def test_eager_save_survives_a_thread_that_frees_the_memory(
     write_before_copy: list[Callable[[], None]],
 ) -> None:
-    """Where a plain read would be a segmentation fault."""
+    """A plain read would be a segmentation fault."""
     address = map_memory(4 * NUMEL)
     state = {"x": in_memory((ctypes.c_char * (4 * NUMEL)).from_address(address)).fill_(1)}
     libc = ctypes.CDLL(None)
@@ -200,10 +194,10 @@ def test_an_eager_save_survives_a_thread_that_frees_the_memory(
 
 
 @pytest.mark.parametrize("how", LAZY)
-def test_without_tracking_a_write_is_found_as_well(
+def test_write_is_found_without_tracking(
     how: Any, monkeypatch: pytest.MonkeyPatch, write_before_copy: list[Callable[[], None]]
 ) -> None:
-    """On older kernels, and in sandboxes that refuse userfaultfd."""
+    """Older kernels, and sandboxes that refuse userfaultfd, cannot track writes."""
     monkeypatch.setattr(lazy, "write_tracker", lambda: None)
     state = {"x": torch.ones(NUMEL), "y": torch.ones(NUMEL)}
     for _ in range(2):
@@ -218,8 +212,8 @@ def test_without_tracking_a_write_is_found_as_well(
         assert holdfast.load(uri)["y"][7] == 2
 
 
-def test_where_memory_cannot_be_read_by_a_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without process_vm_readv, memory is read from the process's file; gone memory is noticed."""
+def test_memory_is_read_without_process_vm_readv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is read from the process's file instead; unmapped memory is noticed."""
     monkeypatch.setattr(process_memory, "_process_vm_readv", None)
     source = np.arange(100_000, dtype=np.uint8)
     to = np.zeros_like(source)
@@ -230,8 +224,10 @@ def test_where_memory_cannot_be_read_by_a_system_call(monkeypatch: pytest.Monkey
         process_memory.read(4096, to.ctypes.data, 8)
 
 
-def test_what_changes_between_both_reads_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few times; then it raises. What is stored is what two reads have found."""
+def test_memory_that_changes_between_two_reads_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stored value is one that two reads found; after a few attempts the capture fails."""
     tensor = torch.zeros(NUMEL)
     monkeypatch.setattr(host_snapshot, "PAUSE_S", 0)
     region = Region(3, tensor.data_ptr(), tensor.nbytes, at_once=True, untracked=True)
@@ -256,8 +252,8 @@ def test_what_changes_between_both_reads_is_read_again(monkeypatch: pytest.Monke
     restless.close()
 
 
-def test_the_kernels_list_of_mappings_says_the_same_as_its_answers(tmp_path: Path) -> None:
-    """Older kernels have the list alone."""
+def test_list_of_mappings_equals_the_answers_of_the_kernel(tmp_path: Path) -> None:
+    """Older kernels offer only the list."""
     kept = [kind(tmp_path / kind.__name__) for kind in KINDS]
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in kept)
     maps = Path("/proc/self/maps").read_bytes()
@@ -266,8 +262,8 @@ def test_the_kernels_list_of_mappings_says_the_same_as_its_answers(tmp_path: Pat
 
 
 @needs_tracking
-def test_a_mapping_whose_pages_were_all_replaced_is_tracked(tmp_path: Path) -> None:
-    """As weights of a file that an optimizer has trained: the file does not matter any more."""
+def test_mapping_whose_pages_were_all_replaced_is_tracked(tmp_path: Path) -> None:
+    """Once all pages of a private mapping are written to, the file no longer matters."""
     tensor = of_a_file(tmp_path / "file")
     region = Region(0, tensor.data_ptr(), tensor.nbytes)
     before = HostSnapshot([region], write_tracker())
@@ -279,8 +275,8 @@ def test_a_mapping_whose_pages_were_all_replaced_is_tracked(tmp_path: Path) -> N
     after.close()
 
 
-def test_threads_read_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one thread does where the interpreter starts no other one."""
+def test_threads_read_large_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread finds the same digests as several."""
     data = torch.arange(10 << 20, dtype=torch.int32)
     memory = [(data.data_ptr(), data.nbytes - 5), (data.data_ptr(), 3)]
     threaded = process_memory.digests_of(memory)
@@ -290,8 +286,8 @@ def test_threads_read_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", LAZY)
-def test_bools_that_are_not_contiguous_keep_their_bits(how: Any) -> None:
-    """Any byte but 0 is true; a copy by torch would make it a 1."""
+def test_strided_bools_keep_their_bits(how: Any) -> None:
+    """Any byte but 0 is true; a copy by torch would turn it into 1."""
     stored = torch.tensor([[0, 2], [3, 1]], dtype=torch.uint8).view(torch.bool).t()
     holdfast.async_save(uri := fresh_uri(), {"x": stored}, lazy=how).wait(60)
     loaded = holdfast.load(uri)["x"].contiguous().view(torch.uint8)

@@ -1,5 +1,4 @@
-"""Saves and loads within modes of torch that change what tensors are made, and into tensors that
-were made in them."""
+"""Test saves and loads in torch modes that change new tensors, and loads into inference tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import holdfast
 
 @contextlib.contextmanager
 def default_device() -> Iterator[None]:
-    """New tensors have no data."""
+    """Make new tensors without data."""
     torch.set_default_device("meta")
     try:
         yield
@@ -28,7 +27,7 @@ def default_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_dtype() -> Iterator[None]:
-    """New tensors are of another dtype."""
+    """Make new tensors of another dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -47,19 +46,25 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 def job(value: float) -> dict[str, Any]:
-    """A state of every kind of object."""
+    """Return a state with every kind of object."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     for t in net.state_dict().values():
         t.fill_(value)
     optim = torch.optim.AdamW(net.parameters(), lr=torch.tensor(value))
     return {
-        "net": net, "optim": optim, "held": Held(value), "strided": torch.full((2, 3), value).t(), "rng": holdfast.RNGState(),
-        "scheduler": torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1.0), "g": torch.Generator(), "n": 3,
-    }  # fmt: skip
+        "net": net,
+        "optim": optim,
+        "held": Held(value),
+        "strided": torch.full((2, 3), value).t(),
+        "rng": holdfast.RNGState(),
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1.0),
+        "g": torch.Generator(),
+        "n": 3,
+    }
 
 
 def train(state: dict[str, Any]) -> None:
-    """One step."""
+    """Take one step."""
     generator = torch.Generator().manual_seed(1)
     state["net"](torch.rand(3, 4, generator=generator)).square().sum().backward()
     state["optim"].step()
@@ -67,16 +72,14 @@ def train(state: dict[str, Any]) -> None:
 
 
 def seen(state: dict[str, Any]) -> dict[str, Any]:
-    """What there is to compare."""
-    return {
-        "net": dict(state["net"].state_dict()), "optim": state["optim"].state_dict(), "strided": state["strided"],
-        "held": state["held"].state_dict(),
-    }  # fmt: skip
+    """Return the values to compare."""
+    objects = {name: state[name].state_dict() for name in ("optim", "held")}
+    return {"net": dict(state["net"].state_dict()), "strided": state["strided"], **objects}
 
 
 @pytest.fixture
 def stored() -> tuple[str, dict[str, Any]]:
-    """A checkpoint, and the state that is in it."""
+    """A checkpoint, and the state in it."""
     state, uri = job(0.5), fresh_uri()
     train(state)
     holdfast.save(uri, state)
@@ -84,40 +87,27 @@ def stored() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_load_within_a_mode_gives_what_was_saved(
-    mode: str, stored: tuple[str, dict[str, Any]]
-) -> None:
-    """And training goes on afterwards, as if the load had been outside."""
+def test_load_in_a_mode(mode: str, stored: tuple[str, dict[str, Any]]) -> None:
+    """A load fills and builds the same tensors as outside of the mode, and training continues."""
     uri, state = stored
     into = job(7.0)
     with MODES[mode]():
         holdfast.load(uri, into=into)
+        built = holdfast.load(uri)
+        with holdfast.open(uri) as checkpoint:
+            rows = checkpoint.read("net.0.weight", rows=slice(1, 3))
+            assert checkpoint.verify().ok
     assert difference(seen(state), seen(into)) is None
+    assert difference(dict(state["net"].state_dict()), built["net"]) is None
+    assert difference(state["net"][0].weight[1:3], rows) is None
     train(state)
     train(into)
     assert difference(seen(state), seen(into)) is None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_built_state_and_a_slice_have_data_in_every_mode(
-    mode: str, stored: tuple[str, dict[str, Any]]
-) -> None:
-    """On the CPU, whatever the default device is."""
-    uri, state = stored
-    with MODES[mode]():
-        built = holdfast.load(uri)
-        with holdfast.open(uri) as checkpoint:
-            rows = checkpoint.read("net.0.weight", rows=slice(1, 3))
-            assert checkpoint.verify().ok
-    assert difference(dict(state["net"].state_dict()), built["net"]) is None
-    assert difference(state["net"][0].weight[1:3], rows) is None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_save_within_a_mode_stores_what_is_there(
-    mode: str, stored: tuple[str, dict[str, Any]]
-) -> None:
-    """At once, or while training goes on."""
+def test_save_in_a_mode(mode: str, stored: tuple[str, dict[str, Any]]) -> None:
+    """Any kind of save stores the same state as outside of the mode."""
     _, state = stored
     uris = [fresh_uri() for _ in range(4)]
     with MODES[mode]():
@@ -135,15 +125,11 @@ def test_a_save_within_a_mode_stores_what_is_there(
 def test_inference_tensors_are_filled(
     within: bool, dtype: torch.dtype, stored: tuple[str, dict[str, Any]]
 ) -> None:
-    """In place or cast, whole or strided, in modules, objects and by themselves; and they can be
-    saved."""
+    """Inference tensors are filled in place or cast, whole or strided, and can be saved."""
     uri, state = stored
     with torch.inference_mode():
-        into = {
-            "net": job(7.0)["net"].to(dtype),
-            "strided": torch.zeros(2, 3, dtype=dtype).t(),
-            "held": Held(7.0),
-        }
+        shared = torch.zeros(2, 3, dtype=dtype).t()
+        into = {"net": job(7.0)["net"].to(dtype), "strided": shared, "held": Held(7.0)}
     with torch.inference_mode(within):
         holdfast.load(uri, into=into, strict="state", cast=True)
     assert torch.equal(into["net"][0].weight, state["net"][0].weight.to(dtype))
@@ -155,7 +141,7 @@ def test_inference_tensors_are_filled(
 
 
 def test_inference_tensors_that_share_memory_are_filled() -> None:
-    """From tensors that are stored apart."""
+    """Two names of one inference tensor are filled from tensors that are stored apart."""
     uri = saved({"a": torch.ones(3), "b": torch.ones(3)})
     with torch.inference_mode():
         shared = torch.zeros(3)

@@ -12,7 +12,7 @@ MUTANTS = [
         file="storage/state/capture/lazy.py",
         old="    if flat.tree.arrays:\n",
         new="    if False:\n",
-        tests="tests/unit/test_lazy.py::test_the_call_returns_before_anything_is_copied",
+        tests="tests/unit/test_lazy.py::test_call_returns_before_large_tensors_are_copied",
     ),
     Mutant(
         says="plan kept by layout only, not by what was agreed on",
