@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -26,7 +25,7 @@ from support.ranks import save_cut
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
-from holdfast.errors import DamagedError, NotACheckpointError, ReplacedError, UsageError
+from holdfast.errors import DamagedError, ReplacedError
 from holdfast.planner.box import Box
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 
@@ -86,6 +85,8 @@ def test_numpy_opens_every_tensor_that_it_can(
     fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]
 ) -> None:
     """Equal in dtype, shape and bits, by an open file and by its bytes."""
+    with pytest.raises(PermissionError, match="read-only"):
+        fs.open("new.npy", "wb")
     for name in ("w", "tied", "c", "flags", "scalar", "empty", "array"):
         expected = np.asarray(saved[1][name])
         with fs.open(f"{name}.npy") as file:
@@ -95,28 +96,17 @@ def test_numpy_opens_every_tensor_that_it_can(
         assert np.load(io.BytesIO(fs.cat_file(f"{name}.npy"))).tobytes() == expected.tobytes()
 
 
-def test_safetensors_opens_every_tensor_that_it_can(
+def test_safetensors_opens_images_and_tensors(
     fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]
 ) -> None:
-    """Alone in its file, under its own name."""
-    for file, name in [
-        ("w", "w"),
-        ("half", "half"),
-        ("scalar", "scalar"),
-        ("odd%2F%5Bname%5D%2A", "odd/[name]*"),
-    ]:
+    """A tensor is alone in its file, under its own name; an image holds all that a rank wrote."""
+    for file, name in [("half", "half"), ("odd%2F%5Bname%5D%2A", "odd/[name]*")]:
         loaded = safetensors.torch.load(fs.cat_file(f"{file}.safetensors"))
         assert list(loaded) == [name]
         assert loaded[name].dtype == saved[1][name].dtype
         assert torch.equal(loaded[name], saved[1][name])
-
-
-def test_images_are_there_as_they_are(
-    fs: HoldfastFileSystem, saved: tuple[str, dict[str, Any]]
-) -> None:
-    """What a rank wrote is a safetensors file of all that it holds."""
-    loaded = safetensors.torch.load(fs.cat_file("images/0.safetensors"))
-    assert torch.equal(loaded["tied"], saved[1]["w"])
+    image = safetensors.torch.load(fs.cat_file("images/0.safetensors"))
+    assert torch.equal(image["tied"], saved[1]["w"])
 
 
 def test_pandas_reads_tables_and_values(saved: tuple[str, dict[str, Any]]) -> None:
@@ -142,15 +132,9 @@ def test_duckdb_reads_tables(fs: HoldfastFileSystem) -> None:
     assert rows == [(300 * 200 * 8,)]
 
 
-def test_chained_urls_open_files(saved: tuple[str, dict[str, Any]]) -> None:
-    """fsspec.open takes path and checkpoint in one."""
-    with fsspec.open(f"holdfast://scalar.npy::{saved[0]}") as file:
-        assert np.load(file) == 7.0
-
-
 @pytest.mark.parametrize(
     ("start", "end"),
-    [(None, None), (0, 10), (-9, None), (120, 137), (100, 200), (5, 5), (0, 10**9)],
+    [(None, None), (-9, None), (120, 137), (5, 5), (0, 10**9)],
 )
 def test_ranges_mean_what_slices_mean(
     fs: HoldfastFileSystem, start: int | None, end: int | None
@@ -208,22 +192,6 @@ def test_a_replaced_checkpoint_says_so(
         1.0,
         1.0,
     ]
-
-
-def test_it_is_read_only(fs: HoldfastFileSystem) -> None:
-    """Nothing can be written or removed."""
-    with pytest.raises(PermissionError, match="read-only"):
-        fs.open("new.npy", "wb")
-    with pytest.raises((NotImplementedError, PermissionError)):
-        fs.rm_file("w.npy")
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    """No URI, and a URI where nothing is committed."""
-    with pytest.raises(UsageError, match="needs its checkpoint"):
-        HoldfastFileSystem()
-    with pytest.raises(NotACheckpointError):
-        HoldfastFileSystem(str(tmp_path)).ls("")
 
 
 def test_no_torch_is_needed(saved: tuple[str, dict[str, Any]]) -> None:
