@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from ..drivers.local.mounts import fs_type
+from ..drivers.mounts import fs_type
 
 __all__ = [
     "PeakMemory",

@@ -229,13 +229,6 @@ class Recorder:
             elapsed_s = self._clock() - self._called_s
             return Summary(stages, slowest, cpu_s, self._peak_nbytes, elapsed_s)
 
-    def note_arrivals(self, ranks: Iterable[int]) -> None:
-        """Record that the messages of ``ranks`` have arrived in the current round."""
-        stage = _current_stage.get()
-        if stage is not None:
-            now_s = self._clock() - self._called_s
-            stage.arrivals += [(rank, now_s) for rank in ranks]
-
     def _begin(self, name: str, queued: int) -> tuple[_Stage, float]:
         with self._lock:
             now_s = self._clock() - self._called_s
@@ -345,5 +338,7 @@ def waited_for(rank: int) -> None:
 def arrived(ranks: Iterable[int]) -> None:
     """Record that the messages of ``ranks`` have arrived in the current round."""
     recorder = _current_recorder.get()
-    if recorder is not None:
-        recorder.note_arrivals(ranks)
+    stage = _current_stage.get()
+    if recorder is not None and stage is not None:
+        now_s = recorder._clock() - recorder._called_s
+        stage.arrivals += [(rank, now_s) for rank in ranks]

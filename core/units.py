@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GIB",
-    "KIB",
     "MIB",
     "ceil_div",
     "duration_text",
@@ -26,7 +25,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..core.units import duration_text, exact_size_text, parse_duration, parse_size
@@ -29,8 +29,6 @@ __all__ = [
     "switch",
     "url",
 ]
-
-T = TypeVar("T")
 
 _SWITCH = {
     "on": True,
@@ -67,11 +65,8 @@ class Option:
             if value:
                 return "on"
             return "off"
-        if isinstance(self.parse, _OrOff):
-            parse = self.parse.parse
-        else:
-            parse = self.parse
-        if isinstance(parse, _Size | _Duration):
+        parse = self.parse.parse if isinstance(self.parse, or_off) else self.parse
+        if isinstance(parse, size | duration):
             return parse.text(value)
         return str(value)
 
@@ -115,7 +110,9 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class size:
+    """Parser for a size in bytes from ``least`` to ``most``: ``32MiB``, ``500 MB``, ``4096``."""
+
     least: int
     most: int
 
@@ -131,19 +128,16 @@ class _Size:
             )
         return value
 
-    @staticmethod
-    def text(value: int) -> str:
+    def text(self, value: int) -> str:
+        """Return text that parses to ``value``."""
         return exact_size_text(value)
 
 
-def size(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser for a size in bytes from ``least`` to ``most``: ``32MiB``, ``500 MB``,
-    ``4096``."""
-    return _Size(least, most)
-
-
 @dataclass(frozen=True, slots=True)
-class _Duration:
+class duration:
+    """Parser for a duration in seconds from ``least_s`` to ``most_s``: ``30``, ``1.5s``, ``2min``,
+    ``1h``."""
+
     least_s: float
     most_s: float
 
@@ -159,15 +153,9 @@ class _Duration:
             )
         return value
 
-    @staticmethod
-    def text(value: float) -> str:
+    def text(self, value: float) -> str:
+        """Return text that parses to ``value``."""
         return duration_text(value)
-
-
-def duration(least_s: float, most_s: float) -> Callable[[str], float]:
-    """Return a parser for a duration in seconds from ``least_s`` to ``most_s``: ``30``, ``1.5s``,
-    ``500ms``, ``2min``, ``1h``."""
-    return _Duration(least_s, most_s)
 
 
 def switch(text: str) -> bool:
@@ -193,7 +181,9 @@ def url(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _OrOff:
+class or_off:
+    """Parser that also accepts ``off``, as None."""
+
     parse: Callable[[str], Any]
 
     def __call__(self, text: str) -> Any:
@@ -203,11 +193,6 @@ class _OrOff:
             return self.parse(text)
         except ValueError as error:
             raise ValueError(f"{error}, or off") from error
-
-
-def or_off(parse: Callable[[str], T]) -> Callable[[str], T | None]:
-    """Return a parser that also accepts ``off``, as None."""
-    return _OrOff(parse)
 
 
 def _value(name: str, option: Option, uri: Uri) -> Any:

@@ -18,7 +18,7 @@ from .configuration.resolution import Resolved, resolve
 from .configuration.tuned import Place, place_of
 from .contract import Driver
 from .layers.stack import common_options, stacked
-from .local.mounts import fs_type, mount_of
+from .mounts import fs_type
 from .options import Option
 from .schemes import SCHEMES, check_installed
 from .uri import Uri, parse, redact
@@ -71,7 +71,7 @@ def open_driver(
     if not isinstance(uri, Uri):
         uri = parse(uri)
     cls = driver_class(serving(uri))
-    resolved = _resolved(cls, uri, options)
+    resolved = resolved_options(uri, **options)
     own = {
         name: found.text
         for name, found in resolved.items()
@@ -87,18 +87,8 @@ def open_driver(
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
     """Return every option of the driver for ``uri`` and of its layers, with value and origin.
     Raises the errors of :func:`open_driver`."""
-    return _resolved(driver_class(serving(uri)), uri, options)
-
-
-def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict[str, Resolved]:
-    return resolve(
-        uri,
-        options,
-        cls.OPTIONS,
-        common_options(remote=cls.remote),
-        schemes,
-        mount_of=mount_of,
-    )
+    cls = driver_class(serving(uri))
+    return resolve(uri, options, cls.OPTIONS, common_options(remote=cls.remote), schemes)
 
 
 def tuned_place(uri: Uri, /, **options: object) -> Place:
@@ -106,7 +96,7 @@ def tuned_place(uri: Uri, /, **options: object) -> Place:
     Raises the errors of :func:`open_driver`."""
     resolved = resolved_options(uri, **options)
     texts = {name: found.text for name, found in resolved.items() if found.text is not None}
-    return place_of(uri, texts, os.environ, tuple(resolved), mount_of)
+    return place_of(uri, texts, os.environ, tuple(resolved))
 
 
 def serving(uri: Uri, fs_type: Callable[[str], str] = fs_type) -> str:
@@ -123,12 +113,12 @@ def driver_class(scheme: str) -> DriverClass:
     """Return the class that serves ``scheme``. Raises UriError if the scheme is unknown or its
     driver cannot be imported."""
     if scheme.startswith("fsspec+"):
-        return _fsspec_class(scheme)
+        check_installed("fsspec", f"{scheme}://")
+        from .fsspec.driver import driver_class_of
+
+        return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
     built_in = SCHEMES.get(scheme)
-    if built_in is None:
-        target = schemes().get(scheme)
-    else:
-        target = built_in.driver
+    target = built_in.driver if built_in is not None else schemes().get(scheme)
     if target is None:
         raise UriError(
             f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}."
@@ -155,13 +145,6 @@ def driver_class(scheme: str) -> DriverClass:
             f"{', '.join(taken)}"
         )
     return cast(DriverClass, cls)
-
-
-def _fsspec_class(scheme: str) -> DriverClass:
-    check_installed("fsspec", f"{scheme}://")
-    from .fsspec.driver import driver_class_of
-
-    return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
 
 
 def schemes() -> dict[str, str]:

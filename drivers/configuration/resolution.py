@@ -29,7 +29,7 @@ from ...errors import UriError
 from ..options import Option
 from ..uri import WHERE_SECRETS_GO, Uri, has_password, is_secret
 from .file import PROFILE_OPTION, Setting, file_settings, text_of
-from .tuned import MountOf, tuned_settings
+from .tuned import tuned_settings
 
 __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 
@@ -64,15 +64,13 @@ def resolve(
     schemes: Callable[[], Collection[str]],
     *,
     environment: Mapping[str, str] | None = None,
-    mount_of: MountOf | None = None,
 ) -> dict[str, Resolved]:
     """Return the value and source of every option in ``own`` (the driver's) and ``common`` (every
     scheme's).
 
     ``schemes`` returns all schemes; it is called only for names that match no option of this one.
-    ``mount_of`` returns the mount that holds a path; without it, tuned profiles are ignored. Raises
-    UriError for an unknown option, an invalid value, a value with a password before a host, and a
-    secret in the URI. Raises UsageError for an unusable ``holdfast.toml`` or ``tuned.toml``.
+    Raises UriError for an unknown option, an invalid value, a value with a password before a host,
+    and a secret in the URI. Raises UsageError for an unusable ``holdfast.toml`` or ``tuned.toml``.
     """
     if environment is None:
         environment = os.environ
@@ -87,8 +85,7 @@ def resolve(
     profile = settings.pop(PROFILE_OPTION, None)
     settings = file_settings(uri, profile, environment, tuple(common), schemes) | settings
     known = {**common, **own}
-    if mount_of is not None:
-        settings = tuned_settings(uri, settings, environment, tuple(known), mount_of) | settings
+    settings = tuned_settings(uri, settings, environment, tuple(known)) | settings
     for name, setting in settings.items():
         if name not in known:
             raise _unknown(uri, name, setting.source, own, common)
@@ -181,20 +178,14 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
             raise ValueError("must not contain a password")
         return Resolved(option.parse(setting.text), setting.text, setting.source)
     except ValueError as error:
-        if setting.source == "the URI":
-            source = ""
-        else:
-            source = f", which {setting.source} sets,"
+        source = "" if setting.source == "the URI" else f", which {setting.source} sets,"
         raise UriError(f"option {name!r}{source} {error}", uri=uri.redacted) from error
 
 
 def _unknown(
     uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]
 ) -> UriError:
-    if source == "the URI":
-        origin = ""
-    else:
-        origin = f", which {source} sets"
+    origin = "" if source == "the URI" else f", which {source} sets"
     return UriError(
         f"{uri.scheme}:// has no option {name!r}{origin}",
         uri=uri.redacted,

@@ -77,7 +77,8 @@ def _check(path: Path, status: os.stat_result, kind: str) -> None:
             advice="Its owner decides where credentials and checkpoints go. "
             "If you trust it, set HOLDFAST_CONFIG to the file. To read none, set it to nothing.",
         )
-    if _others_may_write(status):
+    by_group = status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid)
+    if status.st_mode & stat.S_IWOTH or by_group:
         raise UsageError(
             f"others may write to the configuration {kind} {path}",
             advice=(
@@ -85,12 +86,6 @@ def _check(path: Path, status: os.stat_result, kind: str) -> None:
                 f"'{path}'."
             ),
         )
-
-
-def _others_may_write(status: os.stat_result) -> bool:
-    if status.st_mode & stat.S_IWOTH:
-        return True
-    return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid)
 
 
 def _is_private_group(gid: int) -> bool:

@@ -29,16 +29,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import UsageError
+from ..mounts import Mount, mount_of
 from ..schemes import scheme_of
 from ..uri import Uri
 from .file import CONFIG_VARIABLE, Setting
 from .trust import check_trusted, file_of_user, tables_of
 
 __all__ = [
-    "TUNABLE", "TUNED_FILE_NAME", "MountLike", "MountOf", "Place", "TunedProfile", "check_keeping",
+    "TUNABLE", "TUNED_FILE_NAME", "Place", "TunedProfile", "check_keeping",
     "forget_profiles", "keep_profile", "machine_kind", "place_of", "profile_for", "read_profiles",
     "text_of_profiles", "tuned_file", "tuned_settings",
 ]  # fmt: skip
@@ -56,21 +57,6 @@ _NAMES_PLACE: Mapping[str, tuple[str, ...]] = {
 }
 """Options that determine which storage a URI refers to, each with the variables that set it
 otherwise."""
-
-
-class MountLike(Protocol):
-    """The mount that holds a path."""
-
-    @property
-    def fs_type(self) -> str:
-        """The file system type."""
-
-    @property
-    def point(self) -> str:
-        """The mount point; "" if unknown."""
-
-
-MountOf = Callable[[str], MountLike]
 
 
 @dataclass(frozen=True)
@@ -119,29 +105,23 @@ def place_of(
     settings: Mapping[str, str],
     environment: Mapping[str, str],
     known: Sequence[str],
-    mount_of: MountOf,
+    mount_of: Callable[[str], Mount] = mount_of,
 ) -> Place:
     """Return the place of ``uri``. ``settings`` are the options that are set, as text; ``known``
-    are the option names of the scheme."""
+    are the option names of the scheme; ``mount_of`` returns the mount that holds a path."""
     scheme = scheme_of(uri.scheme)
     if scheme is not None and scheme.is_path:
         mount = mount_of(uri.location)
         root = Uri(uri.scheme, mount.point or "/")
         return Place(root.root, {"file system": mount.fs_type or "unknown"})
     first = uri.location.partition("/")[0]
-    where = {
-        name: _first_set(settings.get(name), *map(environment.get, variables))
-        for name, variables in _NAMES_PLACE.items()
-        if name in known
-    }
-    return Place(
-        Uri(uri.scheme, first).root,
-        {name: text.rstrip("/") for name, text in where.items() if text},
-    )
-
-
-def _first_set(*texts: str | None) -> str:
-    return next((text for text in texts if text), "")
+    where = {}
+    for name, variables in _NAMES_PLACE.items():
+        texts = [settings.get(name), *map(environment.get, variables)]
+        text = next(filter(None, texts), None)
+        if name in known and text:
+            where[name] = text.rstrip("/")
+    return Place(Uri(uri.scheme, first).root, where)
 
 
 @lru_cache(maxsize=1)
@@ -168,7 +148,6 @@ def tuned_settings(
     settings: Mapping[str, Setting],
     environment: Mapping[str, str],
     known: Sequence[str],
-    mount_of: MountOf,
 ) -> dict[str, Setting]:
     """Return the settings of the profile for ``uri``, by option; empty if there is none for its
     place and this kind of machine. ``settings`` from other sources help to identify the place.
@@ -179,7 +158,7 @@ def tuned_settings(
     if file is None or not os.path.isfile(file):
         return {}
     texts = {name: setting.text for name, setting in settings.items()}
-    found = profile_for(read_profiles(file), place_of(uri, texts, environment, known, mount_of))
+    found = profile_for(read_profiles(file), place_of(uri, texts, environment, known))
     if found is None:
         return {}
     source = f"{file} [{found.place.uri}]"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload
 
@@ -20,34 +20,23 @@ __all__ = [
 _running: ContextVar[asyncio.Timeout | None] = ContextVar("holdfast-deadline", default=None)
 
 
-class deadline:
-    """Async context manager that cancels its body after ``timeout_s`` seconds (None: never), not
-    counting time in :func:`waiting_for_a_turn`. It then raises TimeoutError, and the timeout's
-    ``expired()`` is true."""
-
-    __slots__ = ("_timeout", "_token")
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout = asyncio.timeout(timeout_s)
-
-    async def __aenter__(self) -> asyncio.Timeout:
-        timeout = await self._timeout.__aenter__()
-        self._token = _running.set(timeout)
-        return timeout
-
-    async def __aexit__(self, *raised: Any) -> None:
-        _running.reset(self._token)
-        await self._timeout.__aexit__(*raised)
+@asynccontextmanager
+async def deadline(timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the body after ``timeout_s`` seconds (None: never), not counting time in
+    :func:`waiting_for_a_turn`, and raise TimeoutError. The timeout's ``expired()`` is then true."""
+    async with asyncio.timeout(timeout_s) as timeout:
+        token = _running.set(timeout)
+        try:
+            yield timeout
+        finally:
+            _running.reset(token)
 
 
 @contextmanager
 def waiting_for_a_turn() -> Iterator[None]:
     """Pause the deadline of this task, if it has one, during the body."""
     timeout = _running.get()
-    if timeout is not None:
-        when_s = timeout.when()
-    else:
-        when_s = None
+    when_s = timeout.when() if timeout is not None else None
     if timeout is None or when_s is None or timeout.expired():
         yield
         return

@@ -66,11 +66,8 @@ def pause_s(
     ``chance`` returns a random number in [0, 1).
     """
     longest_s = min(policy.pause_max_s, policy.first_pause_s * 2.0 ** min(tries - 1, 60))
-    if isinstance(error, BusyError):
-        asked_s = error.retry_after_s or 0.0
-    else:
-        asked_s = 0.0
-    return max(0.0, asked_s) + longest_s * chance()
+    asked_s = error.retry_after_s if isinstance(error, BusyError) else None
+    return max(0.0, asked_s or 0.0) + longest_s * chance()
 
 
 class RetryLayer(Layer):
@@ -149,7 +146,8 @@ class RetryLayer(Layer):
                         return await call()
                     except HoldfastError as error:
                         last = error
-                    if not last.temporary or not self._may_repeat(operation, tries):
+                    again = operation.name in self._again and tries <= self._policy.retries
+                    if not last.temporary or not again:
                         raise _counted(last, tries, began_s)
                     await self._pause(operation, tries, last, timeout)
         except TimeoutError as error:
@@ -163,9 +161,6 @@ class RetryLayer(Layer):
             return timeout_s * MANY_FOLD
         return timeout_s
 
-    def _may_repeat(self, operation: Operation, tries: int) -> bool:
-        return operation.name in self._again and tries <= self._policy.retries
-
     async def _pause(
         self, operation: Operation, tries: int, last: HoldfastError, running: asyncio.Timeout
     ) -> None:
@@ -176,12 +171,9 @@ class RetryLayer(Layer):
         late = when_s is not None and asyncio.get_running_loop().time() + wait_s >= when_s
         if late or running.expired():
             raise self._late(operation, tries, last) from last
+        most = 1 + self._policy.retries
         _log.info(
-            "retrying in %.2f s, after %d of at most %d attempts: %s",
-            wait_s,
-            tries,
-            1 + self._policy.retries,
-            last,
+            "retrying in %.2f s, after %d of at most %d attempts: %s", wait_s, tries, most, last
         )
         count_retry()
         if isinstance(last, BusyError):

@@ -24,6 +24,7 @@ from typing import ClassVar, Self
 
 from ...errors import AccessError, DamagedError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from ..mounts import fs_type, is_shared, may_be_stale
 from ..options import Option, choice, integer, option_values
 from ..ranges import Ranges
 from ..threads import OperationThreads
@@ -31,7 +32,6 @@ from ..uri import Uri
 from .errors import storage_errors
 from .files import CreateFile, NewFile, OpenFiles, create_file, take_room_on
 from .io import ALIGN_NBYTES, read_at
-from .mounts import fs_type, is_shared, may_be_stale
 from .names import is_reserved
 from .tree import Tree
 
@@ -39,23 +39,14 @@ __all__ = ["LocalDriver", "LocalUpload"]
 
 
 class LocalUpload(Upload):
-    """An upload to a file. Member of ``live`` from begin to end."""
+    """An upload to a file. Member of the driver's uploads from begin to end."""
 
-    def __init__(
-        self,
-        key: str,
-        file: NewFile,
-        written: Ranges,
-        threads: OperationThreads,
-        open_files: OpenFiles,
-        live: set[LocalUpload],
-    ) -> None:
+    def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
+        self._driver = driver
         self._key = key
-        self._file = file
-        self._written = written
-        self._threads = threads
-        self._open_files = open_files
-        self._live = live
+        self._file = driver._new_file(key, nbytes)
+        self._written = Ranges(nbytes, uri=driver.uri, key=key)
+        self._threads = driver._threads
 
     async def begin(self) -> None:
         """Create the temporary file. Raises StorageError."""
@@ -64,7 +55,7 @@ class LocalUpload(Upload):
         except BaseException:
             self._file.drop()  # on cancellation, the thread may already have created the file
             raise
-        self._live.add(self)
+        self._driver._uploads.add(self)
 
     async def write(self, start: int, data: Buffer) -> None:
         self._written.check(start, len(data))
@@ -83,10 +74,10 @@ class LocalUpload(Upload):
     def drop(self) -> None:
         """Remove the temporary file. Blocks; never raises."""
         self._file.drop()
-        self._live.discard(self)
+        self._driver._uploads.discard(self)
 
     def _begin(self) -> None:
-        self._open_files.forget_deleted()  # frees space for the new file
+        self._driver._open_files.forget_deleted()  # frees space for the new file
         self._file.open()
 
     def _commit(self, nbytes: int | None) -> None:
@@ -95,7 +86,7 @@ class LocalUpload(Upload):
             self._file.publish(self._written.nbytes)
         finally:
             self.drop()
-            self._open_files.forget(self._key)
+            self._driver._open_files.forget(self._key)
 
 
 SHARED_QUIET_S = 3600.0
@@ -181,9 +172,7 @@ class LocalDriver(Driver):
         await self._threads.operate("read", self._checked(key), self._read, key, start, into)
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        file = self._new_file(self._checked(key), nbytes)
-        written = Ranges(nbytes, uri=self.uri, key=key)
-        upload = LocalUpload(key, file, written, self._threads, self._open_files, self._uploads)
+        upload = LocalUpload(self, self._checked(key), nbytes)
         await upload.begin()
         return upload
 
@@ -224,10 +213,7 @@ class LocalDriver(Driver):
         """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Locks
         may not work across hosts, so on shared file systems a file only counts as dead after an
         hour without changes."""
-        if self.traits.shared:
-            quiet_s = SHARED_QUIET_S
-        else:
-            quiet_s = 0.0
+        quiet_s = SHARED_QUIET_S if self.traits.shared else 0.0
         await self._threads.operate(
             "sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s
         )

@@ -432,10 +432,8 @@ class OpenFiles:
 
     def _keep(self, key: str, file: OpenFile) -> None:
         with self._lock:
-            if older := self._files.pop(key, None):
-                surplus = [older]
-            else:
-                surplus = []
+            older = self._files.pop(key, None)
+            surplus = [older] if older else []
             self._files[key] = file
             while len(self._files) > self._most:
                 surplus.append(self._files.popitem(last=False)[1])

@@ -205,11 +205,7 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
     aligned = source.ctypes.data % ALIGN_NBYTES == 0
     done = 0
     while done < len(data):
-        piece: Any
-        if aligned:
-            piece = data[done:]
-        else:
-            piece = bounce_memory()[: len(data) - done]
+        piece: Any = data[done:] if aligned else bounce_memory()[: len(data) - done]
         if not aligned:
             # Unlike assignment to a memoryview, copyto releases the GIL.
             np.copyto(piece, source[done : done + len(piece)])
@@ -230,11 +226,7 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
     aligned = target.ctypes.data % ALIGN_NBYTES == 0
     done = 0
     while done < len(into):
-        piece: Any
-        if aligned:
-            piece = into[done:]
-        else:
-            piece = bounce_memory()[: len(into) - done]
+        piece: Any = into[done:] if aligned else bounce_memory()[: len(into) - done]
         count = _direct(
             file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
         )

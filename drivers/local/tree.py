@@ -98,9 +98,14 @@ class Tree:
         removed it; only mkdir asks the server."""
         self._durable -= set(itertools.accumulate(key.split("/"), "{}/{}".format))
 
-    def folder(self, key: str) -> _Folder:
+    @contextlib.contextmanager
+    def folder(self, key: str) -> Iterator[int]:
         """Open an existing folder for the duration of a ``with`` block."""
-        return _Folder(self.open_folder(key))
+        fd = self.open_folder(key)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def info(self, key: str) -> ObjectInfo:
         """Return size and time of an object. Raises ENOENT or ELOOP for anything but a regular
@@ -158,10 +163,7 @@ class Tree:
                 refused[folder] = error
                 continue
             for name, status in entries:
-                if folder:
-                    key = f"{folder}/{name}"
-                else:
-                    key = name
+                key = f"{folder}/{name}" if folder else name
                 if stat.S_ISDIR(status.st_mode):
                     pending.append(key)
                 elif stat.S_ISREG(status.st_mode) and not is_reserved(name):
@@ -309,19 +311,6 @@ class Tree:
         if not stat.S_ISREG(status.st_mode):
             raise NotAnObject(status.st_mode, key)
         return status
-
-
-class _Folder:
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __enter__(self) -> int:
-        return self._fd
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

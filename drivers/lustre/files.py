@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...core.forks.renewal import new_lock
 from ...errors import StorageError
 from ..local.files import create_file
-from ..local.mounts import mount_of
+from ..mounts import mount_of
 from .layout import ALL_OSTS, STRIPE_NBYTES, Layout, choose, decode, encode
 
 __all__ = ["STRIPED_MIN_NBYTES", "Facts", "Striper", "count_osts", "facts_of", "layout_of"]

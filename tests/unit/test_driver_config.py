@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.drivers.configuration.resolution import resolve
+from holdfast.drivers.configuration.resolution import Setting, resolve
 from holdfast.drivers.configuration.trust import check_trusted, file_of_user
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.options import Option, integer
@@ -150,6 +150,7 @@ def test_a_secret_in_a_uri_is_refused() -> None:
         "hush",
         "HOLDFAST_MY_TOKEN",
     )
+    assert "hush" not in repr(Setting("hush", "a keyword"))
 
 
 def test_a_password_in_a_value_is_refused_whoever_says_it(file: Path) -> None:

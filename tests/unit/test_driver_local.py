@@ -15,8 +15,8 @@ import pytest
 from support.drivers import asynchronous, keys
 
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.drivers.local.mounts import is_shared, mount_of
 from holdfast.drivers.local.tree import Tree
+from holdfast.drivers.mounts import is_shared, mount_of
 from holdfast.errors import AccessError, NotFoundError, StorageError
 
 

@@ -22,10 +22,10 @@ import pytest
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.drivers.local.mounts import mount_of
 from holdfast.drivers.lustre.driver import LustreDriver
 from holdfast.drivers.lustre.files import count_osts, layout_of
 from holdfast.drivers.lustre.layout import ALL_OSTS, Layout, choose, decode, encode
+from holdfast.drivers.mounts import mount_of
 from holdfast.drivers.registry import driver_class, open_driver, serving
 from holdfast.drivers.uri import join, parse
 from holdfast.errors import StorageError, UriError
