@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from holdfast.bench.alone.plan import MetaPlan, Point, RawPlan, check_meta, check_raw, grid
+from holdfast.bench.alone.plan import Point, grid
 from holdfast.bench.alone.run import META_OPERATIONS
 from holdfast.bench.alone.transfer import Memory, Shape, Transfer, parts
 from holdfast.bench.measured.result import (
@@ -23,7 +21,6 @@ from holdfast.bench.measured.result import (
     timed_operations,
 )
 from holdfast.cli import app
-from holdfast.cli.bench.page import measurement_page
 from holdfast.drivers.contract import Traits
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.objects.s3 import S3Driver
@@ -92,13 +89,6 @@ def test_impossible_points_are_refused(
         grid({}, replace(TRAITS, part_min_nbytes=MIB + 1), [MIB])
 
 
-def test_options_in_the_uri_are_not_varied() -> None:
-    """The default grid keeps their values."""
-    points = grid(S3Driver.OPTIONS, TRAITS, given=["part_size"])
-    assert {point.shape.part_nbytes for point in points} == {16 * MIB}
-    assert all("part_size" not in point.options for point in points)
-
-
 @pytest.mark.parametrize("random", [False, True])
 @pytest.mark.parametrize("writing", [False, True])
 def test_parts_cover_an_object_once(random: bool, writing: bool) -> None:
@@ -110,12 +100,6 @@ def test_parts_cover_an_object_once(random: bool, writing: bool) -> None:
     assert [start for start, _ in sorted(moved)] == ends[:-1]
     assert ends[-1] == 100 * MIB + 5
     assert (moved == sorted(moved)) == (not random and not writing)
-
-
-def test_an_upload_of_several_streams_gets_all_of_them() -> None:
-    """The first four parts are in four segments."""
-    moved = parts(128 * MIB, Shape(16 * MIB, 8), replace(TRAITS, streams=4), writing=True)
-    assert [start // MIB for start, _ in moved] == [0, 32, 64, 96, 16, 48, 80, 112]
 
 
 def test_a_written_object_can_be_read(tmp_path: Path) -> None:
@@ -163,32 +147,6 @@ def test_results_are_compared_with_their_like(
     assert "measures meta" in capsys.readouterr().err
 
 
-def test_a_disk_is_not_filled(tmp_path: Path) -> None:
-    """Large and small objects are refused if they would not fit."""
-    uri = f"file://{tmp_path}"
-    raw = RawPlan(uri, 4 * MIB, 1, concurrencies=[1])
-    with pytest.raises(UsageError, match="would be stored in"):
-        check_raw(raw, free=lambda folder: 12 * MIB - 1)
-    check_raw(raw, free=lambda folder: 12 * MIB)
-    with pytest.raises(UsageError, match="would be stored in"):
-        check_meta(MetaPlan(uri, 4096, 1, objects=1000), free=lambda folder: 8_000_000)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.clocked
-def test_an_absent_server_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is retried; most of the time goes into imports."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "x")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        uri = f"s3://bucket/x?endpoint=http://127.0.0.1:{taken.getsockname()[1]}&region=us-east-1"
-        assert app.run(["bench", uri, "--workload", "meta"]) == 2  # imports
-        began_s = time.monotonic()
-        assert app.run(["bench", uri, "--workload", "meta"]) == 2
-        assert time.monotonic() - began_s < 1
-
-
 @pytest.mark.nightly(4)
 def test_raw_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every operation at every point is in the document, the lines and the page; nothing is
@@ -229,10 +187,3 @@ def test_meta_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert list((tmp_path / "s").iterdir()) == []
     assert app.run(arguments) in (0, 1)
     assert "keys/s" in capsys.readouterr().out
-
-
-def test_a_page_of_small_objects_has_no_heat_map() -> None:
-    """It has a histogram for each operation."""
-    stat = Phase("stat × 8", 4096, (1.0,), operations={"stat": timed_operations([0.1], 0)})
-    assert measurement_page(measurement(stat, "meta")).count("<svg") == 1
-    assert measurement_page(measurement()).count("<svg") == 3

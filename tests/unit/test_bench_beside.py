@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,13 +17,11 @@ from holdfast.bench.limit.of import limit_of
 from holdfast.bench.limit.raw_file import RawFile
 from holdfast.bench.limit.sweep import fastest_reader, fastest_writer
 from holdfast.bench.measured.beside import NOT_EQUAL, PeerContest
-from holdfast.bench.measured.result import Measurement, Phase
-from holdfast.bench.peers.choice import PEERS, asks_for_fio, chosen
+from holdfast.bench.peers.choice import asks_for_fio, chosen
 from holdfast.bench.peers.peer import Peer
 from holdfast.bench.states import State, build, flat_tensors
-from holdfast.cli import app
 from holdfast.drivers.uri import Uri, join, parse
-from holdfast.errors import FullError, StorageError, UsageError
+from holdfast.errors import StorageError, UsageError
 
 MIB = 1 << 20
 FILE = parse("file:///x")
@@ -126,15 +122,6 @@ def test_readers_read_cold() -> None:
     ]
 
 
-def test_a_sweep_of_a_slow_storage_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer bytes are tried, and no more settings once the time is over."""
-    monkeypatch.setattr("holdfast.bench.limit.sweep.SWEEP_S", 0.05)
-    settings = [Sleeper("a", 0.03), Sleeper("b", 0.03), Sleeper("c", 0.0)]
-    assert fastest_writer(settings, say=no_word).name in ("a", "b")
-    assert settings[0].done == ["write 16", "remove", "write 16", "remove"]
-    assert settings[2].done == []
-
-
 @pytest.mark.parametrize(
     ("names", "uri", "said", "advice"),
     [
@@ -167,19 +154,6 @@ def test_absent_programs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not asks_for_fio("all", FILE)
     with pytest.raises(UsageError, match=r"(?s)fio is not installed.*apt install fio"):
         asks_for_fio("torchsave, fio", FILE)
-
-
-def test_peers_are_chosen_once_and_by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name stands for different peers on different storages; fio is not among them."""
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/fio")
-    assert chosen("", FILE) == []
-    names = [peer.name for peer in chosen("dcp, torchsave,fio,dcp", FILE)]
-    assert names == ["DCP", "torch.save"]
-    assert [peer.name for peer in chosen("dcp", parse("fsspec+memory://x"))] == ["DCP, fsspec"]
-    served = [(peer.key, scheme) for peer in PEERS for scheme in peer.schemes]
-    assert len(set(served)) == len(served)
-    asked = [asks_for_fio(text, FILE) for text in ("torchsave, fio", "all", "torchsave")]
-    assert asked == [True, True, False]
 
 
 @pytest.mark.nightly(4)
@@ -251,17 +225,6 @@ def test_other_reports_of_fio_are_refused(text: str, nbytes: int, said: str) -> 
         fio_seconds(text, "write", nbytes)
 
 
-@pytest.mark.parametrize("threads", [1, 4, 16])
-@pytest.mark.parametrize("nbytes", [4096, MIB + 1, 128 * MIB, 128 * MIB + 1, 1000 * MIB + 4097])
-def test_fio_moves_as_much_as_the_limit(nbytes: int, threads: int) -> None:
-    """It moves some pages more, in blocks of at most 16 MiB, so shares are by the bytes of each."""
-    fio = Fio(RawFile(Path("f"), nbytes, threads))
-    blocks = -(-fio.nbytes // (16 * MIB))
-    assert 0 <= fio.nbytes - nbytes < 4096 * threads * max(blocks, 1)
-    phases = (Phase("write limit", 100, (1.0,)), Phase("fio write", 110, (2.0,)))
-    assert Measurement("file:///x", 0.0, {}, {}, phases).share("fio write") == pytest.approx(0.55)
-
-
 @needs_fio
 @pytest.mark.parametrize("preallocate", [False, True])
 def test_fio_writes_and_reads_a_file(tmp_path: Path, preallocate: bool) -> None:
@@ -276,37 +239,6 @@ def test_fio_writes_and_reads_a_file(tmp_path: Path, preallocate: bool) -> None:
     assert list(folder.iterdir()) == []
     with pytest.raises(OSError, match="error=No such file or directory"):
         Fio(RawFile(Path("/proc/self/file"), MIB, 4)).try_out()
-
-
-FAKE_FIO = """#!{python} -IS
-import json, pathlib, sys
-given = dict(each.lstrip("-").partition("=")[::2] for each in sys.argv[1:])
-calls = pathlib.Path({calls!r})
-calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
-if len(calls.read_text()) > 4:
-    sys.exit("fio: io error on the device")
-pathlib.Path(given["filename"]).touch()
-moved = int(given["size"]) * int(given["numjobs"])
-job = {{"error": 0, given["rw"]: {{"io_bytes": moved, "runtime": 1}}}}
-print(json.dumps({{"jobs": [job]}}))
-"""
-
-
-def test_fio_fails_in_mid_contest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command names it and its last words, without a traceback, and deletes its folder."""
-    program, folder = tmp_path / "bin" / "fio", tmp_path / "scratch"
-    program.parent.mkdir()
-    calls = str(tmp_path / "calls")
-    program.write_text(FAKE_FIO.format(python=sys.executable, calls=calls))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    arguments = ["bench", str(folder), "--size", "1MiB", "--runs", "1", "--peer", "fio"]
-    assert app.run(arguments) == 2
-    said = capsys.readouterr().err
-    assert "fio write failed: fio ended with 1: fio: io error on the device" in said
-    assert list(folder.iterdir()) == []
 
 
 def failing(error: BaseException) -> Callable[[], None]:
@@ -334,11 +266,3 @@ def test_errors_of_other_programs_name_them(step: str, error: Exception, said: s
         getattr(blamed(contestant, parse("memory://x")), step)()
     assert caught.value.__cause__ is error
     assert caught.value.uri == "memory://x"
-
-
-@pytest.mark.parametrize("error", [FullError("no space"), KeyboardInterrupt()])
-def test_our_own_errors_are_unchanged(error: BaseException) -> None:
-    """They say everything already."""
-    with pytest.raises(type(error)) as caught:
-        blamed(Contestant("write alone", failing(error)), parse("memory://x")).run()
-    assert caught.value is error

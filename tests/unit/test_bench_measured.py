@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bench_job import assert_interrupted_cleanly
-from support.given import Serve
 
 import holdfast
 from holdfast.bench.contest import Contestant
@@ -37,8 +35,7 @@ from holdfast.bench.measured.run import Phases, mlperf_notes
 from holdfast.bench.workloads.mlperf import mlperf
 from holdfast.cli import app
 from holdfast.cli.bench.page import measurement_page
-from holdfast.cli.bench.tables import invalid_lines, print_measurement
-from holdfast.drivers.memory import MemoryDriver
+from holdfast.cli.bench.tables import print_measurement
 from holdfast.drivers.uri import parse
 from holdfast.errors import HoldfastError, StorageDownError, UsageError
 
@@ -313,24 +310,6 @@ def test_a_silent_storage_fails_soon(monkeypatch: pytest.MonkeyPatch, storage: s
     assert time.monotonic() - began_s < 15
 
 
-def test_timeouts_are_whole_numbers() -> None:
-    """Drivers of fsspec refuse a fraction before they ask the server."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(StorageDownError):
-        check(Plan(f"fsspec+ftp://127.0.0.1:{port}/x", 1 << 20, 1))
-
-
-def test_phases_with_the_same_reason_share_a_line() -> None:
-    """The rest of many reasons is counted."""
-    invalid = dict.fromkeys(["a", "b", "c", "d"], ("it drifts",)) | {"": ("busy",)}
-    lines = invalid_lines(replace(measurement(), invalid=invalid))
-    assert lines == ["INVALID: a and 3 others: it drifts", "INVALID: all of it: busy"]
-    many = {str(number): (f"reason {number}",) for number in range(20)}
-    lines = invalid_lines(replace(measurement(), invalid=many))
-    assert lines[12:] == ["INVALID: 8 more reasons, which --json lists"]
-
-
 def test_percentiles_are_times_of_operations() -> None:
     """Exact where each operation was timed; else the end of a bucket."""
     found = timed_operations([number / 1000 for number in range(1, 101)], GB)
@@ -340,26 +319,6 @@ def test_percentiles_are_times_of_operations() -> None:
     stat = Phase("stat", GB, (1.0,), operations={"stat": found})
     assert stat.data_operations == found
     assert replace(stat, operations={"stat": found, "put": found}).data_operations is None
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
-def test_a_scheduler_or_a_closed_terminal_interrupts(serve: Serve, how: signal.Signals) -> None:
-    """Both signals act like a Ctrl-C, after which all written data is deleted."""
-
-    class Ending(MemoryDriver):
-        async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-            """See :meth:`Driver.put`."""
-            interrupt = signal.getsignal(how)
-            assert callable(interrupt)  # or the signal would end the tests
-            interrupt(how, None)
-
-    uri = serve(Ending)
-    before = signal.signal(how, signal.SIG_DFL)  # nohup ignores it
-    try:
-        assert app.run(["bench", uri, "--size", "1MiB"]) == 130
-        assert signal.getsignal(how) == signal.SIG_DFL
-    finally:
-        signal.signal(how, before)
 
 
 class _Interrupted(list[float]):
@@ -384,12 +343,6 @@ def test_a_save_in_the_background_ends_before_an_interrupted_measurement() -> No
     finally:
         signal.signal(signal.SIGINT, before)
     assert [c.problem for c in holdfast.list_checkpoints(uri)] == [None]
-
-
-@pytest.mark.drill  # two ranks that are interrupted are in every run
-def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
-    """A Ctrl-C in the middle of a round deletes everything."""
-    assert_interrupted_cleanly(tmp_path)
 
 
 @pytest.mark.parametrize(

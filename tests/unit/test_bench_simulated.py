@@ -15,7 +15,6 @@ from holdfast.bench.measured.result import Measurement, Phase, encoded
 from holdfast.bench.prices import Prices, Requests, parse_prices
 from holdfast.bench.simulated.fleet import FlatStates, fragment_told, planned_fleet
 from holdfast.bench.simulated.forecast import (
-    Limits,
     Rates,
     UploadShape,
     forecast,
@@ -135,21 +134,6 @@ def test_a_sharded_model_is_divided_evenly() -> None:
     assert [rank.image_nbytes == 0 for rank in few.ranks] == [False] * 256 + [True] * 44
 
 
-@pytest.mark.parametrize(
-    ("limits", "seconds"),
-    [
-        (Limits(), None),
-        (Limits(rank=2.0), 4.0),
-        (Limits(rank=2.0, host=1.0), 11.0),
-        (Limits(rank=2.0, total=1.0), 16.0),
-        (Limits(rank=0.5, host=1.0, total=1.0), 16.0),
-    ],
-)
-def test_the_slowest_decides(limits: Limits, seconds: float | None) -> None:
-    """Ranks, hosts with two ranks each, and the storage have limits."""
-    assert limits.seconds([8, 3, 4, 1], 2) == seconds
-
-
 def test_rates_and_prices_are_parsed() -> None:
     """Errors name the option."""
     assert parse_rate("--rate", "2GB/s") == 2e9
@@ -191,19 +175,6 @@ def test_rates_come_from_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["save_s"] == pytest.approx(found["image_nbytes"]["most"] / (GB / 2))
     with pytest.raises(UsageError, match="here has no phase 'load'"):
         measured_rates(result(Phase("save", GB, (1.0,))), "here")
-
-
-def test_object_stores_are_asked_in_parts_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's traits decide; nothing is sent."""
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    pytest.importorskip("botocore", reason="botocore is not installed")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    uri = parse("s3://bucket/x?region=eu-central-1&endpoint=http://127.0.0.1:9&part_size=8MiB")
-    found = forecast(sized(64 * MIB), uri, 1, 1, NO_RATES, Prices(5e-6, 4e-7))
-    parts = -(-found.image_nbytes.total // (8 * MIB))
-    assert found.save_requests == Requests(parts + 2 + 1, 2)
-    assert found.save_usd == pytest.approx((parts + 3) * 5e-6 + 2 * 4e-7)
 
 
 def test_a_forecast_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from holdfast.bench.workloads.index import indexed
 from holdfast.bench.workloads.llama3 import llama3
 from holdfast.bench.workloads.llama_dimensions import LLAMA3
 from holdfast.bench.workloads.materialised import materialise
-from holdfast.bench.workloads.mlperf import MLPERF, deviations, mlperf
+from holdfast.bench.workloads.mlperf import deviations, mlperf
 from holdfast.bench.workloads.sized import equal_tensors, sized
 from holdfast.bench.workloads.spec import NORMAL, Content, Spec, Workload, parse_content
 from holdfast.cli import app
@@ -78,12 +78,6 @@ def test_ranks_share_all_of_a_state(workload: Workload, world: int) -> None:
         assert rows == list(range(spec.shape[0]))
 
 
-def test_shares_are_those_of_torch_chunk() -> None:
-    """5 rows for 4 ranks are cut into 2, 2, 1 and none."""
-    spec = Spec("w", (5, 3), "float16", sharded=True)
-    assert [spec.local_shape(rank, 4) for rank in range(4)] == [(2, 3), (2, 3), (1, 3), (0, 3)]
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_checkpoints_of_mlperf_have_their_published_sizes(name: str) -> None:
     """The bytes of model and optimizer are exact."""
@@ -142,12 +136,6 @@ def test_where_a_run_departs_from_the_rules_is_said(
         assert said in "; ".join(found)
 
 
-@pytest.mark.parametrize("name", [name for name in MLPERF if name != "llama3-8b"])
-def test_other_subsets_are_not_comparable(name: str) -> None:
-    """Results of eight processes are not comparable except for the smallest checkpoint."""
-    assert "not comparable" in deviations(mlperf(name), (4, 4), 10, 5.0)[0]
-
-
 def mesh_of(rank: int, world: int) -> DeviceMesh:
     """Return a mesh as ``rank`` sees it, which sends nothing."""
     return DeviceMesh("cpu", torch.arange(world), _init_backend=False, _rank=rank)
@@ -174,13 +162,6 @@ def test_a_state_is_the_same_for_any_number_of_ranks(content: Content) -> None:
     other = materialise(SPECS, 0, 1, seed=1, content=content)
     assert not torch.equal(other["of.int64"], whole["of.int64"])
     assert set(whole["of.bool"].view(torch.uint8).unique().tolist()) == {0, 1}
-
-
-def test_floating_point_tensors_are_normal() -> None:
-    """This holds for any width."""
-    state = materialise(SPECS[:2], 0, 1)
-    for spec in SPECS[:2]:
-        assert state[spec.name].float().std().item() == pytest.approx(1, 0.02)
 
 
 @pytest.mark.parametrize(

@@ -41,19 +41,6 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert STORES["check-json"] == {}
 
 
-@pytest.mark.parametrize(
-    ("uri", "told"),
-    [
-        ("memory://", "ok: memory://"),  # private to each driver
-        ("fsspec+memory://check/run", "exclusive puts are not promised here"),
-    ],
-)
-def test_notes_are_no_problem(uri: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A storage with few promises is fit, and they are explained."""
-    assert run(["drivers", "--check", uri]) == 0
-    assert told in capsys.readouterr().out
-
-
 def test_problem_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its consequence is printed with advice."""
     (tmp_path / "file").write_bytes(b"no folder")

@@ -144,22 +144,6 @@ def test_configuration_file_is_shown(
     assert {o["name"]: o["value"] for o in printed["options"]}["retries"] == "9"
 
 
-def test_values_are_shown_with_their_units(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes and durations are shown as a user would write them."""
-    _, printed = document(capsys, "s3://bucket/run?part_size=32MiB&deadline=1.5min")
-    told = {o["name"]: (o["value"], o["default"]) for o in printed["options"]}
-    assert told["part_size"] == ("32MiB", "16MiB")
-    assert told["deadline"] == ("1.5min", "60s")
-    assert told["timeout"] == ("90s", "90s")
-    assert told["op_timeout_s"] == ("120s", "120s")
-    status, printed = document(capsys, "fsspec+memory://x")
-    assert (status, printed["scheme"], printed["uri"]) == (0, "fsspec", "fsspec+memory://x")
-    assert run(["drivers", "s4"]) == 2
-    assert "Known schemes: " in capsys.readouterr().err
-    _, printed = document(capsys, "hdfs://host:8020/run")
-    assert ("timeout", "60s") in {(o["name"], o["default"]) for o in printed["options"]}
-
-
 def test_wrong_configuration_is_shown_at_its_scheme(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,20 +152,3 @@ def test_wrong_configuration_is_shown_at_its_scheme(
     _, printed = document(capsys)
     problems = {one["scheme"]: one["problem"] for one in printed["drivers"] if one["problem"]}
     assert problems == {"file": "file:// has no option 'thraeds', which HOLDFAST_FILE_THRAEDS sets"}
-
-
-def test_options_of_the_environment_are_not_part_of_the_uri(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks compare their URIs, and their environments may differ."""
-    for variable in ("FILE_THREADS", "LUSTRE_THREADS", "S3_CONCURRENCY", "GS_CONCURRENCY", "AZ_CONCURRENCY",
-                     "HTTP_CONCURRENCY", "HTTPS_CONCURRENCY", "PEER_CONCURRENCY", "HDFS_STREAMS", "FSSPEC_MEMORY_THREADS"):  # fmt: skip
-        monkeypatch.setenv(f"HOLDFAST_{variable}", "3")
-    _, printed = document(capsys)
-    said = {
-        one["scheme"]
-        for one in printed["drivers"]
-        if any(o["source"].startswith("HOLDFAST_") for o in one["options"])
-    }
-    assert said == set(schemes()) - {"memory"}
-    assert [one["uri"] for one in printed["drivers"] if "?" in one["uri"]] == []

@@ -86,21 +86,6 @@ def test_cp_prints_json(root: str) -> None:
     }  # fmt: skip
 
 
-def test_cp_replaces_only_with_overwrite(root: str) -> None:
-    """Without it the status is 2, and the error names the option."""
-    _, err = run("cp", f"{root}/step-1", f"{root}/step-2", status=2)
-    assert "another checkpoint already exists" in err
-    assert "overwrite" in err
-    run("cp", "--overwrite", f"{root}/step-1", f"{root}/step-2")
-    assert holdfast.load(f"{root}/step-2")["step"] == 1
-
-
-def test_cp_of_nothing_has_status_2(root: str) -> None:
-    """The error says that nothing is committed there."""
-    assert "nothing is committed here" in run("cp", root, fresh_uri(), status=2)[1]
-    assert "no checkpoint is committed" in run("cp", "-r", fresh_uri(), fresh_uri(), status=2)[1]
-
-
 def test_progress_goes_to_a_log(capsys: Any) -> None:
     """Without a terminal, a line is printed every few seconds. Bytes done earlier do not count
     towards the rate."""
@@ -166,16 +151,6 @@ def test_prune_without_a_terminal_needs_yes(folder: Path) -> None:
     assert steps(folder) == [1, 2, 3]
     out, err = run("prune", str(folder), "--keep-last", "3")
     assert (out, err) == ("", "holdfast: nothing to delete; 3 checkpoints kept\n")
-
-
-def test_prune_with_yes(folder: Path) -> None:
-    """The plan and the result are printed."""
-    out, _ = run("prune", str(folder), "--keep-last", "1", "--keep-every", "2", "--yes")
-    assert re.fullmatch(
-        r"step 1  \d\.\d\d KiB|step 1  \d\d\.\d KiB", out.splitlines()[0].rpartition("  ")[0]
-    )
-    assert out.splitlines()[-1].startswith("deleted: 1 checkpoint, ")
-    assert steps(folder) == [2, 3]
 
 
 def test_prune_prints_json(folder: Path) -> None:

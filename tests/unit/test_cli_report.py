@@ -236,13 +236,6 @@ def test_the_page_of_one_save_names_its_stragglers() -> None:
     assert lanes(reader) == ["rank 0", "rank 1", "rank 2"] * 2
 
 
-def test_a_save_of_one_rank_is_compared_with_nobody() -> None:
-    """Neither a line nor a picture compares it."""
-    reader = shown(save_of({}, world=1))
-    assert "stands out" not in reader.text.replace("What stands out is framed.", "")
-    assert "Bytes by rank" not in reader.text
-
-
 def test_outliers_of_many_ranks_are_drawn() -> None:
     """A sample stands for the others, and the page says how many are omitted. In the heat map
     several ranks share a row."""
@@ -285,12 +278,3 @@ def test_the_page_asks_for_nothing() -> None:
     names = {name for name, _ in reader.attributes}
     assert not {"src", "href", "style", "srcset", "action"} & names
     assert not [name for name in names if name.startswith("on")]
-
-
-def test_figures_of_nothing_are_drawn() -> None:
-    """A save may take no time, have no bytes and count nothing."""
-    stages = {"plan": stage(0.0, count=0, first_s=0.0, last_s=0.0, histogram=())}
-    ranks = {rank: replace(record(rank), nbytes=0, stages=stages) for rank in range(2)}
-    reader = shown(replace(save_of({}), seconds=0.0, ranks=ranks))
-    assert "nan" not in reader.text
-    assert "Latency of writes" not in reader.text

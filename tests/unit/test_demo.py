@@ -46,13 +46,6 @@ def test_batch_depends_on_seed_and_step_alone() -> None:
     assert np.array_equal(batch, text.batch(source, 3, 17))
 
 
-def test_windows_are_text() -> None:
-    """Each row is a passage of the text, also the one that ends with its last byte."""
-    source = np.frombuffer(bytes(range(text.LENGTH + 2)), np.uint8)  # room for two windows
-    rows = {bytes(row.tolist()) for row in text.batch(source, 0, 1)}
-    assert rows == {bytes(source[:-1]), bytes(source[1:])}
-
-
 def test_ranks_share_a_batch_evenly() -> None:
     """The parts of all ranks, in order, are the batch. An uneven share would change the mean, and
     is refused."""
@@ -62,12 +55,6 @@ def test_ranks_share_a_batch_evenly() -> None:
         assert np.array_equal(np.concatenate(parts), batch)
     with pytest.raises(holdfast.UsageError, match="16 sequences"):
         text.part_of(batch, 0, 3)
-
-
-def test_python_without_sources_is_refused(tmp_path: Path) -> None:
-    """The error names the folder."""
-    with pytest.raises(holdfast.UsageError, match=str(tmp_path)):
-        text.read_text(tmp_path)
 
 
 def test_model_does_not_look_ahead() -> None:
@@ -127,13 +114,6 @@ def test_save_counts_once_all_ranks_have_reported() -> None:
     assert len(record.saves) == 1
 
 
-def test_runs_are_compared_over_their_common_steps() -> None:
-    """The greatest difference counts, in either direction; steps of only one run do not."""
-    ours, reference = record_of(2, range(5, 11)), record_of(4, range(1, 9))
-    ours.losses[7] -= 0.25
-    assert ours.difference(reference) == pytest.approx(0.25)
-
-
 def test_picture_is_drawn(tmp_path: Path) -> None:
     """It says what happened, and is the same each time."""
     before, after, reference = (
@@ -164,12 +144,6 @@ def test_unfinished_files_are_seen_as_such(tmp_path: Path) -> None:
     ]
     assert torn.image_is_begun(str(tmp_path), 2)
     assert torn.find(str(tmp_path / "nowhere")) == []
-
-
-def test_other_storage_is_listed_by_its_driver() -> None:
-    """Without a local folder, the driver lists the objects."""
-    holdfast.save("memory://torn-elsewhere", {"x": np.arange(4.0)})
-    assert "manifest.safetensors" in [f.key for f in torn.find("memory://torn-elsewhere")]
 
 
 def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.cli.app import run as run_command
-from holdfast.cli.demo.aftermath import Accident, Outcome, differences
+from holdfast.cli.demo.aftermath import Accident, Outcome
 from holdfast.cli.demo.hosts import HOSTS, Hosts
 
 LOST = Accident("one host lost", 23, ("b",), 23, "parity")
@@ -33,14 +33,6 @@ def test_unexpected_step_or_tier_is_noticed(found: Outcome) -> None:
     """A job that resumes from an earlier step, or from another tier, is not as expected."""
     assert outcome(23, parity=1).as_expected
     assert not found.as_expected
-
-
-def test_losses_are_compared_exactly() -> None:
-    """A step that was never taken, one that differs by the last bit, once, and one too many."""
-    uninterrupted = {1: 0.5, 2: 0.25, 3: 0.125}
-    assert differences([(1, 0.5), (2, 0.25), (2, 0.25), (3, 0.125)], uninterrupted) == []
-    taken = [(1, 0.5), (1, 0.5 + 2**-53), (3, 0.125), (4, 0.1)]
-    assert differences(taken, uninterrupted) == [1, 2, 4]
 
 
 @pytest.fixture

@@ -11,10 +11,8 @@ from holdfast_site.generated import commands_page, options_page, subcommands
 from holdfast_site.pages import (
     contents_of,
     find_pages,
-    links_in,
     on_site,
     sections_of,
-    shown_markers,
 )
 
 from holdfast.cli.app import command_parser
@@ -48,22 +46,10 @@ def test_links_lead_where_they_led(link: str, expected: str) -> None:
     assert moved(f"See [a\n`b`]({link}).") == f"See [a\n`b`]({expected})."
 
 
-def test_a_folder_without_a_readme_is_no_link() -> None:
-    """Its text stays."""
-    assert moved("In [the engine](../../storage).") == "In the engine."
-
-
 def test_a_link_to_nothing_is_an_error() -> None:
     """It names the document and the link."""
     with pytest.raises(ValueError, match=r"docs/how-to/page\.md: the link \.\./gone\.md"):
         moved("[gone](../gone.md)")
-
-
-def test_code_has_no_links() -> None:
-    """What looks like one in a block or in a line of code stays as it is."""
-    text = "`[a](b.md)`\n\n```\n[a](b.md)\n```\n"
-    assert moved(text) == text
-    assert list(links_in(text)) == []
 
 
 def test_files_that_are_linked_come_along() -> None:
@@ -71,13 +57,6 @@ def test_files_that_are_linked_come_along() -> None:
     pages = find_pages(ROOT)
     text = "[x](../cli/demo/train.py) [y](reference/cli.md)"
     assert on_site(text, Path("docs/README.md"), ROOT, pages)[1] == {Path("cli/demo/train.py")}
-
-
-def test_blocks_that_do_not_run_say_so() -> None:
-    """What is a comment in the document is a note on the site."""
-    assert "does not" not in shown_markers("text")
-    shown = shown_markers("<!-- not run: needs a <GPU> -->\n```python\n1\n```\n")
-    assert "The tests do not run this block: needs a &lt;GPU&gt;." in shown
 
 
 def test_the_navigation_has_every_page() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.copies import RANKS, checkpoint, copied, images, loaded, run
+from support.copies import RANKS, checkpoint, copied, images, run
 from support.drivers import HookedDriver
 from support.inside import on_allocation
 
@@ -79,14 +79,6 @@ def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriv
         assert (ours.most[key] == 1) == (order == "serial")
     assert ours.most_uploads > 1
     assert run(run_build(ours, 1, BUDGET_NBYTES))[0]["own"][-1] == 1.0
-
-
-def test_segments_are_written_at_once(large: MemoryDriver) -> None:
-    """Where a driver wants several streams in an upload."""
-    ours = Ordered("ascending", streams=3)
-    copied(large, ours, budget_nbytes=256 << 20)
-    assert all(sorted(begun[:3]) == [0, 16 << 20, 32 << 20] for begun in ours.begun.values())
-    assert loaded(ours)["who"] == "new"
 
 
 @pytest.mark.parametrize("order", ["any", "serial"])

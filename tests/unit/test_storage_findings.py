@@ -89,19 +89,6 @@ def test_what_is_usual_or_hardly_matters_is_not_named() -> None:
     assert stragglers(save_of({0: {"write": stage(9.0, NBYTES)}}, world=1)) == []
 
 
-def test_a_stage_is_not_blamed_for_its_part() -> None:
-    """Writes that wait for the upload to be opened are not slow themselves."""
-    (slow,) = stragglers(save_of({1: {"open": stage(3.0), "write": stage(5.0, NBYTES)}}))
-    assert (slow.stage, slow.also) == ("open", ())
-
-
-def test_one_cause_is_named_once() -> None:
-    """With its longest stage first, and the others after it."""
-    changed = {"write": stage(9.0, NBYTES), "upload_commit": stage(2.0)}
-    (slow,) = stragglers(save_of({1: changed}))
-    assert (slow.stage, slow.also) == ("write", ("upload_commit",))
-
-
 def test_of_two_ranks_the_faster_one_is_typical() -> None:
     """The lower median: so three of four ranks may be slow."""
     assert [typical(values) for values in ([3.0], [5, 1], [9, 1, 5], [9, 8, 1, 7])] == [3, 1, 5, 7]

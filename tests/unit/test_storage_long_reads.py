@@ -79,13 +79,6 @@ def test_a_read_is_as_long_as_the_driver_wants_where_threads_have_enough_of_them
     assert plan.start.tolist() == [0, LONG_NBYTES]
 
 
-def test_reads_of_several_chunks_are_delivered_whole(manifest: Manifest) -> None:
-    """All that an image has, in two reads."""
-    plan = plan_reads(Handed(), manifest, _wanted(0, NBYTES), LONG_NBYTES)
-    delivered = _read(manifest, plan)
-    assert delivered == {0: LONG_NBYTES, 1: int(plan.stop[1]) - LONG_NBYTES}
-
-
 def test_a_read_that_begins_and_ends_within_chunks_is_verified(manifest: Manifest) -> None:
     """By the digests of its blocks at both ends; what lies outside of it does not matter."""
     start = CHUNK_NBYTES // 2

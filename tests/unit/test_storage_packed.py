@@ -15,7 +15,6 @@ from typing import Any
 import lz4.block
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from support.bits import difference, fresh_uri
 from support.drivers import HookedDriver, contents
@@ -30,8 +29,6 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.format.packed import Index, index_nbytes
-from holdfast.storage.integrations.fsspec import HoldfastFileSystem
-from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -179,31 +176,6 @@ def test_without_lz4_both_ways_say_how_to_get_it(
     holdfast.save(tmp_path / "plain", {"w": torch.ones(3)})
 
 
-def test_a_checkpointer_compresses_and_goes_on(tmp_path: Path) -> None:
-    """Its checkpoints are compressed, the newest one is found, and old ones are deleted whole."""
-    with holdfast.Checkpointer(tmp_path, every=1, keep=1, compression="lz4") as ckpt:
-        for step in (1, 2):
-            ckpt.step(step, {"w": torch.full((5000,), float(step))})
-            ckpt.wait()
-    assert [path.parts[-4:-1:2] for path in tmp_path.rglob("*.lz4")] == [
-        ("step-00000002", next(tmp_path.rglob("*.lz4")).parent.name)
-    ]
-    into = {"w": torch.zeros(5000)}
-    with holdfast.Checkpointer(tmp_path) as ckpt:
-        assert ckpt.resume(into) == 2
-    assert into["w"][0] == 2
-
-
-def test_one_form_replaces_the_other(tmp_path: Path) -> None:
-    """Nothing of the former attempt is left."""
-    for step, compression in enumerate(["lz4", None, "lz4"]):
-        truth = {"w": torch.full((5000,), float(step))}
-        holdfast.save(tmp_path, truth, compression=compression)  # type: ignore[arg-type]
-        (image,) = tmp_path.glob("data/*/0.*")
-        assert image.name == "0.safetensors" + (".lz4" if compression else "")
-        assert difference(truth, holdfast.load(tmp_path)) is None
-
-
 def test_ranks_that_compress_differently_are_told_so() -> None:
     """And nothing is committed."""
     storage, store = MemoryDriver(), torch.distributed.HashStore()
@@ -238,43 +210,6 @@ def test_a_copy_has_the_same_bytes(
     assert (again.sent_nbytes, again.nbytes) == (0, first.nbytes)
     assert image_in(str(to)).read_bytes() == image_in(uri).read_bytes()
     assert difference(truth, holdfast.load(to)) is None
-
-
-def test_a_copy_that_is_cut_off_goes_on() -> None:
-    """A copy recognises whole images by size and checksums, and does not send them again."""
-    tiny, there = Tiny("packed-resume", "lz4"), MemoryDriver("packed-resumed")
-    theirs = MemoryDriver("packed-resume")
-    sizes = {key: len(data) for key, data in tiny.files.items() if key != MANIFEST_KEY}
-    commits: list[str] = []
-
-    async def cut(doing: str, key: str) -> None:
-        if doing == "commit":
-            commits.append(key)
-            if len(commits) == 2:
-                raise holdfast.StorageDownError("cut off")
-
-    with pytest.raises(holdfast.StorageDownError):
-        start(
-            copy_checkpoint(theirs, HookedDriver(there, before=cut), Orders(False, BUDGET_NBYTES))
-        ).result(60)
-    _, sent_nbytes = start(copy_checkpoint(theirs, there, Orders(False, BUDGET_NBYTES))).result(60)
-    assert len(commits) == 2
-    assert sent_nbytes == next(
-        nbytes
-        for key, nbytes in sizes.items()
-        if key.rpartition("/")[2] == commits[1].rpartition("/")[2]
-    )
-    with holdfast.open("memory://packed-resumed") as c:
-        assert c.verify().ok
-
-
-def test_images_are_shown_as_they_are_unpacked(uri: str, truth: dict[str, Any]) -> None:
-    """As safetensors files, which they are then."""
-    files = HoldfastFileSystem(uri)
-    (name,) = files.find("images")
-    found = safetensors.torch.load(files.cat_file(name))
-    assert torch.equal(found["mixed"], truth["mixed"])
-    assert torch.equal(found["zeros"], truth["zeros"])
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "commit"])

@@ -16,7 +16,6 @@ import holdfast
 from holdfast.drivers.contract import Buffer, TakePiece
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.errors import DamagedError, MismatchError, StorageDownError
-from holdfast.storage.pipeline.read_ahead import ReadAhead
 
 CHUNK_NBYTES = 16 << 20
 PIECE_NBYTES = 1 << 20
@@ -116,19 +115,6 @@ def test_what_was_read_ahead_is_read_once(seen: Seen, built: bool) -> None:
     assert report.bytes_read == sum(stop - start for start, stop in seen.fetched)
 
 
-def test_a_few_large_tensors_are_read_in_pieces(seen: Seen) -> None:
-    """The plan is ready so soon that no chunk is read ahead."""
-    state = _saved(seen, small=1)
-    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    _load(seen, target)
-    assert all(torch.equal(target[name], state[name]) for name in state)
-    assert [start for start, _ in sorted(seen.in_pieces)] == [
-        0,
-        CHUNK_NBYTES,
-        2 * CHUNK_NBYTES,
-    ]
-
-
 def test_no_more_is_read_ahead_than_the_budget_allows(seen: Seen) -> None:
     """Reading ahead uses a quarter of the budget; the load reads the rest as usual."""
     state = _saved(seen)
@@ -213,17 +199,3 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew(seen: Seen) -> N
     found, _ = _load(seen, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
     assert all(torch.equal(found[name], other[name]) for name in other)
     assert seen.in_flight == 0
-
-
-def test_after_the_close_nothing_is_begun() -> None:
-    """The manifest may arrive after the load was abandoned."""
-    seen = Seen()
-    far = Far("closed", seen)
-
-    async def use() -> None:
-        layer = ReadAhead(far, 512 << 20)
-        await layer.close()
-        layer.begin(object())  # type: ignore[arg-type]
-
-    asyncio.run(use())
-    assert seen.fetched == []

@@ -84,17 +84,6 @@ def test_an_index_that_does_not_fit_is_refused(
         c.read("x", index)
 
 
-def test_rows_are_a_slice_of_the_first_dimension(stored: tuple[str, torch.Tensor]) -> None:
-    """A shorter way to write it; both at once are refused, and so is a name that is not there."""
-    uri, tensor = stored
-    with holdfast.open(uri) as c:
-        assert torch.equal(c.read("x", rows=slice(1, 3)), tensor[1:3])
-        with pytest.raises(holdfast.UsageError, match="not both"):
-            c.read("x", 0, rows=slice(1))
-        with pytest.raises(holdfast.UsageError, match="'y'"):
-            c.read("y")
-
-
 class Counting(LocalDriver):
     """Remembers how many bytes it was asked for."""
 
@@ -177,27 +166,6 @@ def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
         holdfast.save(uri, {"x": torch.zeros(3)})
         with pytest.raises(holdfast.ReplacedError):
             c.read("x")
-
-
-def test_listing_finds_checkpoints_below(tmp_path: Path) -> None:
-    """Checkpoints are ordered by step; unreadable ones have a problem."""
-    for step in (20, 3, 100):
-        holdfast.save(tmp_path / "run" / f"step-{step}", {"x": torch.ones(step)}, step=step)
-    holdfast.save(tmp_path / "final", {"x": torch.ones(1)})
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "manifest.safetensors").write_bytes(b"x" * 100)
-    (tmp_path / "notes.txt").write_text("hello")
-    listed = {
-        c.path: (c.step, c.tensors, c.nbytes, c.problem is None)
-        for c in holdfast.list_checkpoints(tmp_path)
-    }
-    assert listed == {
-        "run/step-3": (3, 1, 12, True), "run/step-20": (20, 1, 80, True), "run/step-100": (100, 1, 400, True),
-        "final": (None, 1, 4, True), "broken": (None, 0, 0, False),
-    }  # fmt: skip
-    assert list(listed)[:4] == ["broken", "run/step-3", "run/step-20", "run/step-100"]
-    assert [c.path for c in holdfast.list_checkpoints(tmp_path / "final")] == [""]
-    assert holdfast.list_checkpoints(tmp_path / "nowhere") == []
 
 
 def test_an_image_is_a_safetensors_file(tmp_path: Path) -> None:

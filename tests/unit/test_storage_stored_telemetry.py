@@ -18,7 +18,6 @@ import pytest
 import torch
 from support.drivers import HookedDriver
 from support.ranks import as_ranks
-from support.simulation.turns import run_inline
 
 import holdfast
 from holdfast.core.histogram import BUCKETS
@@ -36,7 +35,6 @@ from holdfast.storage.format.save_telemetry import (
     telemetry_key,
 )
 from holdfast.storage.operations.reading.reader import read_telemetry
-from holdfast.storage.operations.reporting.findings import CALL, Cause, stragglers
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -117,40 +115,12 @@ def test_a_checkpoint_says_where_the_time_of_its_save_went(uri: str) -> None:
     assert {slow.key for slow in telemetry.slowest} == {slow.key for slow in report.slowest}
 
 
-def test_every_rank_is_in_it() -> None:
-    """With what it did up to its report; rank 0 adds the commit, and when the others came."""
-    telemetry = saved_by_ranks(4, late=2)
-    assert list(telemetry.ranks) == [0, 1, 2, 3]
-    assert {"merge", "manifest", "round commit"} <= set(telemetry.ranks[0].stages)
-    for rank in (1, 2, 3):
-        assert {"capture", "write", "round begin"} <= set(telemetry.ranks[rank].stages)
-    for arrived in telemetry.arrivals.values():
-        assert [at_s for _, at_s in arrived] == sorted(at_s for _, at_s in arrived)
-    assert sorted(rank for rank, _ in telemetry.arrivals["round agree"]) == [1, 2, 3]
-    assert telemetry.arrivals["round agree"][-1][0] == 2
-
-
 @pytest.mark.parametrize("late", [0, 2])
 def test_by_how_much_a_rank_called_late_is_known_without_a_common_clock(late: int) -> None:
     """Also where it is rank 0, for which all others have waited."""
     called_s = saved_by_ranks(3, late).called_s
     assert 0.35 < called_s[late] < 5
     assert all(called_s[rank] < 0.2 for rank in called_s if rank != late)
-
-
-def test_slow_and_late_ranks_are_named() -> None:
-    """The telemetry of a save suffices to name its stragglers and their causes."""
-    found = stragglers(saved_by_ranks(4, late=2, slow=1))
-    told = {(one.rank, one.stage, one.cause) for one in found if one.excess_s > 0.3}
-    assert told == {(1, "upload_commit", Cause.SLOW_STORAGE), (2, CALL, Cause.LATE)}
-
-
-def test_nothing_is_stored_where_nothing_is_recorded(uri: str) -> None:
-    """A save with telemetry off leaves no object, and a reader finds none."""
-    report = holdfast.save(uri, STATE, telemetry="off")
-    assert telemetry_of(uri) is None
-    with pytest.raises(NotFoundError):
-        run(MemoryDriver(uri.removeprefix("memory://")).stat(telemetry_key(report.attempt)))
 
 
 def test_a_later_save_and_a_removal_take_it_away(tmp_path: Path) -> None:
@@ -217,23 +187,6 @@ def test_a_save_does_not_fail_for_it(
     assert run(read_telemetry(driver, attempt)) is None
     with pytest.raises(NotFoundError):
         run(driver.stat(f"data/{attempt}/attempt.json"))
-
-
-def test_it_takes_no_round_trip_of_its_own() -> None:
-    """A recorded save takes as long as one that is not, if each operation takes a second."""
-
-    async def trip(operation: str, key: str) -> None:
-        await asyncio.sleep(1.0)
-
-    async def seconds(recorder: Recorder | None) -> float:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        with recording(recorder):
-            driver = HookedDriver(MemoryDriver(f"trips-{next(_numbers)}"), before=trip)
-            await run_save(driver, Solo(), SaveJob(flatten(STATE), 7, 64 << 20))
-        return loop.time() - began_s
-
-    assert run_inline(seconds(Recorder())) == run_inline(seconds(None))
 
 
 HEAD: dict[str, Any] = {
@@ -353,14 +306,3 @@ def test_it_takes_at_most_a_kilobyte_a_rank(world: int) -> None:
     data = whole_telemetry(records)
     assert len(data) <= 1000 * (world + 1)
     assert list(decode_telemetry(data).ranks) == list(range(world))
-
-
-def test_what_does_not_fit_is_left_out() -> None:
-    """However many stages a rank has: its record stays within the bound, and has the longest."""
-    record = busy_record(0, 1)
-    many = {f"{name} {n}": stage for n in range(50) for name, stage in record.stages.items()}
-    data = encode_record(replace(record, stages=many))
-    assert len(data) <= RECORD_NBYTES_MAX
-    (kept,) = decode_telemetry(packed(HEAD) + data).ranks.values()
-    longest = max(many, key=lambda name: many[name].busy_s)
-    assert longest in kept.stages

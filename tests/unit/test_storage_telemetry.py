@@ -103,18 +103,6 @@ def test_the_slowest_operations_are_named(uri: str) -> None:
     assert report.slowest == tuple(sorted(report.slowest, key=lambda slow: -slow.seconds))
 
 
-def test_nothing_is_recorded_where_it_is_off(uri: str, log: pytest.LogCaptureFixture) -> None:
-    """The reports have no stages; what they say otherwise, and the lines of the log, remain."""
-    saved = holdfast.save(uri, state(), telemetry="off")
-    report = loaded(uri, telemetry="off")
-    for off in (saved, report):
-        assert (off.stages, off.slowest, off.cpu_s, off.peak_nbytes) == ({}, (), 0.0, 0)
-    assert (saved.nbytes > NBYTES, report.bytes_read > NBYTES) == (True, True)
-    assert "step 7: saved, 50.4 MB from this rank in" in log.text
-    assert "loaded, 50.3 MB for this rank in" in log.text
-    assert "longest" not in log.text
-
-
 def test_what_telemetry_may_be(uri: str) -> None:
     """Anything else is refused before any I/O, by saves, loads and the Checkpointer."""
     wrong: Any = "sometimes"
