@@ -15,7 +15,7 @@ from support.bits import difference
 import holdfast
 from holdfast.errors import SaveError
 from holdfast.storage.format.columns import decode_columns, encode_columns, narrowed
-from holdfast.storage.format.tree import Tree, Value, format_path, merge_trees
+from holdfast.storage.format.tree import Tree, Value, merge_trees
 from holdfast.storage.format.values import decode_value, encode_value
 
 texts = st.text(st.characters(codec=None) | st.characters(categories=["Cs"]), max_size=8)
@@ -134,11 +134,6 @@ def leaves(tree: Tree, rank: int) -> list[tuple[Any, Any]]:
     ]
 
 
-def own_leaves(tree: Tree) -> list[tuple[Any, Any]]:
-    """The same of a tree of one rank."""
-    return leaves(tree, 0)
-
-
 @given(states)
 def test_a_tree_comes_back_from_json(state: Any) -> None:
     """Containers, keys and values, with their types."""
@@ -147,7 +142,7 @@ def test_a_tree_comes_back_from_json(state: Any) -> None:
     assert [(c.parent, type(c.key), c.key, c.kind) for c in found.containers] == [
         (c.parent, type(c.key), c.key, c.kind) for c in tree.containers
     ]
-    assert difference(own_leaves(tree), own_leaves(found)) is None
+    assert difference(leaves(tree, 0), leaves(found, 0)) is None
 
 
 @given(st.lists(states, min_size=1, max_size=4))
@@ -166,13 +161,13 @@ def test_merged_trees_give_each_rank_its_own_values(ranks: list[Any]) -> None:
     merged = Tree.from_json(json.loads(json.dumps(merged.to_json())))
     for rank, tree in enumerate(trees):
         found = {repr(path): value for path, value in leaves(merged, rank)}
-        for path, value in own_leaves(tree):
+        for path, value in leaves(tree, 0):
             assert difference([value], [found[repr(path)]]) is None
         assert [merged.containers[n].kind for n in numbers[rank]] == [
             c.kind for c in tree.containers
         ]
         assert [merged.paths()[n] for n in numbers[rank]] == tree.paths()
-    union = {repr(path) for tree in trees for path, _ in own_leaves(tree)}
+    union = {repr(path) for tree in trees for path, _ in leaves(tree, 0)}
     assert sorted(union) == sorted(repr(path) for path, _ in leaves(merged, 0))
     for value in merged.values:
         encoded = [(type(e), repr(e)) for _, e in value.by_rank]
@@ -198,6 +193,9 @@ BAD = [
     lambda t: t["values"].append([9, "a", [[[0], 1]]]), lambda t: t["values"].append([0, {"a": 1}, [[[0], 1]]]),
     lambda t: t["values"].append([0, "a", []]), lambda t: t["values"].append([0, "a", [[[], 1]]]), lambda t: t["values"].append([1, "a", [[[0], 1]]]),
     lambda t: t["tensor_keys"].append([9, "a", 1]), lambda t: t["tensor_keys"].append([0, "a", [1]]), lambda t: t.pop("arrays"),
+    lambda t: t.update(kinds=[[9, "Counter"]]), lambda t: t.update(kinds=[[1, "Counter"]]), lambda t: t.update(kinds=[["x", "Counter"]]),
+    lambda t: t.update(kinds=3), lambda t: t.update(placements=[[[9], [["w", ["R"]]]]]), lambda t: t.update(placements=[[[0], [[3]]]]),
+    lambda t: t.update(placements={"a": 1}),
 ]  # fmt: skip
 
 
@@ -209,9 +207,3 @@ def test_a_tree_that_is_none_is_damage(spoil: Any) -> None:
     spoil(data)
     with pytest.raises(holdfast.DamagedError):
         Tree.from_json(json.loads(json.dumps(data)))
-
-
-def test_a_path_reads_as_python_would_have_it() -> None:
-    """So that it can be pasted."""
-    assert format_path(["a.b", 0, 1.5, None, True, "0"]) == 'state["a.b"][0][1.5][None][True]["0"]'
-    assert format_path([]) == "state"

@@ -82,16 +82,6 @@ def test_names_are_those_that_torch_gives(kind: str) -> None:
         )
 
 
-@pytest.mark.filterwarnings(TORCHS_OWN)
-def test_names_change_with_the_modules_kinds() -> None:
-    """A part that is wrapped meanwhile is saved under the names that it had."""
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    before = list(module_state(Walked(module)))
-    module[1] = torch.compile(module[1])  # type: ignore[assignment]
-    assert list(module.state_dict()) != before
-    assert sorted(module_state(Walked(module))) == sorted(before)
-
-
 def hooked() -> nn.Module:
     """A hook takes a tensor out of a state dict."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

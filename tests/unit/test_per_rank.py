@@ -23,15 +23,15 @@ def spread(values: list[Any], rule: Any, world: int) -> list[Any]:
     return [resharded(values, rule, rank, world) for rank in range(world)]
 
 
-def test_keep_gives_each_rank_the_value_of_one() -> None:
-    """Rank r gets that of r mod n."""
+def test_keep_and_broadcast_give_each_rank_the_value_of_one() -> None:
+    """Rank r gets the value of rank r mod n, or of rank 0; other rules are refused at once."""
     assert spread(["a", "b", "c"], "keep", 2) == ["a", "b"]
     assert spread(["a", "b"], "keep", 3) == ["a", "b", "a"]
-
-
-def test_broadcast_gives_all_the_first() -> None:
-    """Whatever the others had."""
     assert spread(["a", "b"], "broadcast", 3) == ["a", "a", "a"]
+    with pytest.raises(holdfast.UsageError, match="keep, broadcast, split, merge"):
+        holdfast.PerRank([], "divide")  # type: ignore[arg-type]
+    with pytest.raises(holdfast.UsageError, match="Linear"):
+        holdfast.PerRank(torch.nn.Linear(2, 2))
 
 
 def test_split_joins_and_cuts_evenly() -> None:
@@ -121,11 +121,3 @@ def test_an_object_gets_its_state_back_and_a_value_is_replaced() -> None:
     assert (
         difference({"world": 1, "of": {"0": [1, torch.ones(2)]}}, holdfast.load(uri)["v"]) is None
     )
-
-
-def test_what_is_no_value_and_what_is_no_rule_is_refused() -> None:
-    """When it is made, not at the first save."""
-    with pytest.raises(holdfast.UsageError, match="Linear"):
-        holdfast.PerRank(torch.nn.Linear(2, 2))
-    with pytest.raises(holdfast.UsageError, match="keep, broadcast, split, merge"):
-        holdfast.PerRank([], "divide")  # type: ignore[arg-type]

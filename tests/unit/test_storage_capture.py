@@ -6,7 +6,6 @@ import asyncio
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import CHUNK_NBYTES
@@ -146,22 +144,6 @@ def test_a_capture_lets_go_of_the_tensors() -> None:
     assert freed() is None
 
 
-def test_an_image_of_many_chunks_is_captured_in_a_few_long_pieces() -> None:
-    """Each thread has some of them, and together they are the image."""
-    plan = planned(state())
-    layout = replace(plan.layout, chunk_nbytes=plan.layout.block_nbytes)
-    plan = replace(plan, layout=layout)
-    chunks = TensorChunks(layout, plan.source)
-    memory = memory_of(plan)
-    moved: list[None] = []
-    start(capture_into(memory, layout, chunks, lambda: moved.append(None))).result(60)
-
-    expected = HostBuffer.allocate(layout.hashed_end)
-    plan.source.copy(0, layout.hashed_end, expected)
-    assert memory.view[: layout.hashed_end] == expected.view
-    assert 4 * CPU_THREADS <= len(moved) < 5 * CPU_THREADS + 1 < layout.chunks
-
-
 def calls_in(work: Callable[[], None]) -> int:
     """Return the number of Python functions that this thread calls during ``work``."""
     calls = 0
@@ -219,15 +201,3 @@ def test_a_capture_that_fails_lets_go_of_the_tensors() -> None:
     with pytest.raises(MemoryError):
         start(capture_into(memory, layout, chunks)).result(60)
     assert freed() is None
-
-
-def test_a_rank_without_a_shard_captures_nothing_and_writes_no_file() -> None:
-    """A rank without a shard writes no file and may change its state at once."""
-    driver = MemoryDriver()
-    plan = planned({})
-    reached: list[str] = []
-    digests = start(write(driver, plan, captured(plan), reached=reached.append)).result(60)
-    assert digests.shape == (0, 16)
-    assert reached == ["captured", "sealed"]
-    with pytest.raises(holdfast.NotFoundError):
-        start(driver.get("image")).result(60)

@@ -61,38 +61,26 @@ def trained() -> dict[str, Any]:
     }
 
 
-def test_state_is_imported(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Containers, values, and tensors of every dtype and shape come back where they were."""
+@pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}])
+def test_state_is_imported(
+    tmp_path: Path, rng: np.random.Generator, options: dict[str, Any]
+) -> None:
+    """Containers, values, and tensors of every dtype and shape come back where they were, from any
+    number of files."""
     state = trained() | {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
     state |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
-    found = imported(saved(state, tmp_path))
+    state["large"] = random_bits(rng, torch.int16, (300_001,))
+    found = imported(saved(state, tmp_path, **options))
     state["optim"]["state"] = {str(k): v for k, v in state["optim"]["state"].items()}  # as DCP does
     assert difference(in_order(state), in_order(found)) is None
 
 
-@pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}])
-def test_items_in_several_files(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Items may be in any number of files."""
-    state = {"model": torch.nn.Linear(300, 300).state_dict(), "step": 3}
-    found = imported(saved(state, tmp_path, **options))
-    assert difference(in_order(state), in_order(found)) is None
-
-
-def test_large_tensors_in_a_small_budget(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Tensors larger than the budget are imported in chunks, and progress is reported."""
-    state = {"a": random_bits(rng, torch.int16, (9_000_001,)), "b": torch.ones(3)}
-    uri = fresh_uri()
-    heard: list[tuple[int, int]] = []
-    holdfast.import_(
-        saved(state, tmp_path), uri, budget_nbytes=1 << 20, progress=lambda *n: heard.append(n)
-    )
-    assert difference(state, holdfast.load(uri)) is None
-    assert heard[-1][0] == heard[-1][1] > 18_000_000
-
-
 def test_names_are_chosen_skipped_and_changed(tmp_path: Path) -> None:
-    """Patterns select values and tensors; an incomplete list becomes separate items."""
+    """Patterns select values and tensors, also new names, which must not collide; an incomplete list
+    becomes separate items."""
     saved(trained(), tmp_path)
+    with pytest.raises(holdfast.UsageError, match="would both be named 'w'"):
+        imported(tmp_path, rename={"*.weight": "w"})
     found = imported(tmp_path, only=["model.*", "step"], skip=["*.bias"], rename={"model.*": "*"})
     assert sorted(found) == ["0.weight", "1.weight", "step"]
     found = imported(tmp_path, only=["list.*"], skip=["list.0.*"])
@@ -159,7 +147,6 @@ def test_damaged_item_among_equal_ones(tmp_path: Path) -> None:
     [
         (argparse.Namespace(lr=1), "names argparse.Namespace"),
         ((torch.ones(1), 2), "contains a tensor at 0"),
-        (np.ones(3), "numpy"),
         (torch.float16, "holds torch.float16"),
     ],
 )
@@ -234,9 +221,7 @@ def test_plans_in_the_metadata_change_nothing(tmp_path: Path) -> None:
     assert torch.equal(imported(folder)["w"], torch.ones(3, 5))
 
 
-@pytest.mark.parametrize(
-    "file", ["../secret", "/etc/passwd", "sub/x", "..\\x", "..", ".", "", "x\0", 7, None]
-)
+@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "..\\x", "..", ".", "", "x\0", None])
 def test_metadata_that_leads_elsewhere_is_refused(
     tmp_path: Path, serve: Serve, file: object
 ) -> None:
@@ -248,31 +233,26 @@ def test_metadata_that_leads_elsewhere_is_refused(
     assert set(keys) <= {".metadata"}
 
 
-@pytest.mark.parametrize("where", ["storage_data", "planner_data", "version"])
-def test_metadata_that_asks_for_anything_is_refused(tmp_path: Path, where: str) -> None:
-    """Nothing that a pickle names is run, and nothing is made."""
+@pytest.mark.parametrize("where", ["storage_data", "version", "a value"])
+def test_nothing_that_a_pickle_names_is_run(tmp_path: Path, where: str) -> None:
+    """DCP unpickles metadata and values; the import refuses them, and makes nothing."""
     trace = tmp_path / "trace"
-    changes = {where: {"x": Canary(trace)}}
-    folder = rewritten(saved({"w": torch.ones(3)}, tmp_path / "dcp"), **changes)
+    if where == "a value":
+        folder = saved({"w": torch.ones(3), "bad": Canary(trace)}, tmp_path / "dcp")
+    else:
+        folder = saved({"w": torch.ones(3)}, tmp_path / "dcp")
+        rewritten(folder, **{where: {"x": Canary(trace)}})
     uri = fresh_uri()
     with pytest.raises(holdfast.UnsupportedFormatError, match=r"posix\.system"):
         holdfast.import_(folder, uri)
     assert not trace.exists()
     assert not objects_at(uri)
-    metadata_of(folder)
-    assert trace.exists()  # the trace would be seen
+    if where != "a value":
+        metadata_of(folder)
+        assert trace.exists()  # the trace would be seen
 
 
-def test_value_that_asks_for_anything_is_refused(tmp_path: Path) -> None:
-    """DCP unpickles the value; the import does not."""
-    trace = tmp_path / "trace"
-    folder = saved({"w": torch.ones(3), "bad": Canary(trace)}, tmp_path / "dcp")
-    with pytest.raises(holdfast.UnsupportedFormatError, match=r"posix\.system"):
-        imported(folder)
-    assert not trace.exists()
-
-
-@pytest.mark.parametrize("data", [b"", b"\0", b"\x80\x04}.", b"\x80\x04N.", LAUGHS + b"."])
+@pytest.mark.parametrize("data", [b"", b"\x80\x04}.", LAUGHS + b"."])
 def test_malformed_metadata_is_refused(tmp_path: Path, data: bytes) -> None:
     """Whatever is in the file, it is an error of ours."""
     (tmp_path / ".metadata").write_bytes(data)

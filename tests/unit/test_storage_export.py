@@ -33,7 +33,6 @@ from holdfast.cli import app
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.storage.format import torch_archive
-from holdfast.storage.format.model_folder import ModelTensor
 from holdfast.storage.operations.conversion import dcp_export
 from holdfast.storage.operations.reading.selection import chosen, renamed, rules_of
 
@@ -100,26 +99,20 @@ def test_tensors_larger_than_a_window_are_merged(tmp_path: Path, rng: np.random.
     assert difference(expected, model_in(tmp_path / "bf16")) is None
 
 
-@pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_whole_chunks_are_read_in_place(
-    tmp_path: Path, rng: np.random.Generator, scheme: str
-) -> None:
+def test_whole_chunks_are_read_in_place(tmp_path: Path, rng: np.random.Generator) -> None:
     """Chunks are read into the memory they are written from; damage is found, and leaves no model."""
     model = {f"w{i}": random_bits(rng, torch.int32, (1 << 20, 3)) for i in range(4)}
-    uri = saved(model)
-    if scheme == "file":
-        holdfast.copy(uri, tmp_path / "c")
-        uri = str(tmp_path / "c")
+    uri = tmp_path / "c"
+    holdfast.save(uri, model)
     holdfast.export(uri, tmp_path / "out")
     assert difference(model, model_in(tmp_path / "out")) is None
-    if scheme == "file":
-        (image,) = (tmp_path / "c" / "data").rglob("*.safetensors")
-        with image.open("r+b") as file:
-            file.seek(20 << 20)
-            file.write(b"damaged!")
-        with pytest.raises(holdfast.DamagedError, match="are not what was written"):
-            holdfast.export(uri, tmp_path / "none")
-        assert not list((tmp_path / "none").rglob("*.safetensors"))
+    (image,) = (uri / "data").rglob("*.safetensors")
+    with image.open("r+b") as file:
+        file.seek(20 << 20)
+        file.write(b"damaged!")
+    with pytest.raises(holdfast.DamagedError, match=r"not what was written.* 'w\d'"):
+        holdfast.export(uri, tmp_path / "none", file_nbytes=1)
+    assert not list((tmp_path / "none").rglob("*.safetensors"))
 
 
 def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
@@ -143,6 +136,7 @@ def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
         (("model.*",), {"model.a": "model.b"}, "would both be named 'model.b'"),
         (("own",), {}, "'own' differs from rank to rank"),
         (("complex",), {}, "'complex' is of dtype complex128"),
+        (("packed",), {}, "tensor 'packed' is two values"),
     ],
 )
 def test_unsuitable_selection_is_refused(
@@ -155,6 +149,7 @@ def test_unsuitable_selection_is_refused(
         "model": {"a": torch.ones(1), "b": torch.ones(2)},
         "optim": {"lr": 0.1},
         "complex": torch.ones(1, dtype=torch.complex128),
+        "packed": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     }
     save_as_ranks(store(uri), [{**state, "own": torch.full((2,), float(rank))} for rank in (0, 1)])
     with pytest.raises(holdfast.UsageError, match=message):
@@ -182,16 +177,11 @@ def test_unconvertible_dtype_is_refused(tmp_path: Path, form: Any) -> None:
     uri = saved({"s": one.view(torch.float8_e8m0fnu), "q": one.view(torch.float4_e2m1fn_x2)})
     with pytest.raises(holdfast.UsageError, match=r"'q' is of dtype float4_e2m1fn_x2.* bfloat16"):
         holdfast.export(uri, tmp_path / "x", dtype="bf16", format=form)
+    with pytest.raises(holdfast.UsageError, match="cannot be converted to 'int8'"):
+        holdfast.export(uri, tmp_path / "x", dtype="int8", format=form)
     assert not (tmp_path / "x").exists()
     holdfast.export(uri, tmp_path / "y", dtype="bf16", only=["s"])
     assert model_in(tmp_path / "y")["s"].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_packed_scalar_is_refused(tmp_path: Path) -> None:
-    """safetensors counts values of four bits, so two of them would need a dimension."""
-    uri = saved({"q": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
-    with pytest.raises(holdfast.UsageError, match="tensor 'q' is two values"):
-        holdfast.export(uri, tmp_path)
 
 
 def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
@@ -225,17 +215,6 @@ def test_only_floats_are_converted(tmp_path: Path) -> None:
     with pytest.raises(holdfast.UsageError, match="'large' has numbers that are too large"):
         holdfast.export(uri, tmp_path / "b", dtype="float16", file_nbytes=16)
     assert list((tmp_path / "b").iterdir()) == []
-    with pytest.raises(holdfast.UsageError, match="cannot be converted to 'int8'"):
-        holdfast.export(uri, tmp_path / "b", dtype="int8")
-
-
-def test_damage_is_not_exported(tmp_path: Path) -> None:
-    """The error names the tensor, and files written before are removed."""
-    uri = saved({"a": torch.ones(1000), "b": torch.ones(200_000)})
-    flipped(store(uri), images(store(uri))[0], 800_000)
-    with pytest.raises(holdfast.DamagedError, match="'b'"):
-        holdfast.export(uri, tmp_path, file_nbytes=1)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
@@ -275,7 +254,7 @@ def test_index_is_written_last_and_deleted_first(serve: Serve) -> None:
     assert len(events) == 1 + 4 + 3 + 1
 
 
-@pytest.mark.parametrize("text", ["", "a", "=b", "a=", "a=*", "*=**"])
+@pytest.mark.parametrize("text", ["a", "=b", "a=", "*=**"])
 def test_malformed_rule_is_refused(text: str) -> None:
     """A rule is OLD=NEW, and NEW has no more stars than OLD."""
     with pytest.raises(holdfast.UsageError):
@@ -292,10 +271,6 @@ def test_patterns_match_whole_names() -> None:
         "l.0.q.w": "h.0.q_proj.w",
         "n": "n",
     }
-
-
-def test_names_may_be_swapped() -> None:
-    """Only new names can collide."""
     assert renamed(["a", "b"], {"a": "b", "b": "a"}) == {"a": "b", "b": "a"}
 
 
@@ -325,8 +300,6 @@ def test_command(tmp_path: Path) -> None:
         1,
         {"v": "w"},
     )
-    with pytest.raises(SystemExit):
-        run(*chosen, "--shard", "much", status=2)
 
 
 # Files of torch.save
@@ -364,36 +337,17 @@ def test_large_records_are_page_aligned(tmp_path: Path, rng: np.random.Generator
             assert begin % (4096 if "large" in name else 64) == 0, name
 
 
-def test_tied_tensors_share_memory_in_a_torch_file(tmp_path: Path) -> None:
-    """All names are in the file, as if torch had saved it."""
+def test_torch_files_are_reproducible(tmp_path: Path) -> None:
+    """Equal tensors make equal files; tied ones are all in it, and share memory."""
     tensor = torch.randn(5, 3)
-    report = holdfast.export(saved({"a": tensor, "b": tensor}), tmp_path / "x.pt", format="torch")
-    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    for name in ("a.pt", "b.pt"):
+        uri = saved({"a": tensor, "b": tensor})
+        report = holdfast.export(uri, tmp_path / name, format="torch")
+        assert report.tied == {"b": "a"}
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert difference({"a": tensor, "b": tensor}, loaded) is None
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
-    assert report.tied == {"b": "a"}
-
-
-def test_torch_file_is_imported_again(tmp_path: Path, rng: np.random.Generator) -> None:
-    """An import makes the same state again; tensors are converted if asked."""
-    state = {str(dtype): random_bits(rng, dtype, (7, 11)) for dtype in TORCH_DTYPES}
-    uri = saved(state)
-    holdfast.export(uri, tmp_path / "x.pt", format="torch")
-    back = fresh_uri()
-    holdfast.import_(tmp_path / "x.pt", back)
-    assert holdfast.diff(uri, back).equal
-    holdfast.export(saved({"w": torch.ones(3)}), tmp_path / "y.pt", format="torch", dtype="fp16")
-    assert torch.load(tmp_path / "y.pt", weights_only=True)["w"].dtype == torch.float16
-
-
-def test_torch_files_are_reproducible(tmp_path: Path) -> None:
-    """Equal tensors make equal files, and elements begin at multiples of 64."""
-    for name in ("a.pt", "b.pt"):
-        uri = saved({"w": torch.arange(3), "v": torch.arange(100)})
-        holdfast.export(uri, tmp_path / name, format="torch")
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
-    data = (tmp_path / "a.pt").read_bytes()
-    assert data.index(torch.arange(100).numpy().tobytes()) % 64 == 0
 
 
 def test_records_of_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -407,13 +361,6 @@ def test_records_of_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert sizes == [160, 320, 480, 640]
 
 
-def test_layout_of_terabytes() -> None:
-    """A layout takes no memory for the elements."""
-    tensors = [ModelTensor(str(i), "float32", 4, (1 << 38,)) for i in range(3)]
-    file = torch_archive.torch_file("x.pt", tensors, {})
-    assert file.nbytes > 3 << 40
-
-
 def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
     """The new file replaces the old one at once; after an error the old one is still there."""
     file = tmp_path / "x.pt"
@@ -421,6 +368,8 @@ def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
     uri = saved({"w": torch.zeros(100_000)})
     with pytest.raises(holdfast.ExistsError, match="the file already exists"):
         holdfast.export(uri, file, format="torch")
+    with pytest.raises(holdfast.UsageError, match="not a format"):
+        holdfast.export(uri, file, format="onnx")  # type: ignore[arg-type]
     damaged = saved({"w": torch.zeros(100_000)})
     storage = store(damaged)
     flipped(storage, images(storage)[0], 100_000)
@@ -429,18 +378,6 @@ def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
     assert torch.load(file, weights_only=True)["w"].tolist() == [1.0]
     holdfast.export(uri, file, format="torch", overwrite=True)
     assert torch.load(file, weights_only=True)["w"].numel() == 100_000
-
-
-def test_unsupported_dtype_or_format_is_refused(tmp_path: Path) -> None:
-    """The error names the tensor and its dtype, or the format."""
-    with pytest.raises(holdfast.UsageError, match="'w' is of dtype bits8"):
-        holdfast.export(
-            saved({"w": torch.ones(1, dtype=torch.uint8).view(torch.bits8)}),
-            tmp_path / "x",
-            format="torch",
-        )
-    with pytest.raises(holdfast.UsageError, match="not a format"):
-        holdfast.export(saved({"w": torch.ones(1)}), tmp_path / "x", format="onnx")  # type: ignore[arg-type]
 
 
 # Folders of torch's distributed checkpoint
@@ -499,75 +436,31 @@ def test_large_tensors_become_several_items(
 def test_dcp_items_are_renamed_and_converted(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Selection, names and dtypes work as in other exports, wherever windows cut items."""
+    """Selection, names, ties and dtypes work as in other exports, wherever windows cut items; an
+    earlier export is replaced if asked, a folder of DCP's own never."""
     monkeypatch.setattr(dcp_export, "ITEM_NBYTES", 1 << 20)
     model = {
         "w": torch.from_numpy(rng.standard_normal((3_000_001, 3), np.float32)),
         "n": torch.ones(3).long(),
     }
-    uri = saved({"model": model, "optim": {"lr": 1}, "step": 3})
-    names = ["model.*", "step"]
-    holdfast.export(uri, tmp_path, format="dcp", only=names, rename={"model.*": "*"}, dtype="bf16")
-    expected = {"w": model["w"].bfloat16(), "n": model["n"], "step": 3}
-    assert difference(in_order(expected), in_order(loaded_by_dcp(tmp_path))) is None
-
-
-def test_tied_tensors_share_data_in_a_dcp_folder(tmp_path: Path) -> None:
-    """All names are in the folder, and the data only once."""
-    tensor = torch.randn(500, 3)
-    report = holdfast.export(saved({"a": tensor, "b": tensor}), tmp_path, format="dcp")
-    assert difference({"a": tensor, "b": tensor}, loaded_by_dcp(tmp_path)) is None
-    assert report.tied == {"b": "a"}
-    assert report.nbytes < 2 * 6000
-
-
-def test_dcp_folder_is_imported_again(tmp_path: Path) -> None:
-    """DCP loads a model and its optimizer, and an import makes the same checkpoint again."""
-    model = torch.nn.Linear(30, 50)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.25)
-    model(torch.ones(30)).sum().backward()
-    optim.step()
-    uri = saved({"model": model, "optim": optim})
-    holdfast.export(uri, tmp_path, format="dcp")
-    other = torch.nn.Linear(30, 50)
-    other_optim = torch.optim.AdamW(other.parameters())
-    model_state, optim_state = dcp.state_dict.get_state_dict(other, other_optim)
-    state = {"model": model_state, "optim": optim_state}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    dcp.state_dict.set_state_dict(
-        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
-    assert difference(dict(model.state_dict()), dict(other.state_dict())) is None
-    assert difference(optim.state_dict()["state"], other_optim.state_dict()["state"]) is None
-    back = fresh_uri()
-    holdfast.import_(tmp_path, back)
-    assert holdfast.diff(uri, back).equal
-
-
-def test_dcp_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    """Nothing of the earlier export is left; other files stay, and a folder of DCP's own is refused."""
-    uri = saved({"w": torch.ones(300), "v": torch.ones(300)})
+    uri = saved({"model": model | {"tied": model["w"]}, "optim": {"lr": 1}, "step": 3})
+    options: dict[str, Any] = {
+        "format": "dcp",
+        "only": ["model.*", "step"],
+        "rename": {"model.*": "*"},
+        "dtype": "bf16",
+    }
     (tmp_path / "notes.txt").write_text("mine")
     holdfast.export(uri, tmp_path, format="dcp", file_nbytes=1)
     with pytest.raises(holdfast.ExistsError, match="already has a model"):
-        holdfast.export(uri, tmp_path, format="dcp")
-    holdfast.export(uri, tmp_path, format="dcp", only=["w"], overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".metadata",
-        "holdfast-0.distcp",
-        "notes.txt",
-    ]
-    theirs = tmp_path / "theirs"
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=theirs, no_dist=True)
+        holdfast.export(uri, tmp_path, **options)
+    report = holdfast.export(uri, tmp_path, **options, overwrite=True)
+    expected = {"w": model["w"].bfloat16(), "n": model["n"], "step": 3}
+    expected["tied"] = expected["w"]
+    assert difference(expected, loaded_by_dcp(tmp_path)) is None
+    assert report.tied == {"tied": "w"}
+    assert report.nbytes < 1.1 * expected["w"].nbytes
+    assert {p.name for p in tmp_path.iterdir()} == {".metadata", "holdfast-0.distcp", "notes.txt"}
+    (tmp_path / "theirs.distcp").touch()
     with pytest.raises(holdfast.ExistsError, match="already has a model"):
-        holdfast.export(uri, theirs, format="dcp", overwrite=True)
-
-
-def test_commands_export_and_import_values(tmp_path: Path) -> None:
-    """The commands handle values, and --skip leaves some out."""
-    uri = saved({"w": torch.ones(256), "step": 3, "lr": 0.5})
-    assert app.run(["export", uri, str(tmp_path / "dcp"), "--format", "dcp"]) == 0
-    back = fresh_uri()
-    assert app.run(["import", str(tmp_path / "dcp"), back, "--skip", "lr"]) == 0
-    expected = {"w": torch.ones(256), "step": 3}
-    assert difference(in_order(expected), in_order(holdfast.load(back))) is None
+        holdfast.export(uri, tmp_path, **options, overwrite=True)

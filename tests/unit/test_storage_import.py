@@ -17,28 +17,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bits import difference, fresh_uri, random_bits, saved
 from support.given import Serve
-from support.importing import imported, noted
+from support.importing import imported, noted, objects_at
 
 import holdfast
 from holdfast.cli import app
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64,
 ]  # fmt: skip
 INDEX = "model.safetensors.index.json"
 PLAIN = "model.safetensors"
 ONE = {"w": torch.ones(1)}
-
-
-def model_of(rng: np.random.Generator) -> dict[str, torch.Tensor]:
-    """Return tensors of every dtype, and odd shapes."""
-    model = {f"l.{dtype}": random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
-    return model | {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 3),
-        "one": torch.ones(1).bool(),
-    }
 
 
 def write_sharded(
@@ -52,8 +44,9 @@ def write_sharded(
 
 
 def test_file_becomes_checkpoint(tmp_path: Path, rng: np.random.Generator) -> None:
-    """A file is given by itself or by its folder; every bit is in the checkpoint."""
-    model = model_of(rng)
+    """A file is given by itself or by its folder; every bit is in the checkpoint and its export."""
+    model = {f"l.{dtype}": random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
+    model |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
     save_file(model, tmp_path / "any.safetensors")
     for source in (tmp_path, tmp_path / "any.safetensors"):
         uri = fresh_uri()
@@ -64,6 +57,12 @@ def test_file_becomes_checkpoint(tmp_path: Path, rng: np.random.Generator) -> No
             assert (c.step, c.attempt, c.nbytes) == (5, report.attempt, report.nbytes)
         assert report.files == ("any.safetensors",)
         assert report.tensors == len(model)
+    (image,) = (key for key in objects_at(uri) if key.endswith("0.safetensors"))
+    (tmp_path / "image").write_bytes(objects_at(uri)[image][0])
+    packed = load_file(tmp_path / "image")["l.torch.float4_e2m1fn_x2"]
+    assert packed.shape == (51, 17, 1)  # as bytes, which every reader opens
+    holdfast.export(uri, tmp_path / "x")
+    assert difference(model, load_file(tmp_path / "x" / PLAIN)) is None
 
 
 def test_image_larger_than_an_object_is_refused(tmp_path: Path) -> None:
@@ -88,29 +87,6 @@ def test_several_files_become_one_checkpoint(tmp_path: Path, rng: np.random.Gene
     assert heard[-1][0] == heard[-1][1] > 38_000_000
 
 
-def test_export_and_import(tmp_path: Path, rng: np.random.Generator) -> None:
-    """An export in several files is imported to the same state."""
-    model = model_of(rng)
-    uri = saved({"model": model})
-    names = ["model.*"]
-    holdfast.export(uri, tmp_path, only=names, rename={"model.*": "*"}, file_nbytes=5000)
-    back = fresh_uri()
-    holdfast.import_(tmp_path, back, rename={"*": "model.*"})
-    assert holdfast.load(back, into={"model": {k: torch.empty_like(v) for k, v in model.items()}})
-    report = holdfast.diff(uri, back)
-    assert not report.tensors
-    assert report.equal_tensors == len(model)
-
-
-def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
-    """Patterns select and rename tensors; colliding names are refused."""
-    save_file({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, tmp_path / PLAIN)
-    found = imported(tmp_path, only=["b.*"], rename={"b.*": "x.*"})
-    assert difference({"x.w": torch.zeros(1)}, found) is None
-    with pytest.raises(holdfast.UsageError, match="would both be named 'w'"):
-        imported(tmp_path, rename={"*.w": "w"})
-
-
 def test_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
     """With overwrite, nothing of the earlier checkpoint is left."""
     save_file(ONE, tmp_path / PLAIN)
@@ -125,8 +101,7 @@ def test_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "../secret.safetensors", "/etc/secret.safetensors", "sub/x.safetensors", "..\\x.safetensors", "..",
-        "x.safetensors\0", "", ".", "a.bin", 7, None, ["x.safetensors"], {"a": 1},
+        "../secret.safetensors", "/etc/secret.safetensors", "..\\x.safetensors", "..", "x.safetensors\0", "a.bin", 7,
     ],
 )  # fmt: skip
 def test_index_that_leads_elsewhere_is_refused(tmp_path: Path, serve: Serve, file: object) -> None:
@@ -142,10 +117,7 @@ def test_index_that_leads_elsewhere_is_refused(tmp_path: Path, serve: Serve, fil
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": 1}', "[" * 100_000, "\0"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', "[" * 100_000])
 def test_malformed_index_is_damage(tmp_path: Path, text: str) -> None:
     """An index that is not one is damage, whatever it contains."""
     save_file(ONE, tmp_path / "good.safetensors")
@@ -157,44 +129,33 @@ def test_malformed_index_is_damage(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"a": "a.safetensors", "b": "b.safetensors", "c": "b.safetensors"}, "disagree"),
-        ({"a": "b.safetensors", "b": "a.safetensors"}, "disagree"),
-        ({"a": "a.safetensors", "b": "a.safetensors"}, "disagree"),
-        ({"a": "a.safetensors", "b": "b.safetensors"}, "where tensor 'more' is"),
+        ({"a": "a.safetensors", "b": "b.safetensors", "c": "b.safetensors"}, "'c' is"),
+        ({"a": "b.safetensors", "b": "a.safetensors"}, "'a' is"),
+        ({"a": "a.safetensors"}, "'b' is"),
     ],
 )
 def test_index_that_contradicts_the_files_is_damage(
     tmp_path: Path, index: dict[str, str], message: str
 ) -> None:
-    """A tensor that is missing, elsewhere or unnamed, and a missing file, are errors."""
+    """A tensor that is missing, elsewhere or unnamed is an error."""
     parts = {"a.safetensors": {"a": torch.ones(1)}, "b.safetensors": {"b": torch.ones(1)}}
-    if "more" in message:
-        parts["b.safetensors"]["more"] = torch.ones(1)
+    if len(index) == 1:
+        parts = {"a.safetensors": {"a": torch.ones(1), "b": torch.ones(1)}}
     write_sharded(tmp_path, parts, index)
-    with pytest.raises(holdfast.DamagedError, match=f"index and files .*{message}|{message}"):
+    with pytest.raises(holdfast.DamagedError, match=f"index and files .*{message}"):
         imported(tmp_path)
-    if "b.safetensors" in index.values():
-        (tmp_path / "b.safetensors").unlink()
-        with pytest.raises(holdfast.NotFoundError):
-            imported(tmp_path)
 
 
-def test_files_without_an_index_are_no_model(tmp_path: Path) -> None:
-    """No file, several models, and shards left by an interrupted export are refused."""
+def test_missing_files_are_errors(tmp_path: Path) -> None:
+    """An empty folder, a file missing from an index, and files without their index are refused."""
     with pytest.raises(holdfast.NotFoundError, match="no safetensors file"):
         imported(tmp_path)
-    write_sharded(tmp_path, {"a.safetensors": ONE, "b.safetensors": {"b": torch.ones(1)}})
-    (tmp_path / "other.safetensors.index.json").write_text("{}")
-    with pytest.raises(holdfast.UnsupportedFormatError, match="several models"):
+    parts = {f"model-0000{n}-of-00003.safetensors": {f"{n}": torch.ones(1)} for n in (1, 2, 3)}
+    write_sharded(tmp_path, parts)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(holdfast.NotFoundError):
         imported(tmp_path)
-    for index in tmp_path.glob("*.json"):
-        index.unlink()
-    message = r"an index: a\.safetensors, b\.safet"
-    with pytest.raises(holdfast.UnsupportedFormatError, match=message):
-        imported(tmp_path)
-    for number, name in enumerate("ab", 1):
-        shard = tmp_path / f"model-0000{number}-of-00002.safetensors"
-        (tmp_path / f"{name}.safetensors").rename(shard)
+    (tmp_path / INDEX).unlink()
     with pytest.raises(holdfast.DamagedError, match="no index"):
         imported(tmp_path)
 
@@ -223,39 +184,29 @@ def folder_of(folder: Path, keys: Sequence[str]) -> Path:
     ("keys", "expected"),
     [
         (["model.safetensors.index.fp16.json"], "model.safetensors.index.fp16.json"),
-        (["model.safetensors.fp16.index.json"], "model.safetensors.fp16.index.json"),
-        (["model.fp16.safetensors.index.json"], "model.fp16.safetensors.index.json"),
-        (["diffusion_pytorch_model.safetensors.index.fp16.json"],
-         "diffusion_pytorch_model.safetensors.index.fp16.json"),
         (["model.fp16.safetensors"], "model.fp16.safetensors"),
         ([PLAIN, "model.fp16.safetensors", "model.non_ema.safetensors"], PLAIN),
         ([PLAIN, "model.safetensors.index.fp16.json"], PLAIN),
         ([INDEX, "model.safetensors.index.fp16.json", "model.safetensors.bf16.index.json"], INDEX),
         ([INDEX, "model.fp16.safetensors.index.json", "model.fp16.safetensors"], INDEX),
-    ],
-)  # fmt: skip
-def test_plain_model_is_preferred_to_variants(
-    tmp_path: Path, keys: list[str], expected: str
-) -> None:
-    """A variant is recognised wherever libraries put its name; alone, it is the model."""
-    assert list(imported(folder_of(tmp_path, keys))) == [expected]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["model.bf16.safetensors", "model.fp16.safetensors"],
-        ["model.safetensors.index.bf16.json", "model.safetensors.index.fp16.json"],
-        ["llama-3.1.safetensors", "llama-3.safetensors"],
+        (["model.bf16.safetensors", "model.fp16.safetensors"], None),
+        (["model.safetensors.index.bf16.json", "model.safetensors.index.fp16.json"], None),
+        (["llama-3.1.safetensors", "llama-3.safetensors"], None),
     ],
 )
-def test_several_models_are_not_guessed_from(tmp_path: Path, keys: list[str]) -> None:
-    """The error names the models, and each can be imported by its own URI."""
-    folder_of(tmp_path, keys)
+def test_plain_model_is_preferred_to_variants(
+    tmp_path: Path, keys: list[str], expected: str | None
+) -> None:
+    """A variant is recognised wherever libraries put its name, and no choice is guessed: the error
+    names the models, each of which can be imported by its own URI."""
+    folder = folder_of(tmp_path, keys)
+    if expected is not None:
+        assert list(imported(folder)) == [expected]
+        return
     with pytest.raises(holdfast.UnsupportedFormatError, match=", ".join(keys)):
-        imported(tmp_path)
+        imported(folder)
     for key in keys:
-        assert list(imported(tmp_path / key)) == [key]
+        assert list(imported(folder / key)) == [key]
 
 
 @pytest.mark.parametrize("variant", ["", ".fp16"])
@@ -264,27 +215,6 @@ def test_index_of_torch_files_is_refused(tmp_path: Path, variant: str) -> None:
     (tmp_path / f"pytorch_model.bin.index{variant}.json").write_text("{}")
     with pytest.raises(holdfast.UnsupportedFormatError, match="an index of torch"):
         imported(tmp_path)
-
-
-NEWER = [
-    torch.complex64, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.float4_e2m1fn_x2,
-]  # fmt: skip
-
-
-def test_newer_dtypes(tmp_path: Path, rng: np.random.Generator) -> None:
-    """They are imported and exported; images have them as bytes, so that every reader opens them."""
-    model = {str(dtype): random_bits(rng, dtype, (3, 5)) for dtype in NEWER}
-    save_file(model, tmp_path / "m.safetensors")
-    holdfast.import_(tmp_path / "m.safetensors", tmp_path / "c")
-    assert difference(model, holdfast.load(tmp_path / "c")) is None
-    with holdfast.open(tmp_path / "c") as c:
-        assert c.verify().ok
-    (image,) = tmp_path.glob("c/data/*/0.safetensors")
-    assert load_file(image)["torch.float4_e2m1fn_x2"].shape == (3, 5, 1)
-    assert holdfast.diff(tmp_path / "c", tmp_path / "c").equal
-    holdfast.export(tmp_path / "c", tmp_path / "x")
-    assert difference(model, load_file(tmp_path / "x" / PLAIN)) is None
 
 
 def written(path: Path, code: str, shape: list[int], nbytes: int) -> Path:
@@ -300,8 +230,8 @@ def written(path: Path, code: str, shape: list[int], nbytes: int) -> Path:
 
 @pytest.mark.parametrize(
     ("code", "shape", "nbytes"),
-    [("F6_E2M3", [4], 3), ("F6_E3M2", [4], 3), ("F4", [2, 3], 3), ("F4", [2, 1], 1), ("F128", [4], 64)],
-)  # fmt: skip
+    [("F6_E2M3", [4], 3), ("F4", [2, 3], 3), ("F128", [4], 64)],
+)
 def test_dtype_that_torch_lacks_is_refused(
     tmp_path: Path, code: str, shape: list[int], nbytes: int
 ) -> None:
@@ -310,17 +240,6 @@ def test_dtype_that_torch_lacks_is_refused(
     with pytest.raises(holdfast.UnsupportedFormatError, match=rf"tensor 's' .* dtype '{code}'"):
         imported(file)
     assert imported(file, skip=["s"])["w"].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("code", "shape"), [("F6_E2M3", [5]), ("F4", [3]), ("F4", [6]), ("C64", [1])]
-)
-def test_size_that_contradicts_the_dtype_is_damage(
-    tmp_path: Path, code: str, shape: list[int]
-) -> None:
-    """Sizes are checked for every known dtype, whether torch has it or not."""
-    with pytest.raises(holdfast.DamagedError, match="'s' does not fill its data_offsets"):
-        imported(written(tmp_path / "m.safetensors", code, shape, 2))
 
 
 def test_metadata_of_files_is_exported_again(
@@ -345,15 +264,7 @@ def test_metadata_of_files_is_exported_again(
         assert file.metadata() == expected
 
 
-def test_metadata_must_be_text(tmp_path: Path) -> None:
-    """A header with other metadata is damage, as for safetensors itself."""
-    text = json.dumps({"__metadata__": {"format": 7}}).encode()
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    with pytest.raises(holdfast.DamagedError, match="not an object of strings"):
-        imported(tmp_path)
-
-
-@pytest.mark.parametrize("cut", [0, 4, 8, 50, -1, None])
+@pytest.mark.parametrize("cut", [0, 4, 50, -1, None])
 def test_file_of_another_length_is_damage(tmp_path: Path, cut: int | None) -> None:
     """A file that is shorter or longer than its header says is damage."""
     file = tmp_path / PLAIN
@@ -364,12 +275,11 @@ def test_file_of_another_length_is_damage(tmp_path: Path, cut: int | None) -> No
         imported(file)
 
 
-@pytest.mark.parametrize("length", [200_000_000, 1 << 63])
-def test_huge_header_takes_no_memory(tmp_path: Path, length: int) -> None:
-    """The length is compared with the size of the file before so much is read."""
+def test_huge_header_takes_no_memory(tmp_path: Path) -> None:
+    """A length beyond the limit is refused before so much is read."""
     file = tmp_path / PLAIN
     with file.open("wb") as f:
-        f.write(length.to_bytes(8, "little"))
+        f.write((200_000_000).to_bytes(8, "little"))
         f.truncate(300_000_000)
     with pytest.raises(holdfast.DamagedError, match="a header of"):
         imported(file)
@@ -386,9 +296,10 @@ def run(*arguments: str, status: int) -> str:
 
 def test_command(tmp_path: Path) -> None:
     """The command says what it made, or why it did not."""
-    save_file({"w": torch.ones(256)}, tmp_path / PLAIN)
+    save_file({"w": torch.ones(256), "v": torch.ones(1)}, tmp_path / PLAIN)
     dest = tmp_path / "out"
-    asked = ["import", str(tmp_path), str(dest), "--rename", "*=model.*", "--step", "3"]
+    names = ["--rename", "*=model.*", "--skip", "v"]
+    asked = ["import", str(tmp_path), str(dest), *names, "--step", "3"]
     out = run(*asked, status=0)
     assert out.startswith(f"imported: file://{dest}: 1 tensor of 1 file, 1.00 KiB, 0.")
     assert "a checkpoint already exists" in run(*asked, status=2)

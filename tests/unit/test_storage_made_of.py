@@ -173,15 +173,6 @@ def test_a_tensor_of_another_kind_is_not_filled(
     assert values(into["module"].weight) == (1, 0.5)
 
 
-def test_fields_that_a_library_adds_to_a_context_are_no_difference() -> None:
-    """A newer release describes more than an older one."""
-    uri = fresh_uri()
-    holdfast.save(uri, [scaled(3)])
-    into = [scaled(1, {**CONTEXT, "new": 1})]
-    holdfast.load(uri, into=into)
-    assert values(into[0]) == (3, 1.5)
-
-
 def test_tensors_within_tensors() -> None:
     """At any depth, also of classes that torch has."""
     uri = fresh_uri()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.bits import difference, fresh_uri
+from support.bits import difference
 from support.dcp_tasks import in_order
-from support.importing import Canary, imported, objects_at
+from support.importing import Canary, imported
 from torch.distributed.checkpoint import FileSystemWriter
 
 import holdfast
@@ -64,15 +64,17 @@ def test_common_state_is_imported(tmp_path: Path) -> None:
     assert difference(in_order(expected), in_order(imported(written(tmp_path, common)))) is None
 
 
-def test_nothing_in_common(tmp_path: Path) -> None:
-    """Tensors are imported without any common state."""
-    assert sorted(imported(written(tmp_path, {}))) == [OBJECT, WEIGHT]
-
-
 def test_chain_of_optimizers(tmp_path: Path) -> None:
     """Chained optimizers are imported by number."""
     folder = written(tmp_path, {"optimizer": {0: optimizer(), 1: optimizer()}})
     assert sorted(imported(folder)["optim"]["common"]) == ["0", "1"]
+
+
+def cyclic() -> dict[str, Any]:
+    """Return a state that contains itself."""
+    state: dict[str, Any] = {"a": {}}
+    state["a"]["b"] = state
+    return state
 
 
 @pytest.mark.parametrize(
@@ -96,29 +98,23 @@ def test_other_optimizers_are_unchanged(tmp_path: Path, other: dict[str, Any]) -
     ("value", "message"),
     [
         (argparse.Namespace(lr=1), "object of argparse.Namespace"),
-        ([1, argparse.Namespace(lr=1)], "object of argparse.Namespace"),
-        (io.BytesIO(b"x"), "object of _io.BytesIO"),
+        ([Canary(Path("trace"))], r"posix\.system"),
         (torch.float16, "torch.float16"),
         ([torch.ones(1)], "a tensor at 0"),
     ],
 )
-def test_objects_are_refused_or_skipped(tmp_path: Path, value: object, message: str) -> None:
-    """The error says how to leave an object out."""
+def test_objects_are_refused_or_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object, message: str
+) -> None:
+    """The error says how to leave an object out; Megatron unpickles the file, the import does not."""
+    monkeypatch.chdir(tmp_path)
     folder = written(tmp_path, {"iteration": 7, "odd": {"one": value}})
     with pytest.raises(holdfast.UnsupportedFormatError, match=message) as caught:
         imported(folder)
     assert "--skip 'odd.one'" in str(caught.value)
     assert "common.pt" in str(caught.value)
     assert imported(folder, skip=["odd.*"])["iteration"] == 7
-    found = imported(folder, only=[WEIGHT])
-    assert difference({WEIGHT: torch.arange(6.0).view(2, 3)}, found) is None
-
-
-def test_object_as_key_is_refused(tmp_path: Path) -> None:
-    """The error names the class of the key."""
-    folder = written(tmp_path, {"odd": {argparse.ArgumentError(None, "x"): 1}})
-    with pytest.raises(holdfast.UnsupportedFormatError, match=r"argparse\.ArgumentError"):
-        imported(folder)
+    assert not (tmp_path / "trace").exists()
 
 
 def test_pickled_items_are_refused_or_skipped(tmp_path: Path) -> None:
@@ -131,35 +127,11 @@ def test_pickled_items_are_refused_or_skipped(tmp_path: Path) -> None:
     assert OBJECT in imported(folder, skip=[extra])
 
 
-@pytest.mark.parametrize("place", ["value", "list", "all of it", "key"])
-def test_hostile_common_state_is_refused(tmp_path: Path, place: str) -> None:
-    """Megatron unpickles the file; the import does not, and makes nothing."""
-    trace = tmp_path / "trace"
-    common: dict[str, Any] = {
-        "value": {"bad": Canary(trace)},
-        "list": {"bad": [Canary(trace)]},
-        "all of it": Canary(trace),
-        "key": {Canary(trace): 1},
-    }
-    folder = written(tmp_path / "folder", common[place])
-    uri = fresh_uri()
-    with pytest.raises(holdfast.UnsupportedFormatError, match=r"posix\.system|not a dict of names"):
-        holdfast.import_(folder, uri)
-    assert not trace.exists()
-    assert not objects_at(uri)
-
-
-def cyclic() -> dict[str, Any]:
-    """Return a state that contains itself."""
-    state: dict[str, Any] = {"a": {}}
-    state["a"]["b"] = state
-    return state
-
-
 @pytest.mark.parametrize(
     ("common", "message"),
     [
         ([1], "not a dict of names"),
+        ({"odd": {argparse.ArgumentError(None, "x"): 1}}, r"argparse\.ArgumentError"),
         (cyclic(), "contains itself"),
         ({"a.b": 1, "a": {"b": 2}}, "have the same dotted path"),
         ({WEIGHT: 1}, "is in common.pt and elsewhere in the folder"),
@@ -169,12 +141,3 @@ def test_impossible_common_state_is_refused(tmp_path: Path, common: object, mess
     """Cycles, colliding names and anything but a dict of names are errors."""
     with pytest.raises(holdfast.UnsupportedFormatError, match=message):
         imported(written(tmp_path, common))
-
-
-def test_cut_file_is_damage(tmp_path: Path) -> None:
-    """A cut common.pt is an error."""
-    folder = written(tmp_path, {"iteration": 7})
-    whole = (folder / "common.pt").read_bytes()
-    (folder / "common.pt").write_bytes(whole[:-40])
-    with pytest.raises((holdfast.DamagedError, holdfast.UnsupportedFormatError)):
-        imported(folder)

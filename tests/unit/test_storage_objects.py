@@ -94,32 +94,22 @@ class Job:
         return copy.deepcopy({name: dict(part.state_dict()) for name, part in self.state.items()})
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_if_it_had_not_been_interrupted(name: str) -> None:
-    """Three steps, a save, a load and three more equal six steps."""
+SOME = ["SGD nesterov, groups", "Adam tensor lr", "AdamW fused", "ASGD"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [*((name, 3) for name in OPTIMIZERS), *((name, 0) for name in SOME)]
+)
+def test_training_resumes_as_if_it_had_not_been_interrupted(name: str, steps: int) -> None:
+    """Some steps, or none, a save, a load and three more steps equal as many steps in a row."""
     whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
-    whole.train(0, 6)
-    before.train(0, 3)
+    whole.train(0, steps + 3)
+    before.train(0, steps)
     uri = fresh_uri()
     holdfast.save(uri, before.state)
     holdfast.load(uri, into=after.state)
     assert difference(before.snapshot(), after.snapshot()) is None
-    after.train(3, 6)
-    assert difference(whole.snapshot(), after.snapshot()) is None
-
-
-SOME = ["SGD nesterov, groups", "Adam tensor lr", "AdamW fused", "ASGD"]
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_a_job_saved_before_its_first_step_goes_on_likewise(name: str) -> None:
-    """An optimizer without momentum is restored without momentum."""
-    whole, before, after = Job(name, 1), Job(name, 1), Job(name, 2)
-    uri = fresh_uri()
-    holdfast.save(uri, before.state)
-    holdfast.load(uri, into=after.state)
-    whole.train(0, 4)
-    after.train(0, 4)
+    after.train(steps, steps + 3)
     assert difference(whole.snapshot(), after.snapshot()) is None
 
 
@@ -212,20 +202,6 @@ def test_an_optimizer_without_its_module_is_saved_by_number() -> None:
     assert difference(optim.state_dict(), other.state_dict()) is None
 
 
-def test_hyperparameters_come_from_the_checkpoint() -> None:
-    """Learning rates and the like are taken over, per group."""
-    before, after = Job("AdamW foreach, groups", 1), Job("AdamW foreach, groups", 2)
-    before.train(0, 2)
-    for group in after.optim.param_groups:
-        group["lr"], group["betas"] = 99.0, (0.1, 0.2)
-    uri = fresh_uri()
-    holdfast.save(uri, before.state)
-    holdfast.load(uri, into=after.state)
-    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in after.optim.param_groups] == [
-        (g["lr"], g["betas"], g["weight_decay"]) for g in before.optim.param_groups
-    ]
-
-
 def test_a_module_may_be_the_state() -> None:
     """The root of a state may be an object with a state; loading into it returns it."""
     net, other = Net(), Net()
@@ -299,44 +275,3 @@ def test_random_generators_go_on_where_they_were() -> None:
     into = generators(2)
     holdfast.load(uri, into=into)
     assert [draws(into), draws(into)] == expected
-
-
-@pytest.mark.parametrize(
-    ("stored", "into"),
-    [
-        ([1], torch.Generator()),
-        ([1], np.random.default_rng()),
-        ({"a": 1}, np.random.RandomState()),
-        ({"a": 1}, random.Random()),
-        ("text", torch.optim.SGD([nn.Parameter(torch.ones(1))])),
-        (torch.ones(2), holdfast.RNGState()),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_is_no_state_of_an_object_does_not_fit(stored: object, into: object) -> None:
-    """It is found before anything is loaded, in every mode."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"object": stored, "tensor": torch.ones(3)})
-    tensor = torch.zeros(3)
-    with pytest.raises(holdfast.MismatchError, match="not the state of an object of type"):
-        holdfast.load(uri, into={"object": into, "tensor": tensor}, strict=False)
-    assert not tensor.any()
-
-
-def test_raw_random_states_are_values_and_tensors() -> None:
-    """What the libraries' own get_state functions return can be saved, and given back to them."""
-    generators(3)
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    uri = fresh_uri()
-    holdfast.save(uri, state)
-    expected = [torch.rand(3).tolist(), np.random.random(3).tolist(), random.random()]
-    generators(4)
-    loaded = holdfast.load(uri)
-    torch.set_rng_state(loaded["torch"])
-    np.random.set_state(loaded["numpy"])
-    random.setstate(loaded["python"])
-    assert [torch.rand(3).tolist(), np.random.random(3).tolist(), random.random()] == expected

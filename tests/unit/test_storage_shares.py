@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, saved
 
 import holdfast
-
-
-def saved(state: Any) -> str:
-    """A new checkpoint of ``state``."""
-    uri = fresh_uri()
-    holdfast.save(uri, state)
-    return uri
 
 
 def state() -> dict[str, Any]:
@@ -74,12 +67,3 @@ def test_what_cannot_be_is_refused_at_once() -> None:
             c.read_shares(split={"*": 0})
         with pytest.raises(holdfast.UsageError, match="no tensor has a name like 'x'"):
             c.read_shares(["x"])
-
-
-def test_a_reader_may_stop_in_the_middle() -> None:
-    """What is being read ahead is given up."""
-    with holdfast.open(saved(state())) as c:
-        found = c.read_shares(budget_nbytes=100)
-        name, tensor = next(found)
-        found.close()
-        assert difference(c.read(name), tensor) is None

@@ -68,19 +68,21 @@ def views() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         "overlapping windows": lambda t: t.reshape(-1).unfold(0, 5, 2),
         "one element": lambda t: t[1, 2, 3, 1],
         "empty": lambda t: t[:, :0].transpose(0, 3),
+        "bits": lambda t: t.view(torch.uint8),
     }
 
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.complex128],
+    [torch.bfloat16, torch.complex64],
     ids=str,
 )
 def test_views_are_stored_as_what_they_show(dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """A view comes back with the same elements, loaded anew and into a view of its kind."""
+    """Views of one memory come back with their own elements, loaded anew and into such views."""
 
     def make() -> dict[str, torch.Tensor]:
-        return {name: view(random_bits(rng, dtype, (4, 3, 5, 6))) for name, view in views().items()}
+        whole = random_bits(rng, dtype, (4, 3, 5, 6))
+        return {"whole": whole} | {name: view(whole) for name, view in views().items()}
 
     state, into = make(), make()
     uri = fresh_uri()
@@ -132,19 +134,6 @@ def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
         assert {info.alias_of for info in c.tensors.values()} == {None, "embed.w"}
 
 
-def test_views_of_one_storage_that_show_different_elements_are_stored_each() -> None:
-    """Views with another shape, stride or dtype over the same memory are separate tensors."""
-    base = torch.arange(12.0)
-    square = base.view(3, 4)
-    state = {
-        "base": base, "half": base[:6], "rest": base[6:], "overlap": base[3:9], "square": square, "turned": square.t(),
-        "bits": base.view(torch.int32), "stepped": base[::2], "symmetric": torch.arange(9.0).view(3, 3).t(),
-    }  # fmt: skip
-    uri = fresh_uri()
-    holdfast.save(uri, state)
-    assert difference(state, holdfast.load(uri)) is None
-
-
 def test_parameters_and_tensors_in_a_graph_are_stored_as_values() -> None:
     """Tensors that require gradients are saved without, and filled without disturbing autograd."""
     parameter = torch.nn.Parameter(torch.arange(4.0))
@@ -158,20 +147,6 @@ def test_parameters_and_tensors_in_a_graph_are_stored_as_values() -> None:
     assert target.requires_grad
     assert target.is_leaf
     assert torch.equal(target.detach(), torch.arange(4.0))
-
-
-def test_a_state_larger_than_several_chunks_and_the_budget_comes_back(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
-    """With the smallest budget, tensors that span chunks and many small ones arrive unharmed."""
-    state = {f"small {i}": random_bits(rng, torch.float16, (i % 7, 11)) for i in range(200)}
-    state["wide"] = random_bits(rng, torch.float32, (3001, 3333))
-    state["turned"] = random_bits(rng, torch.bfloat16, (4099, 2053)).t()
-    report = holdfast.save(tmp_path / "c", state, budget_nbytes=32 << 20)
-    assert (
-        report.nbytes == (tmp_path / "c" / "data" / report.attempt / "0.safetensors").stat().st_size
-    )
-    assert difference(state, holdfast.load(tmp_path / "c", budget_nbytes=32 << 20)) is None
 
 
 @pytest.mark.nightly(24)

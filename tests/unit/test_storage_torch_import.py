@@ -80,20 +80,14 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
     assert difference(expected, holdfast.load(uri)) is None
 
 
-def test_long_directory(tmp_path: Path) -> None:
-    """A directory longer than the first read is read completely."""
-    state = {f"layers.{i}.a-rather-long-name": torch.full((1,), float(i)) for i in range(9000)}
-    torch.save(state, tmp_path / "a.pt")
-    assert difference(state, imported(tmp_path / "a.pt")) is None
-
-
 def test_small_records_are_read_together(tmp_path: Path, serve: Serve) -> None:
-    """A file may have tens of thousands of small records, so they share requests."""
-    state = {f"layers.{number}": torch.full((100,), float(number)) for number in range(300)}
+    """A file may have tens of thousands of small records, so they share requests, also for a
+    directory longer than the first read."""
+    state = {f"layers.{n}.a-rather-long-name": torch.full((1,), float(n)) for n in range(9000)}
     torch.save(state, tmp_path / "a.pt")
     uri, keys = noted(serve, tmp_path)
     assert difference(state, imported(f"{uri}/a.pt")) is None
-    assert len(keys) < 6 + 4 + 3  # samples, stats
+    assert len(keys) < 30
 
 
 def rewrite(path: Path, changed: Callable[[str, bytes], bytes | None]) -> Path:
@@ -138,7 +132,7 @@ def hostile_pickles(trace: Path) -> dict[str, bytes]:
 @pytest.mark.nightly(14)
 @pytest.mark.parametrize("what", list(hostile_pickles(Path("x"))))
 def test_hostile_pickle_is_refused(tmp_path: Path, what: str) -> None:
-    """The error names what the pickle asks for; nothing runs, and nothing is made."""
+    """The error names the request of the pickle; nothing runs, and nothing is made."""
     trace = tmp_path / "trace"
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
     hostile = hostile_pickles(trace)[what]
@@ -149,22 +143,17 @@ def test_hostile_pickle_is_refused(tmp_path: Path, what: str) -> None:
         holdfast.import_(file, uri)
     assert not trace.exists()
     assert not objects_at(uri)
-
-
-def test_hostile_pickle_leaves_a_trace(tmp_path: Path) -> None:
-    """Unpickling would be noticed."""
-    pickle.loads(hostile_pickles(tmp_path / "trace")["posix.system"])
-    assert (tmp_path / "trace").exists()
+    if what == "posix.system":
+        pickle.loads(hostile)
+        assert trace.exists()
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         (torch.nn.Linear(2, 2), "names torch.nn.modules.linear.Linear"),
-        (torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
         ({"t": torch.ones(2, 3).t()}, "tensor 't' is not contiguous"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "the same dotted path"),
-        ({(1, 2): torch.ones(1)}, "a key of type tuple"),
         ({"m": torch.empty(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
         ({"c": torch.ones(2, dtype=torch.complex64).conj()}, "tensor 'c' .* conjugate bit"),
         ({"n": torch.ones(1, dtype=torch.complex64).conj().imag}, "tensor 'n' .* negative bit"),
@@ -172,7 +161,7 @@ def test_hostile_pickle_leaves_a_trace(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_other_than_plain_tensors_is_refused(tmp_path: Path, state: Any, message: str) -> None:
-    """Modules, sparse and meta tensors, views and odd names are refused by name."""
+    """Modules, meta tensors, views and colliding names are refused by name."""
     torch.save(state, tmp_path / "a.pt")
     with pytest.raises(holdfast.UnsupportedFormatError, match=message):
         holdfast.import_(tmp_path / "a.pt", fresh_uri())
@@ -222,7 +211,6 @@ def changed(call: tuple[Any, ...], at: int, value: object) -> Call:
     [
         (Call(*V2), STORAGE),
         (Call(*V2, None), STORAGE),
-        (Call(*V2, {}), STORAGE),
         (Call(*V2, {"conj": False, "neg": False}), STORAGE),
         (changed(V2, 5, True), STORAGE),
         (changed(V2, 6, None), STORAGE),
@@ -248,15 +236,12 @@ def test_neutral_arguments_are_accepted(value: object, storage: tuple[object, ..
         (changed(V2, 4, (1, 1)), STORAGE, "invalid shape"),
         (changed(V2, 5, 1), STORAGE, "requires_grad of a tensor is 1"),
         (changed(V2, 6, HOOKS), STORAGE, "backward hooks"),
-        (changed(V2, 6, 0), STORAGE, "backward hooks"),
-        (Call(*V2, {"wired": True}), STORAGE, "the metadata 'wired'"),
         (Call(*V2, {"wired": False}), STORAGE, "the metadata 'wired'"),
         (Call(*V2, {"conj": 1}), STORAGE, "the metadata 'conj'"),
         (Call(*V2, True), STORAGE, "metadata of a tensor is not a dict"),
         (Call(*V2, None, None), STORAGE, "malformed"),
         (Call(*V2), BYTES, "unknown dtype"),
         (Call(*V3[:-1], 7), BYTES, "unknown dtype"),
-        (changed(V3, 5, None), BYTES, "requires_grad of a tensor is None"),
         (changed(V3, 6, HOOKS), BYTES, "backward hooks"),
         (Call(*V3, {"wired": True}), BYTES, "the metadata 'wired'"),
         (Call(*V3, {}, None), BYTES, "malformed"),
@@ -264,10 +249,7 @@ def test_neutral_arguments_are_accepted(value: object, storage: tuple[object, ..
         (Call(PARAMETER, Call(*V2), 7, None), STORAGE, "requires_grad of a tensor is 7"),
         (Call(PARAMETER, Call(*V2), True, HOOKS), STORAGE, "backward hooks"),
         (Call(PARAMETER, Call(*V2), True, None, {}), STORAGE, "malformed"),
-        (Call(torch._utils._rebuild_tensor, ..., 0, (3,), (1,)), STORAGE, "_utils._rebuild_tensor,"),
-        (Call(torch._utils._rebuild_parameter_with_state), STORAGE, "_parameter_with_state"),
         (Call(torch._utils._rebuild_qtensor), STORAGE, "_rebuild_qtensor"),
-        (Call(torch._utils._rebuild_wrapper_subclass), STORAGE, "_rebuild_wrapper_subclass"),
         (Call(FROM_TYPE, V2[0], torch.nn.Parameter, V2[1:], {}), STORAGE, "names torch.nn.param"),
         (Call(FROM_TYPE, V2[0], torch.Tensor, V2[1:], ({}, {"a": 1})), STORAGE, "in slots"),
         (Call(FROM_TYPE, OrderedDict, torch.Tensor, (), {}), STORAGE, "made by collections.Ord"),
@@ -339,7 +321,7 @@ def test_short_or_missing_record_is_damage(
         imported(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder"])
+@pytest.mark.parametrize("record", ["data.pkl", "data/0"])
 def test_compressed_record_is_refused(tmp_path: Path, record: str) -> None:
     """A compressed record is not damage: torch reads it."""
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
