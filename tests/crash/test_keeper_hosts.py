@@ -18,7 +18,6 @@ from support.kept_runs import (
     Found,
     KeptRun,
     expected_losses,
-    flip_image,
     kept_run,
     wait_until,
 )
@@ -53,9 +52,7 @@ def killed_at(step: int, **options: object) -> Job:
 
 @pytest.mark.nightly(22)
 def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
-    """The image of a lost host is rebuilt from parity on an empty host; only the current step is
-    lost.
-    """
+    """The image of the lost host is rebuilt there from parity."""
     hosts = HOSTS[:3]
     run.train(killed_at(5, every=4, hosts=hosts), 3)
     assert run.steps() == [4]
@@ -69,25 +66,9 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
         checkpoint.verify()
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize(("protect", "struck"), [("copy", "b"), ("xor", "a"), ("pq", "c")])
-def test_a_bit_that_flips_on_a_host_that_lives_is_made_good(
-    run: KeptRun, protect: str, struck: str
-) -> None:
-    """A damaged image on a live host is rebuilt from parity, although its keeper still holds it."""
-    hosts = HOSTS[: {"copy": 2, "xor": 3, "pq": 4}[protect]]
-    run.train(killed_at(5, hosts=hosts, protect=protect), len(hosts))
-    flip_image(run.status_of(struck)["pid"], 5)
-    found = run.train(Job(7, hosts=hosts, protect=protect, guards=True), len(hosts))
-    check(found, 5, "memory", 7)
-    assert sum(run.status_of(host)["counters"]["rebuilt"] for host in hosts) == 1
-
-
 @pytest.mark.nightly(8)
 def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
-    """When trainers and keepers get SIGTERM together, as from a scheduler, the current step is
-    durable.
-    """
+    """When all get SIGTERM together, as from a scheduler, the current step is durable."""
     accident = Accident(3, "sigterm to all")
     found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.05), 2)
     assert found.code != 0
@@ -109,11 +90,7 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
 
 @pytest.mark.nightly(12)
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
-    """Ranks read the inventory of their keeper again once all keepers have offered their images.
-
-    Earlier answers may be inconsistent. A keeper that answers late may already have dropped a
-    step because all had parity of the next one, which an earlier answer did not yet contain.
-    """
+    """Earlier answers may be inconsistent, since keepers still dropped images in between."""
     found = run.train(Job(1, hosts=HOSTS[:2], late_s=1.0), 2)
     assert found.code == 0, found.stderr
     looks = [
@@ -134,83 +111,14 @@ def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
     assert found.resumed["tiers"]["peer"] > 0
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize(
-    ("before", "after"), [((3, 3), (2, 2)), ((2, 2), (4, 4)), ((4, 2), (3, 3))]
-)
-def test_another_number_of_hosts_and_ranks(
-    run: KeptRun, before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    """A job resumes on another number of hosts and ranks; each rank reads from any host."""
-    run.train(killed_at(5, hosts=HOSTS[: before[1]]), before[0])
-    found = run.train(Job(8, hosts=HOSTS[: after[1]]), after[0])
-    check(found, 5, "memory", 8)
-
-
-@pytest.mark.drill
-def test_two_hosts_are_lost_of_four_with_two_parities(run: KeptRun) -> None:
-    """With two parities, the images of two lost hosts of four are rebuilt."""
-    run.train(killed_at(5, every=4, hosts=HOSTS, protect="pq"), 4)
-    run.lose("a", "c")
-    found = run.train(Job(8, hosts=HOSTS, protect="pq"), 4)
-    check(found, 5, "memory", 8)
-    assert run.status_of("a")["counters"]["rebuilt"] == 1
-    assert run.status_of("c")["counters"]["rebuilt"] == 1
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("lost", [("a", "c"), HOSTS])
-def test_more_hosts_are_lost_than_can_be_made_up_for(run: KeptRun, lost: tuple[str, ...]) -> None:
-    """A run that has lost too many hosts says so by name and resumes from storage."""
-    run.train(killed_at(5, every=4, hosts=HOSTS), 4)
-    run.lose(*lost)
-    found = run.train(Job(8, hosts=HOSTS), 4)
-    check(found, 4, "storage", 8)
-    if lost != HOSTS:
-        assert "2 of 4 hosts of a group are lost, and xor tolerates 1" in found.stderr
-
-
-@pytest.mark.drill
-def test_the_lead_keeper_dies_and_another_takes_its_place(run: KeptRun) -> None:
-    """When the lead keeper dies, another takes over, and no sealed step is lost.
-
-    Training continues, and later steps are agreed and protected again.
-    """
-    accident = Accident(5, "kill keeper", rank=0)
-    found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.5), 2)
-    assert found.code == 0
-    status = run.status_of("b")
-    assert status["protected_step"] > 5
-    after = run.train(Job(32, hosts=HOSTS[:2]), 2)
-    assert after.resumed["tier"] == "memory"
-    assert after.resumed["step"] > 5
-    check(after, after.resumed["step"], "memory", 32)
-
-
-@pytest.mark.nightly(78)
-@pytest.mark.parametrize(
-    ("name", "operations"),
-    [
-        pytest.param(
-            name,
-            operations,
-            marks=pytest.mark.drill
-            if operations != 5
-            else [pytest.mark.nightly(15)] * (name == "b"),
-        )
-        for name in "ab"
-        for operations in (1, 3, 5, 7, 9)
-    ],
-)
-def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str, operations: int) -> None:
-    """A keeper killed during a flush is replaced by one that gets the images and flushes again.
-
-    The leader or another keeper is killed after some slow operations.
-    """
+@pytest.mark.nightly(30)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str) -> None:
+    """The keeper that replaces the leader, or another one, gets the images and flushes again."""
     run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
     process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
     wait_until((run.uri / "step-00000008" / "data").exists, 90)
-    time.sleep(operations * DELAY_S)
+    time.sleep(5 * DELAY_S)
     os.kill(run.status_of(name)["pid"], signal.SIGKILL)
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 0, stderr

@@ -5,7 +5,6 @@ After every failure a run resumes from a complete step and reaches the losses of
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from support.kept_runs import (
     Found,
     KeptRun,
     expected_losses,
-    flip_image,
     kept_run,
     wait_until,
 )
@@ -44,15 +42,6 @@ def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> 
     run.train(Job(9, every=4, accident=Accident(6, "kill")), world)
     assert run.steps() == [4]
     found = run.train(Job(9, every=4), world)
-    assert found.resumed == {"step": 6, "tier": "memory"}
-    check_losses(found, 9)
-
-
-@pytest.mark.drill
-def test_one_of_two_trainers_is_killed(run: KeptRun) -> None:
-    """torchrun ends the other trainer; the next job resumes from the last step in memory."""
-    run.train(Job(9, accident=Accident(6, "kill", rank=1)), 2)
-    found = run.train(Job(9), 2)
     assert found.resumed == {"step": 6, "tier": "memory"}
     check_losses(found, 9)
 
@@ -136,21 +125,6 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     assert len(list(kept.iterdir())) == 2
 
 
-@pytest.mark.nightly(12)
-@pytest.mark.clocked
-def test_trainers_wait_for_a_keeper_that_reads_what_is_on_storage_of_its_host(
-    run: KeptRun,
-) -> None:
-    """For as long as it gets on with that: after a reboot it may be a great deal."""
-    local = {"local": str(run.folder / "nvme"), "local_every": 3}
-    run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2), 2)
-    run.end_keepers()
-    run.environment["HOLDFAST_FILE_FAULTS"] = "delay:1,delay_s:1"
-    found = run.train(Job(9, **local, deadline_s=7, patience_s=8), 2)
-    assert found.resumed == {"step": 6, "tier": "memory"}, found.stderr
-    check_losses(found, 9)
-
-
 @pytest.mark.drill
 def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
     """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped
@@ -169,99 +143,3 @@ def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run:
     assert begun >= 5
     assert found.resumed == {"step": 60, "tier": "memory"}
     check_losses(found, 80)
-
-
-@pytest.mark.nightly(7)
-def test_too_little_memory_is_said_with_the_sum_and_saves_go_on(run: KeptRun) -> None:
-    """Before the first step is kept."""
-    found = run.train(Job(4, every=4, memory="500KiB"))
-    assert found.code == 0
-    assert "3 images of" in found.stderr
-    assert "there is room for 500 KiB" in found.stderr
-    assert found.counters is not None
-    assert found.counters["saved"] == 1
-    assert found.counters["kept"] == 0
-    assert run.steps() == [4]
-
-
-@pytest.mark.nightly(9)
-def test_a_bit_that_flips_in_memory_is_found(run: KeptRun) -> None:
-    """The job resumes from the previous step. (Labels are not writable.)"""
-    run.train(Job(5, accident=Accident(5, "kill")))
-    flip_image(run.status()["pid"], 5)
-    found = run.train(Job(8))
-    assert found.resumed == {"step": 4, "tier": "memory"}
-    check_losses(found, 8)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_in_memory_alone_that_cannot_be_read_does_not_begin_anew(
-    run: KeptRun, world: int
-) -> None:
-    """All ranks raise, and the steps stay in memory. On some ranks the state may already hold
-    values of a rejected step."""
-    run.train(Job(4, accident=Accident(4, "kill")), world)
-    before = run.status()
-    for held in before["generations"]:
-        flip_image(run.status()["pid"], held["step"])
-    found = run.train(Job(6), world)
-    assert found.code != 0
-    assert found.resumed == {}
-    assert "are in memory only, and none of them can be read" in found.stderr
-    assert found.stderr.count("DamagedError: ") >= world
-    after = run.status()
-    assert (after["epoch"], after["generations"]) == (before["epoch"], before["generations"])
-
-
-@pytest.mark.drill
-def test_a_job_of_another_size_goes_on_from_memory(run: KeptRun) -> None:
-    """One rank resumes from the step of two ranks, and two ranks from the step of one."""
-    run.train(Job(4, accident=Accident(4, "kill")), 2)
-    alone = run.train(Job(7, accident=Accident(7, "kill")), 1)
-    assert alone.resumed == {"step": 4, "tier": "memory"}
-    both = run.train(Job(9), 2)
-    assert both.resumed == {"step": 7, "tier": "memory"}
-    check_losses(both, 9)
-
-
-@pytest.mark.drill
-def test_a_folder_that_was_emptied_does_not_get_its_old_memory_back(run: KeptRun) -> None:
-    """A run that starts there from scratch is a new run."""
-    run.train(Job(4, accident=Accident(4, "kill")))
-    os.rename(run.uri, run.folder / "away")
-    found = run.train(Job(3))
-    assert found.resumed == {"step": None, "tier": "storage"}
-    check_losses(found, 3)
-
-
-@pytest.mark.nightly(5)
-def test_a_trainer_that_is_told_to_end_leaves_its_step_in_storage(run: KeptRun) -> None:
-    """SIGTERM, with the usual grace period: the step at hand is flushed."""
-    found = run.train(Job(30, accident=Accident(3, "sigterm"), pause_s=0.05))
-    assert found.code == -signal.SIGTERM
-    (step,) = run.steps()
-    assert step in (3, 4)
-
-
-@pytest.mark.drill
-def test_memory_that_is_older_than_storage_is_not_gone_back_to(run: KeptRun) -> None:
-    """In between, a job has trained further with another keeper."""
-    run.train(Job(3, accident=Accident(3, "kill")))
-    run.environment["HOLDFAST_KEEPER_DIR"] = str(run.base / "elsewhere")
-    run.train(Job(6, every=6))
-    del run.environment["HOLDFAST_KEEPER_DIR"]
-    found = run.train(Job(8))
-    assert found.resumed == {"step": 6, "tier": "storage"}
-    check_losses(found, 8)
-
-
-@pytest.mark.drill
-def test_a_step_that_was_left_behind_does_not_come_back(run: KeptRun) -> None:
-    """A job resumes from step 4, because step 5 is damaged, and is killed at once. A later job
-    does not resume from the old step 5."""
-    run.train(Job(5, accident=Accident(5, "kill")))
-    flip_image(run.status()["pid"], 5)
-    run.train(Job(9, accident=Accident(5, "kill before slot")))
-    found = run.train(Job(9))
-    assert found.resumed == {"step": 4, "tier": "memory"}

@@ -57,24 +57,16 @@ class Accident:
 class Job:
     """Description of a job.
 
-    ``every``: steps between saves to storage, None for none. ``wait``: wait until each step is
-    agreed
-    before the next, so that the content of memory is known. ``hosts``: names of hosts with equally
-    many
-    ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
-    nobody.
-    ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank starts
-    to
-    resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second that a
-    keeper
-    started by this job may read from other keepers.
+    ``every``: steps between saves to storage, None for none. ``hosts``: names of hosts with equally
+    many ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
+    nobody. ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank
+    starts to resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second
+    that a keeper started by this job may read from other keepers.
     """
 
     steps: int
     every: int | None = None
     accident: Accident | None = None
-    wait: bool = True
-    memory: str | None = None
     local: str | None = None
     local_every: int = 1
     deadline_s: float = 10.0
@@ -116,7 +108,6 @@ def main() -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
     state = new_state(job, rank)
     keeper = holdfast.Keeper(
-        memory=job.memory,
         deadline_s=job.deadline_s,
         linger="120s",
         starts=job.starts,
@@ -151,7 +142,7 @@ def main() -> None:
             handle = run.step(step, state)
             if job.accident is not None and job.accident.step == step:
                 happen(job.accident, rank, handle, uri)
-            if job.wait and handle is not None:
+            if handle is not None:
                 wait_for(handle)
             if job.guards:
                 wait_for_guard(uri, step)

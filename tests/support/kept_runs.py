@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -36,7 +34,6 @@ __all__ = [
     "Found",
     "KeptRun",
     "expected_losses",
-    "flip_image",
     "keepers_below_a_folder",
     "kept_run",
     "wait_until",
@@ -210,36 +207,6 @@ def wait_until(done: Callable[[], bool], seconds: float = 30) -> None:
                 return
         time.sleep(0.05)
     raise AssertionError("it did not come to that")
-
-
-def flip_image(pid: int, step: int) -> None:
-    """Flip a bit of an image of a step, through the descriptor of the keeper ``pid``."""
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(path).startswith("/memfd:holdfast"):
-            continue
-        data = Path(path).read_bytes()
-        if _is_image_of(data, step):
-            at = len(data) // 2
-            with open(path, "r+b") as file:
-                file.seek(at)
-                file.write(bytes([data[at] ^ 4]))
-            return
-    raise AssertionError(f"the keeper holds no image of step {step}")
-
-
-def _is_image_of(data: bytes, step: int) -> bool:
-    """Tell whether it is an image of that step, by its first weight."""
-    size = int.from_bytes(data[:8], "little")
-    if size > len(data) or b"__holdfast_blocks__" not in data[: 8 + size]:
-        return False
-    tensors = json.loads(data[8 : 8 + size])
-    shard = next((name for name in tensors if name.startswith("w")), None)
-    if shard is None:
-        return False
-    begin, _ = tensors[shard]["data_offsets"]
-    (weight,) = struct.unpack_from("<f", data, 8 + size + begin)
-    return math.isclose(weight, expected_losses(step)[step], rel_tol=1e-6)
 
 
 def expected_losses(steps: int) -> dict[int, float]:

@@ -18,7 +18,7 @@ from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
-from holdfast.storage.keeper.decisions.standing import Report
+from holdfast.storage.keeper.decisions.standing import FlushEnd, Report
 from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
 
 SIZE = 100
@@ -236,6 +236,27 @@ def test_the_newest_agreed_generation_is_not_forgotten() -> None:
     assert standing.settled == id(39 - KEPT)
     hear(lead, "b", missing=(id(2),))
     assert lead.standing() == standing
+
+
+def test_reports_of_strangers_and_of_other_epochs_say_nothing() -> None:
+    """Only keepers of the current epoch have votes."""
+    lead = leader()
+    standing = lead.standing()
+    lead.hear(Report("c", 0, (vote(1, 1),)))
+    lead.hear(Report("a", 1, (vote(0, 1),)))
+    assert lead.standing() == standing
+
+
+def test_a_flush_that_has_ended_is_not_wanted_again() -> None:
+    """A report that was in flight when the flush ended does not repeat it."""
+    lead = leader()
+    hear(lead, "b", agreed=id(9), wanted=(id(4),))
+    assert lead.wanted == {id(4)}
+    lead.end(FlushEnd(id(4), "", problem="storage is away", final=False))
+    assert lead.wanted == {id(4)}
+    lead.end(FlushEnd(id(4), "attempt"))
+    hear(lead, "b", wanted=(id(4),))
+    assert lead.wanted == frozenset()
 
 
 # The choice of a restart.
