@@ -115,7 +115,7 @@ damage: $(READY)  ## every byte and every length of a small checkpoint, before e
 	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest --nightly all tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
 
 soak: $(READY)  ## everything at once, at random, on storage that fails: make soak [MINUTES=60] [SEED=n] [URI=s3://bucket/path]
-	@$(BIN)/python tests/soak/run.py --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)') $(SOAK_ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)')
 
 fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with atheris: make fuzz [SECONDS=60] [TARGET=all] [FOUND=folder]
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -e '.[fuzz]'

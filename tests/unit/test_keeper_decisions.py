@@ -183,13 +183,32 @@ def hear(lead: Lead, name: str, *steps: int, **news: object) -> None:
     lead.hear(Report(name, 0, votes, seen=lead.version, **news))  # type: ignore[arg-type]
 
 
-def leader() -> Lead:
-    """Return a leader that has heard both keepers of a protected job."""
+def leader(*, heard: bool = True) -> Lead:
+    """Return the leader of a protected job, which has heard both keepers."""
     lead = Lead("x")
     lead.begin(0, NAMES[:2], guards=True)
-    for name in NAMES[:2]:
+    for name in NAMES[:2] if heard else ():
         hear(lead, name)
     return lead
+
+
+def test_one_agreed_step_at_a_time_is_protected() -> None:
+    """The next one waits until all keepers know that the one before is encoded."""
+    lead = leader(heard=False)
+    hear(lead, "a", agreed=id(1))
+    assert lead.standing().guard is None  # the other keeper may know of something newer
+    hear(lead, "b")
+    assert lead.standing().guard == id(1)
+    lead.void(id(1))
+    assert lead.standing().guard is None
+    for name in NAMES[:2]:
+        hear(lead, name, 2, 3)
+    guards = []
+    for news in ({"guarded": id(3)}, {"guarded_by_all": id(3)}):
+        for name in NAMES[:2]:
+            hear(lead, name, 4, **news)
+            guards.append((lead.standing().guard, lead.standing().protected))
+    assert guards == [(id(3), None), (None, None), (None, None), (id(4), id(3))]
 
 
 def test_after_each_failure_to_protect_more_steps_are_skipped() -> None:

@@ -1,1 +1,0 @@
-"""Workloads and measurements of the soak, which ``tests/soak/run.py`` runs."""
