@@ -23,35 +23,12 @@ from ...core.aio import wait_out
 from ...errors import CoordinationError, DamagedError, DeadlineError
 from ...planner.image import ImageLayout
 from ..runtime.engine import offload
+from . import messages
 from .client import KeeperClient, Refusal, go_on
 from .folder import KeeperFolder
 from .hosts import KeeperHost
 from .label import LABEL_NBYTES_MAX, GenerationId, Label
 from .memory import Memory, read_sealed, sealed_bytes
-from .messages import (
-    Adopt,
-    Captured,
-    Done,
-    Dropped,
-    Durable,
-    Enter,
-    Event,
-    Fill,
-    Filled,
-    Flush,
-    FlushFailed,
-    Hello,
-    Inventory,
-    LookUp,
-    Open,
-    Opened,
-    Protected,
-    Rebuild,
-    Release,
-    Request,
-    Sealed,
-    Voided,
-)
 
 __all__ = ["Arena", "Capture", "FillingSlot", "KeeperLost", "Listener"]
 
@@ -64,7 +41,7 @@ _MAKING_SHARE = 0.5
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
-Listener = Callable[["Event | KeeperLost"], bool]
+Listener = Callable[["messages.Event | KeeperLost"], bool]
 """Called with each event of its generation, and with the protection of a later one. Returns whether
 it wants more events; after :class:`KeeperLost`, these come from the next keeper."""
 
@@ -110,7 +87,7 @@ class Arena:
     def __init__(
         self,
         folder: KeeperFolder,
-        hello: Hello,
+        hello: messages.Hello,
         deadline_s: float,
         start: Callable[[], Awaitable[None]] | None = None,
         mapped: Callable[[Memory], object] = lambda memory: None,
@@ -121,7 +98,7 @@ class Arena:
         self._start = start
         self._mapped = mapped
         self._client: KeeperClient | None = None
-        self._enters = Enter(-1, None)
+        self._enters = messages.Enter(-1, None)
         self._slots: dict[int, Memory] = {}
         """Memory of slots, by number, mapped for writing."""
         self._sealed: dict[int, tuple[GenerationId, int]] = {}
@@ -129,7 +106,7 @@ class Arena:
         self._listeners: dict[GenerationId, Listener] = {}
         self._outliving: dict[GenerationId, Listener] = {}
         """Listeners that wait for the next keeper."""
-        self._wishes: dict[GenerationId, Flush] = {}
+        self._wishes: dict[GenerationId, messages.Flush] = {}
         """Requested flushes whose end is not known."""
         self._capturing = 0
         """Number of slots being captured into. No other keeper is looked for until it is 0, since
@@ -183,7 +160,7 @@ class Arena:
         """The connected keeper, if any."""
         return None if self._client is None else self._client.host
 
-    async def enter(self, enters: Enter) -> bool:
+    async def enter(self, enters: messages.Enter) -> bool:
         """Enter an epoch. Return whether the keeper accepts that."""
         self._enters = enters
         return await self._done(enters)
@@ -195,7 +172,7 @@ class Arena:
             self.problem = "images are still being handed to the next keeper"
             return None
         within_s = _MAKING_SHARE * self._deadline_s
-        answer = await self._try(Fill(step, nbytes, within_s), Filled)
+        answer = await self._try(messages.Fill(step, nbytes, within_s), messages.Filled)
         if answer is None:
             return None
         filled, fds = answer
@@ -255,7 +232,7 @@ class Arena:
         whether the keeper accepts it."""
         generation = GenerationId(self._enters.epoch, step)
         layout = capture.layout
-        message = Captured(
+        message = messages.Captured(
             slot.number,
             step,
             layout.hashed_end if capture.has_shards else 0,
@@ -282,9 +259,9 @@ class Arena:
     async def dropped(self, slot: FillingSlot) -> None:
         """Return a slot into which nothing was captured."""
         self._capture_has_ended()
-        await self._done(Dropped(slot.number))
+        await self._done(messages.Dropped(slot.number))
 
-    async def flush(self, request: Flush) -> bool:
+    async def flush(self, request: messages.Flush) -> bool:
         """Request that a generation is flushed once it is agreed. Return whether the keeper accepts
         that. If it dies before the flush has ended, the request is repeated to the next keeper."""
         generation = GenerationId(self._enters.epoch, request.step)
@@ -295,15 +272,15 @@ class Arena:
             self._wishes.pop(generation, None)
         return taken
 
-    async def look_up(self) -> Inventory | None:
+    async def look_up(self) -> messages.Inventory | None:
         """Return the keeper's inventory; None if no keeper answers."""
-        answer = await self._try(LookUp(), Inventory)
+        answer = await self._try(messages.LookUp(), messages.Inventory)
         return None if answer is None else answer[0]
 
     async def image(self, generation: GenerationId, rank: int) -> tuple[Label, Memory]:
         """Open an image for reading, and return it with its label. It stays unchanged until
         :meth:`release`. Raises DamagedError if it is missing or not the requested one."""
-        answer = await self._try(Open(generation, rank), Opened)
+        answer = await self._try(messages.Open(generation, rank), messages.Opened)
         if answer is None:
             raise DamagedError(f"cannot open the image of rank {rank}: {self.problem}")
         opened, fds = answer
@@ -321,22 +298,24 @@ class Arena:
             raise DamagedError(f"the label of rank {rank} in memory belongs to another image")
         return label, memory
 
-    async def rebuild(self, request: Rebuild, goes_on: Callable[[], None] = lambda: None) -> bool:
+    async def rebuild(
+        self, request: messages.Rebuild, goes_on: Callable[[], None] = lambda: None
+    ) -> bool:
         """Have the keeper rebuild a lost image. Return whether it now holds it. Calls ``goes_on()``
         on progress."""
-        answer = await self._try(request, Done, deadline_s=REBUILD_S, goes_on=goes_on)
+        answer = await self._try(request, messages.Done, deadline_s=REBUILD_S, goes_on=goes_on)
         return answer is not None
 
     async def release(self) -> None:
         """Allow all opened images to be overwritten."""
-        await self._done(Release())
+        await self._done(messages.Release())
 
-    async def _done(self, request: Request, fds: Sequence[int] = ()) -> bool:
-        return await self._try(request, Done, fds) is not None
+    async def _done(self, request: messages.Request, fds: Sequence[int] = ()) -> bool:
+        return await self._try(request, messages.Done, fds) is not None
 
     async def _try(
         self,
-        request: Request,
+        request: messages.Request,
         answer: type[A],
         fds: Sequence[int] = (),
         deadline_s: float | None = None,
@@ -359,20 +338,22 @@ class Arena:
             self._give_up(client)
             return None
 
-    def _told(self, event: Event, fds: Sequence[int]) -> None:
-        if isinstance(event, Sealed) and len(fds) == 1 and event.slot in self._slots:
+    def _told(self, event: messages.Event, fds: Sequence[int]) -> None:
+        if isinstance(event, messages.Sealed) and len(fds) == 1 and event.slot in self._slots:
             self._sealed[event.slot] = (event.generation, fds[0])
         else:
             for fd in fds:
                 os.close(fd)
         told = [event.generation]
-        if isinstance(event, Protected):
+        if isinstance(event, messages.Protected):
             told += [id for id in self._listeners if id < event.generation]
         for generation in told:
             listener = self._listeners.get(generation)
             if listener is not None and not listener(event):
                 del self._listeners[generation]
-        if isinstance(event, Durable | Voided) or (isinstance(event, FlushFailed) and event.final):
+        if isinstance(event, messages.Durable | messages.Voided) or (
+            isinstance(event, messages.FlushFailed) and event.final
+        ):
             self._wishes.pop(event.generation, None)
 
     def _lost(self) -> None:
@@ -397,7 +378,7 @@ class Arena:
 
     def _void(self, listeners: Mapping[GenerationId, Listener]) -> None:
         for generation, listener in listeners.items():
-            listener(Voided(generation, f"not kept in memory: {self.problem}"))
+            listener(messages.Voided(generation, f"not kept in memory: {self.problem}"))
 
     def _void_outliving(self) -> None:
         outliving, self._outliving = self._outliving, {}
@@ -438,7 +419,7 @@ class Arena:
                 if listener is not None:
                     self._listeners[generation] = listener
                 memory = slots[number]
-                adopted = await self._done(Adopt(memory.nbytes), [memory.fd, label_fd])
+                adopted = await self._done(messages.Adopt(memory.nbytes), [memory.fd, label_fd])
                 await self._wish_again(generation, adopted=adopted)
             if self.is_open:
                 self._void_outliving()

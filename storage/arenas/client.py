@@ -17,29 +17,14 @@ from typing import TypeVar
 
 from ...core.decoded_json import Json, object_in
 from ...errors import CoordinationError, DeadlineError
+from . import messages
 from .folder import KeeperFolder
 from .hosts import KeeperHost
-from .messages import (
-    Answer,
-    Done,
-    Event,
-    Hello,
-    Message,
-    Progress,
-    Refused,
-    Request,
-    Status,
-    StatusAsked,
-    Stop,
-    Welcome,
-    decode,
-    encode,
-)
 from .sockets import Line, MessageError, Received, connected
 
 __all__ = ["KeeperClient", "Refusal", "go_on", "status_of", "stop"]
 
-_EVENTS = Event.__args__
+_EVENTS = messages.Event.__args__
 A = TypeVar("A")
 
 
@@ -56,7 +41,7 @@ class Refusal(Exception):
 class _Asked:
     """A request that waits for its ``answer``. ``goes_on()`` is called on progress."""
 
-    answer: asyncio.Future[tuple[Answer, tuple[int, ...]]]
+    answer: asyncio.Future[tuple[messages.Answer, tuple[int, ...]]]
     goes_on: Callable[[], None]
 
 
@@ -68,7 +53,7 @@ class KeeperClient:
         self,
         line: Line,
         deadline_s: float,
-        told: Callable[[Event, Sequence[int]], None],
+        told: Callable[[messages.Event, Sequence[int]], None],
         lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._line = line
@@ -86,9 +71,9 @@ class KeeperClient:
     async def open(
         cls,
         path: str,
-        hello: Hello,
+        hello: messages.Hello,
         deadline_s: float,
-        told: Callable[[Event, Sequence[int]], None] = lambda event, fds: None,
+        told: Callable[[messages.Event, Sequence[int]], None] = lambda event, fds: None,
         lost: Callable[[], None] = lambda: None,
         goes_on: Callable[[], None] = lambda: None,
     ) -> KeeperClient:
@@ -101,7 +86,7 @@ class KeeperClient:
             raise CoordinationError(f"the process listening at {path} belongs to another user")
         client = cls(line, deadline_s, told, lost)
         try:
-            welcome, _ = await client.ask(hello, Welcome, goes_on=goes_on)
+            welcome, _ = await client.ask(hello, messages.Welcome, goes_on=goes_on)
             client.host = welcome.host
         except BaseException:
             await client.close()
@@ -110,7 +95,7 @@ class KeeperClient:
 
     async def ask(
         self,
-        request: Request,
+        request: messages.Request,
         answer: type[A],
         fds: Sequence[int] = (),
         deadline_s: float | None = None,
@@ -128,12 +113,12 @@ class KeeperClient:
             raise CoordinationError("the keeper is gone")
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[tuple[Answer, tuple[int, ...]]] = loop.create_future()
+        future: asyncio.Future[tuple[messages.Answer, tuple[int, ...]]] = loop.create_future()
         answered = False
         try:
             async with asyncio.timeout(deadline_s) as wait:
                 self._asked[number] = _Asked(future, partial(go_on, wait, deadline_s, goes_on))
-                await self._line.send(encode(number, request), fds)
+                await self._line.send(messages.encode(number, request), fds)
                 found, received = await asyncio.shield(future)
                 answered = True
         except TimeoutError as error:
@@ -147,7 +132,7 @@ class KeeperClient:
         if isinstance(found, answer):
             return found, received
         _close(received)
-        if isinstance(found, Refused):
+        if isinstance(found, messages.Refused):
             raise Refusal(found.reason, found.text)
         raise CoordinationError(f"the keeper has answered with a {type(found).__name__}")
 
@@ -166,7 +151,7 @@ class KeeperClient:
 
     def _take(self, received: Received) -> None:
         try:
-            number, message = decode(received.data)
+            number, message = messages.decode(received.data)
         except CoordinationError:
             received.close()
             raise
@@ -177,7 +162,7 @@ class KeeperClient:
         if asked is None or asked.answer.done():  # nobody waits any more
             received.close()
             return
-        if isinstance(message, Progress):
+        if isinstance(message, messages.Progress):
             received.close()
             asked.goes_on()
             return
@@ -210,10 +195,10 @@ ANSWER_S = 5.0
 def status_of(folder: KeeperFolder) -> dict[str, Json] | None:
     """Return the status of a run's keeper as JSON, or None if no keeper is alive. Raises
     CoordinationError if it does not answer."""
-    answer = _answer(folder, StatusAsked())
+    answer = _answer(folder, messages.StatusAsked())
     if answer is None:
         return None
-    if not isinstance(answer, Status):
+    if not isinstance(answer, messages.Status):
         raise CoordinationError(f"a keeper has answered with a {type(answer).__name__}")
     try:
         return object_in(json.loads(answer.text), "a status")
@@ -224,13 +209,13 @@ def status_of(folder: KeeperFolder) -> dict[str, Json] | None:
 def stop(folder: KeeperFolder) -> bool:
     """Stop the keeper of a run; return False if none is alive. It finishes its flushes, and
     releases all memory. Raises CoordinationError if it does not answer."""
-    answer = _answer(folder, Stop())
-    if answer is not None and not isinstance(answer, Done):
+    answer = _answer(folder, messages.Stop())
+    if answer is not None and not isinstance(answer, messages.Done):
         raise CoordinationError(f"a keeper has answered with a {type(answer).__name__}")
     return answer is not None
 
 
-def _answer(folder: KeeperFolder, request: Message) -> Message | None:
+def _answer(folder: KeeperFolder, request: messages.Message) -> messages.Message | None:
     try:
         return asyncio.run(_asked(folder, request))
     except (FileNotFoundError, ConnectionError):
@@ -243,15 +228,15 @@ def _answer(folder: KeeperFolder, request: Message) -> Message | None:
         raise CoordinationError(f"the keeper at {folder.path} does not answer: {error}") from error
 
 
-async def _asked(folder: KeeperFolder, request: Message) -> Message:
+async def _asked(folder: KeeperFolder, request: messages.Message) -> messages.Message:
     line = connected(folder.socket)
     try:
         if line.peer_uid != os.getuid():
             raise MessageError(f"it belongs to the user {line.peer_uid}")
         async with asyncio.timeout(ANSWER_S):
-            await line.send(encode(1, request))
+            await line.send(messages.encode(1, request))
             received = await line.receive()
         received.close()
-        return decode(received.data)[1]
+        return messages.decode(received.data)[1]
     finally:
         line.close()

@@ -11,6 +11,7 @@ from ..arenas.label import GenerationId, Label
 from ..arenas.messages import Agreed, Event, Protected, Voided
 from .decisions.standing import Report, Standing
 from .decisions.votes import KEPT, Outcome, Vote
+from .flushing.local_level import LocalLevel
 from .flushing.writing import Writing
 from .parity.guards import Guards
 from .reporting import Reporting
@@ -26,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 class Agreement:
     """Job-wide state of generations, as seen by the keeper ``name``. ``tell(event)`` notifies the
-    trainers of the current epoch; ``run_later(work)`` schedules a coroutine."""
+    trainers of the current epoch; ``run_later(work)`` schedules a coroutine; ``writing`` flushes
+    generations, and writes them to ``local``."""
 
     def __init__(
         self,
@@ -36,17 +38,17 @@ class Agreement:
         counters: Counters,
         tell: Callable[[Event], Awaitable[None]],
         run_later: Callable[[Coroutine[Any, Any, None]], None],
-        certificate: str,
+        local: LocalLevel | None = None,
     ) -> None:
         self.reporting = Reporting(
-            name, self.report, self.follow, self._unheard, run_later, certificate
+            name, self.report, self.follow, self._unheard, run_later, guards.certificate
         )
+        self.writing = Writing(pool, local, counters, self.reporting, tell, self.damaged)
         self._pool = pool
         self._guards = guards
         self._counters = counters
         self._tell = tell
         self._run_later = run_later
-        self._writing: Writing | None = None
         self._votes: dict[GenerationId, dict[int, Vote]] = {}
         """Votes by rank, for generations without an outcome."""
         self._handed_over: set[GenerationId] = set()
@@ -64,11 +66,6 @@ class Agreement:
         attempt."""
         self._guarding: set[GenerationId] = set()
         """Generations that peers may be encoding, or have encoded without this keeper knowing."""
-
-    def writes(self, writing: Writing) -> None:
-        """Set the component that writes generations. Created later, since it needs this object,
-        too."""
-        self._writing = writing
 
     def enter(
         self,
@@ -104,8 +101,7 @@ class Agreement:
         known = self._known.get(id)
         if known is Outcome.AGREED:
             self._pool.generations.agreed(id)  # a trainer has handed the image over late
-            if self._writing is not None:
-                self._writing.begin(id)
+            self.writing.begin(id)
         elif known is Outcome.VOID:
             # The event was sent while this image was being captured, before its trainer listened.
             self._pool.generations.void(id)
@@ -173,8 +169,8 @@ class Agreement:
             self._guards.unguarded,
             self._attempt,
             max(self._guarded, default=None),
-            None if self._writing is None else self._writing.written,
-            () if self._writing is None else self._writing.waiting(epoch),
+            self.writing.written,
+            self.writing.waiting(epoch),
         )
 
     def _made(self) -> GenerationId | None:
@@ -211,17 +207,15 @@ class Agreement:
         named = {*standing.void, *agreed}
         self._known = {id: outcome for id, outcome in self._known.items() if id in named}
         await self._guard(standing)
-        if self._writing is not None:
-            self._counters.report_failures = self.reporting.failures
-            await self._writing.follow(standing)
+        self._counters.report_failures = self.reporting.failures
+        await self.writing.follow(standing)
 
     async def _unheard(self, problem: str) -> None:
         """Tell the trainers that pending votes and flushes fail because the leader is unreachable.
         The votes stay, since the leader may still count them."""
         for id in sorted(self._votes):
             await self._tell(Voided(id, problem))
-        if self._writing is not None:
-            await self._writing.fail_parts(problem)
+        await self.writing.fail_parts(problem)
 
     def _settled(self, standing: Standing, agreed: Collection[GenerationId]) -> list[GenerationId]:
         """Return the undecided generations whose outcome the leader has already forgotten, because
@@ -245,8 +239,7 @@ class Agreement:
             await self._tell(Voided(id, _LATER))
             return
         self._counters.agreed += 1
-        local = self._writing is not None and self._writing.agreed(id)
-        await self._tell(Agreed(id, local))
+        await self._tell(Agreed(id, self.writing.agreed(id)))
 
     async def _guard(self, standing: Standing) -> None:
         """Encode the requested generation, and retain everything that other keepers may rely on.

@@ -22,46 +22,16 @@ from typing import Any
 
 from ...core.units import size_text
 from ...errors import CoordinationError, DamagedError, HoldfastError
+from ..arenas import messages
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.memory import Memory, available_nbytes, read_sealed, sealed_bytes
-from ..arenas.messages import (
-    VERSION,
-    Adopt,
-    Answer,
-    Captured,
-    Done,
-    Dropped,
-    Enter,
-    Event,
-    Fill,
-    Filled,
-    Flush,
-    Hello,
-    Inventory,
-    LookUp,
-    Message,
-    Open,
-    Opened,
-    Progress,
-    Rebuild,
-    Refused,
-    Release,
-    Sealed,
-    Status,
-    StatusAsked,
-    Stop,
-    Welcome,
-    decode,
-    encode,
-)
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import offload
 from .agreement import Agreement
 from .decisions.slots import Grant, Reason, Refusal
 from .descriptor_store import DescriptorStore
 from .flushing.local_level import LocalLevel
-from .flushing.writing import Writing
 from .options import KeeperOptions
 from .parity.guards import Guards, rebuilt
 from .sealing import seal
@@ -76,7 +46,7 @@ HELLO_S = 10.0
 """Time limit for a connecting process to identify itself."""
 
 _log = logging.getLogger(__name__)
-_Reply = tuple[Answer, Sequence[int]]
+_Reply = tuple[messages.Answer, Sequence[int]]
 
 
 class Keeper:
@@ -110,18 +80,10 @@ class Keeper:
             self._counters,
             self._tell_all,
             self.run_later,
-            options.certificate,
+            self._local,
         )
         self.reporting = self._agreement.reporting
-        self._writing = Writing(
-            self.pool,
-            self._local,
-            self._counters,
-            self.reporting,
-            self._tell_all,
-            self._agreement.damaged,
-        )
-        self._agreement.writes(self._writing)
+        self._writing = self._agreement.writing
         self.catalog = MemoryCatalog(
             self.pool, self._guards, options.run, self.status, self.inventory
         )
@@ -132,16 +94,16 @@ class Keeper:
         self.ended = asyncio.Event()
         self._startup = Startup()
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
-            Enter: self._enter,
-            Fill: self._fill,
-            Captured: self._captured,
-            Dropped: self._dropped,
-            LookUp: self._look_up,
-            Open: self._open,
-            Rebuild: self._rebuild,
-            Release: self._release,
-            Adopt: self._adopt,
-            Flush: self._flush,
+            messages.Enter: self._enter,
+            messages.Fill: self._fill,
+            messages.Captured: self._captured,
+            messages.Dropped: self._dropped,
+            messages.LookUp: self._look_up,
+            messages.Open: self._open,
+            messages.Rebuild: self._rebuild,
+            messages.Release: self._release,
+            messages.Adopt: self._adopt,
+            messages.Flush: self._flush,
         }
 
     async def recall(self) -> None:
@@ -185,14 +147,14 @@ class Keeper:
             while trainer is not None:
                 received = await line.receive()
                 try:
-                    number, message = decode(received.data)
+                    number, message = messages.decode(received.data)
                     trainer.asks = number
                     answer, out = await self._answer(trainer, message, received.fds)
                     self.keep_over()  # before a slot is overwritten
                 finally:
                     for fd in received.fds:
                         os.close(fd)
-                await line.send(encode(number, answer), out)
+                await line.send(messages.encode(number, answer), out)
         except (MessageError, CoordinationError) as error:
             _log.warning("a connection is closed: %s", error)
         except OSError as error:
@@ -221,35 +183,37 @@ class Keeper:
         async with asyncio.timeout(HELLO_S):
             received = await line.receive()
         received.close()
-        number, message = decode(received.data)
-        if isinstance(message, StatusAsked):
-            await line.send(encode(number, Status(json.dumps(self.status().as_json()))))
+        number, message = messages.decode(received.data)
+        if isinstance(message, messages.StatusAsked):
+            await line.send(
+                messages.encode(number, messages.Status(json.dumps(self.status().as_json())))
+            )
             return None
-        if isinstance(message, Stop):
-            await line.send(encode(number, Done()))
+        if isinstance(message, messages.Stop):
+            await line.send(messages.encode(number, messages.Done()))
             self.ended.set()
             return None
-        if not isinstance(message, Hello):
+        if not isinstance(message, messages.Hello):
             raise MessageError(f"its first message is a {type(message).__name__}")
         refused = self._refused(message)
         if refused is not None:
             self._counters.refused += 1
             _log.warning("process %d is refused: %s", line.peer_pid, refused.text)
-            await line.send(encode(number, refused))
+            await line.send(messages.encode(number, refused))
             return None
-        await self._startup.wait(partial(line.send, encode(number, Progress())))
+        await self._startup.wait(partial(line.send, messages.encode(number, messages.Progress())))
         trainer = self._trainers.at(line, message)
         self._used_s = time.monotonic()
-        await line.send(encode(number, Welcome(os.getpid(), self.host)))
+        await line.send(messages.encode(number, messages.Welcome(os.getpid(), self.host)))
         return trainer
 
-    def _refused(self, hello: Hello) -> Refused | None:
-        if hello.version != VERSION:
-            return Refused("version", f"this keeper speaks version {VERSION}")
+    def _refused(self, hello: messages.Hello) -> messages.Refused | None:
+        if hello.version != messages.VERSION:
+            return messages.Refused("version", f"this keeper speaks version {messages.VERSION}")
         if hello.run != self.options.run:
-            return Refused("run", f"this keeper belongs to the run {self.options.run}")
+            return messages.Refused("run", f"this keeper belongs to the run {self.options.run}")
         if not 0 <= hello.rank < hello.world:
-            return Refused("rank", f"rank {hello.rank} of {hello.world}")
+            return messages.Refused("rank", f"rank {hello.rank} of {hello.world}")
         return None
 
     def _gone(self, trainer: Trainer) -> None:
@@ -264,7 +228,9 @@ class Keeper:
         self._counters.protect_failures = self._guards.failures
         self._agreement.tell_later()
 
-    async def _answer(self, trainer: Trainer, message: Message, fds: Sequence[int]) -> _Reply:
+    async def _answer(
+        self, trainer: Trainer, message: messages.Message, fds: Sequence[int]
+    ) -> _Reply:
         self._used_s = time.monotonic()
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -273,9 +239,9 @@ class Keeper:
             return await handler(trainer, message, fds)
         except (DamagedError, OSError, ValueError) as error:
             self._counters.refused += 1
-            return Refused("bad", str(error)), []
+            return messages.Refused("bad", str(error)), []
 
-    async def _enter(self, trainer: Trainer, message: Enter, fds: Sequence[int]) -> _Reply:
+    async def _enter(self, trainer: Trainer, message: messages.Enter, fds: Sequence[int]) -> _Reply:
         refusal = self._generations.enter(
             trainer.number, trainer.rank, message.epoch, message.chosen
         )
@@ -285,21 +251,21 @@ class Keeper:
         self._agreement.enter(message.epoch, message.chosen, message.hosts, message.groups)
         self._writing.forget_dropped()
         self._close_unheld()
-        return Done(), []
+        return messages.Done(), []
 
-    def _stale(self, trainer: Trainer) -> Refused | None:
+    def _stale(self, trainer: Trainer) -> messages.Refused | None:
         """Return a refusal if the trainer belongs to an older epoch, and so may change nothing."""
         if trainer.epoch == self._generations.epoch:
             return None
         text = f"epoch {trainer.epoch} is over: this is epoch {self._generations.epoch}"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
-    def _refuse(self, trainer: Trainer, refusal: Refusal) -> Refused:
+    def _refuse(self, trainer: Trainer, refusal: Refusal) -> messages.Refused:
         self._counters.refused += 1
         _log.info("rank %d is refused: %s", trainer.rank, refusal.text)
-        return Refused(refusal.reason.value, refusal.text)
+        return messages.Refused(refusal.reason.value, refusal.text)
 
-    async def _fill(self, trainer: Trainer, message: Fill, fds: Sequence[int]) -> _Reply:
+    async def _fill(self, trainer: Trainer, message: messages.Fill, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
@@ -319,13 +285,15 @@ class Keeper:
                 return refused, []
         slot = self.pool.slots[grant.slot]
         slot.unlabel()
-        filled = Filled(grant.slot, message.nbytes)
+        filled = messages.Filled(grant.slot, message.nbytes)
         if grant.slot in trainer.handed:
             return filled, []
         trainer.handed.add(grant.slot)
         return filled, [slot.memory.fd]
 
-    async def _make(self, trainer: Trainer, grant: Grant, message: Fill) -> Refused | None:
+    async def _make(
+        self, trainer: Trainer, grant: Grant, message: messages.Fill
+    ) -> messages.Refused | None:
         making = asyncio.ensure_future(self.pool.take_memory(grant.slot, message.nbytes))
         self._keep(making)
         done, _ = await asyncio.wait({making}, timeout=message.within_s)
@@ -345,13 +313,17 @@ class Keeper:
         text = f"step {message.step} was dropped while its memory was being allocated"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
-    async def _dropped(self, trainer: Trainer, message: Dropped, fds: Sequence[int]) -> _Reply:
+    async def _dropped(
+        self, trainer: Trainer, message: messages.Dropped, fds: Sequence[int]
+    ) -> _Reply:
         if not self._generations.dropped(message.slot, trainer.number):
             raise ValueError(f"slot {message.slot} is not being filled by rank {trainer.rank}")
         self._agreement.look_for_missing()
-        return Done(), []
+        return messages.Done(), []
 
-    async def _captured(self, trainer: Trainer, message: Captured, fds: Sequence[int]) -> _Reply:
+    async def _captured(
+        self, trainer: Trainer, message: messages.Captured, fds: Sequence[int]
+    ) -> _Reply:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
@@ -378,7 +350,7 @@ class Keeper:
         check_sizes(label)
         self._generations.captured(message.slot)
         self.run_later(self._seal(trainer, message.slot, slot, label))
-        return Done(), []
+        return messages.Done(), []
 
     async def _seal(self, trainer: Trainer, number: int, slot: PooledSlot, draft: Label) -> None:
         try:
@@ -399,60 +371,68 @@ class Keeper:
         self._generations.sealed(number)
         self._counters.sealed += 1
         self.keep_over()
-        await self._trainers.tell(trainer, Sealed(number, label.generation), [slot.label_fd])
+        await self._trainers.tell(
+            trainer, messages.Sealed(number, label.generation), [slot.label_fd]
+        )
         await self._agreement.vote(label)
 
-    async def _tell_all(self, event: Event) -> None:
+    async def _tell_all(self, event: messages.Event) -> None:
         self.keep_over()
         await self._trainers.tell_all(event, self._generations.epoch)
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> messages.Inventory:
         """Return the images and parity that this keeper holds."""
-        return Inventory(
+        return messages.Inventory(
             self._generations.epoch,
             tuple(self._generations.restorable()),
             self._guards.inventory(),
             self.reporting.hosts,
         )
 
-    async def _look_up(self, trainer: Trainer, message: LookUp, fds: Sequence[int]) -> _Reply:
+    async def _look_up(
+        self, trainer: Trainer, message: messages.LookUp, fds: Sequence[int]
+    ) -> _Reply:
         self._generations.offer(trainer.number)
         self._guards.offer(
             trainer.number, [one.generation for one in self._generations.restorable()]
         )
         return self.inventory(), []
 
-    async def _release(self, trainer: Trainer, message: Release, fds: Sequence[int]) -> _Reply:
+    async def _release(
+        self, trainer: Trainer, message: messages.Release, fds: Sequence[int]
+    ) -> _Reply:
         self._generations.released(trainer.number)
         self._guards.released(trainer.number)
-        return Done(), []
+        return messages.Done(), []
 
-    async def _open(self, trainer: Trainer, message: Open, fds: Sequence[int]) -> _Reply:
+    async def _open(self, trainer: Trainer, message: messages.Open, fds: Sequence[int]) -> _Reply:
         number = self._generations.open(trainer.number, message.generation, message.rank)
         if number is None:
             text = f"no image of rank {message.rank} of step {message.generation.step} is held"
-            return Refused("missing", text), []
+            return messages.Refused("missing", text), []
         slot = self.pool.slots[number]
-        return Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
+        return messages.Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
-    async def _rebuild(self, trainer: Trainer, message: Rebuild, fds: Sequence[int]) -> _Reply:
+    async def _rebuild(
+        self, trainer: Trainer, message: messages.Rebuild, fds: Sequence[int]
+    ) -> _Reply:
         pin = self._generations.pin(message.generation)  # keep its slots from being overwritten
         try:
             return await self._make_again(trainer, message), []
         finally:
             self._generations.unpin(pin)
 
-    async def _make_again(self, trainer: Trainer, message: Rebuild) -> Answer:
+    async def _make_again(self, trainer: Trainer, message: messages.Rebuild) -> messages.Answer:
         damaged = self.pool.slot_of(message.generation, message.rank)
         if damaged is not None and await damaged.is_whole():
-            return Done()
+            return messages.Done()
         options = self.options
         moved = self._trainers.in_flight(trainer)
         try:
             label, memory = await rebuilt(message, options.run, options.certificate, moved)
         except HoldfastError as error:
             text = f"the image of rank {message.rank} cannot be rebuilt: {error}"
-            return Refused("lost", text)
+            return messages.Refused("lost", text)
         image = await PooledSlot.sealed(label, memory)
         if damaged is not None:
             await damaged.mend(image)
@@ -463,16 +443,16 @@ class Keeper:
             )
             if isinstance(number, Refusal):
                 image.close()
-                return Refused(number.reason.value, number.text)
+                return messages.Refused(number.reason.value, number.text)
             self.pool.slots[number] = image
         self._generations.agreed(label.generation)
         if trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
         self._counters.rebuilt += 1
         _log.info("the image of rank %d of step %d is rebuilt", label.rank, label.generation.step)
-        return Done()
+        return messages.Done()
 
-    async def _adopt(self, trainer: Trainer, message: Adopt, fds: Sequence[int]) -> _Reply:
+    async def _adopt(self, trainer: Trainer, message: messages.Adopt, fds: Sequence[int]) -> _Reply:
         if len(fds) != 2:
             raise ValueError(f"an image with {len(fds)} descriptors")
         label = Label.decode(read_sealed(fds[1], LABEL_NBYTES_MAX))
@@ -488,21 +468,21 @@ class Keeper:
         if isinstance(number, Refusal):
             memory.close()
             if number.reason is Reason.DUPLICATE:  # this keeper lived, only the connection was lost
-                return Done(), []
-            return Refused(number.reason.value, number.text), []
+                return messages.Done(), []
+            return messages.Refused(number.reason.value, number.text), []
         outlived = self.pool.slots.pop(number, None)
         if outlived is not None:
             outlived.close()
         self.pool.slots[number] = PooledSlot(memory, label, os.dup(fds[1]))
         self.run_later(self._agreement.vote(label, handed_over=True))
-        return Done(), []
+        return messages.Done(), []
 
-    async def _flush(self, trainer: Trainer, message: Flush, fds: Sequence[int]) -> _Reply:
+    async def _flush(self, trainer: Trainer, message: messages.Flush, fds: Sequence[int]) -> _Reply:
         stale = self._stale(trainer)
         if stale is not None:
             return stale, []
         self._writing.want(GenerationId(trainer.epoch, message.step), message)
-        return Done(), []
+        return messages.Done(), []
 
     def _close_unheld(self) -> None:
         for number in self.pool.close_unheld():

@@ -144,28 +144,19 @@ async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncItera
     folder.write_token(token)
     served = ServeOptions(token, interface, named_port, options.certificate, options.key)
     async with contextlib.AsyncExitStack() as stack:
-        server = await _bound(keeper, served, port, stack)
+        server: MemoryServer | None = None
+        if port and not named_port:
+            with contextlib.suppress(OSError):  # somebody else has taken it
+                preferred = serve(keeper.catalog, replace(served, port=port), keeper.reporting.hear)
+                server = await stack.enter_async_context(preferred)
+        if server is None:
+            server = await stack.enter_async_context(
+                serve(keeper.catalog, served, keeper.reporting.hear)
+            )
         folder.write_identity(keeper.name, server.port)
         keeper.serves_at(address_and_port(server.address, server.port), token)
         _log.info("memory is served at %s", keeper.address)
         yield
-
-
-async def _bound(
-    keeper: Keeper, options: ServeOptions, port: int, stack: contextlib.AsyncExitStack
-) -> MemoryServer:
-    """Start a server that ``stack`` will stop.
-
-    If ``options`` set a port, only that one is tried. Otherwise ``port`` is preferred, unless it is
-    0 or taken, to any free one. Raises like :func:`serve`: OSError if the address cannot be used.
-    """
-    if port and not options.port:
-        with contextlib.suppress(OSError):  # somebody else has taken it
-            preferred = replace(options, port=port)
-            return await stack.enter_async_context(
-                serve(keeper.catalog, preferred, keeper.reporting.hear)
-            )
-    return await stack.enter_async_context(serve(keeper.catalog, options, keeper.reporting.hear))
 
 
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:

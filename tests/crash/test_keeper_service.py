@@ -79,16 +79,3 @@ def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
     assert after.resumed == {"step": 10, "tier": "memory"}
     expected = expected_losses(15)
     assert after.losses == {step: expected[step] for step in range(11, 16)}
-
-
-@pytest.mark.nightly(17)
-def test_training_goes_on_beside_a_service_that_is_started_anew(run: KeptRun) -> None:
-    """Trainers wait for it, rather than start another one, and hand over what they have mapped."""
-    job = Job(15, starts=False, accident=Accident(5, "kill keeper"), pause_s=0.5)
-    found = run.train(job)
-    assert found.code == 0, found.stderr
-    assert found.losses == expected_losses(15)
-    assert max(steps_held(run)) > 5
-    after = run.train(Job(17, starts=False))
-    assert after.resumed["tier"] == "memory"
-    assert after.resumed["step"] > 5

@@ -1,7 +1,7 @@
 """Explore schedules, replay one, or show that broken engines are caught.
 
 make sim SEEDS=5000          so many runs, some twenty schedules each, on all cores
-make sim SEED=4711           one, with its whole log; if it fails, also the shortest one that fails like it
+make sim SEED=4711           one, with its whole log
 make sim-broken              engines that are wrong on purpose, and how many schedules it takes to see it
 """
 
@@ -25,7 +25,6 @@ from support.simulation.engine import installed
 from support.simulation.found import SCHEDULES
 from support.simulation.run import Failure, Tally, explore, run
 from support.simulation.schedule import Schedule, drawn
-from support.simulation.shrink import shrunk
 
 BATCH = 50
 SHOW_S = 10.0
@@ -39,7 +38,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one, with its log")
-    parser.add_argument("--schedule", help="replay what a failure has printed, with its log")
     parser.add_argument(
         "--broken",
         type=int,
@@ -53,8 +51,6 @@ def main() -> int:
     with installed():
         if given.broken:
             return show_broken(given.broken)
-        if given.schedule:
-            return replay(Schedule.from_json(given.schedule))
         if given.seed is not None:
             return replay(drawn(given.seed))
         return many(given.first, given.seeds, given.jobs)
@@ -72,7 +68,7 @@ def many(first: int, seeds: int, jobs: int) -> int:
             total.add(tally)
             if failure is not None:
                 pool.terminate()
-                show_failure(failure)
+                print(f"\nFAILED: {failure.why}: make sim SEED={failure.schedule.seed}")
                 return 1
             if time.perf_counter() > shown_s + SHOW_S:
                 shown_s = time.perf_counter()
@@ -100,25 +96,11 @@ def one_batch(seeds: range) -> tuple[Failure | None, Tally]:
 
 
 def replay(schedule: Schedule) -> int:
-    """Run one, with its whole log."""
-    print(*schedule.lines(), sep="\n")
+    """Run one schedule, and print its whole log."""
+    print(schedule)
     failure = run(schedule, log=print)
-    if failure is None:
-        print("all promises were kept")
-        return 0
-    show_failure(failure)
-    return 1
-
-
-def show_failure(failure: Failure) -> None:
-    """What failed, how to see it again, and the shortest that fails likewise."""
-    print(
-        f"\nFAILED: seed {failure.schedule.seed}: {failure.why}\n  again: make sim "
-        f"SEED={failure.schedule.seed}"
-    )
-    short = shrunk(failure)
-    print(f"\nThe shortest that fails likewise: {short.why}", *short.schedule.lines(), sep="\n")
-    print(f"  again: tests/simulation/simulate.py --schedule '{short.schedule.to_json()}'")
+    print("all promises were kept" if failure is None else f"FAILED: {failure.why}")
+    return int(failure is not None)
 
 
 def show_broken(most: int) -> int:

@@ -131,38 +131,6 @@ def test_a_bit_flip_on_one_host_is_repaired_from_parity(
     assert problems != []
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "step"), [("pq", "d", 2), ("xor", "a", 2), ("xor", "b", 1)]
-)
-def test_damaged_parity_is_left_out_or_an_older_step_is_taken(
-    mode: str, name: str, step: int
-) -> None:
-    """P+Q repairs both. XOR takes the older step, unless the parity is on the damaged host."""
-
-    def damage(job: KeptHosts) -> None:
-        flip_image(job, "a")
-        flip_parity(job, name)
-
-    found, problems = resumed(mode, damage, ["a"])
-    assert found == step
-    if step == 1:
-        assert any("does not match its label" in problem for problem in problems)
-
-
-@pytest.mark.parametrize(("mode", "struck"), [("copy", "b"), ("xor", "bc")])
-def test_a_label_is_read_from_any_member_that_has_an_intact_copy(mode: str, struck: str) -> None:
-    """Even the host whose image is damaged provides it."""
-
-    def damage(job: KeptHosts) -> None:
-        flip_image(job, "a")
-        for name in struck:
-            labels = job.hosts[name].keeper._guards._held[NEWEST].labels
-            labels[0] = labels[0][:-1] + bytes([labels[0][-1] ^ 1])
-
-    step, _ = resumed(mode, damage, ["a"])
-    assert step == 2
-
-
 def test_a_keeper_repairs_its_own_damaged_image() -> None:
     """It repairs in place, for existing mappings. A failed rebuild leaves the image as it is."""
 

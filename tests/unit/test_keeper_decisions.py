@@ -5,21 +5,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.clock import in_virtual_time
 
 from holdfast.planner.parity import Mode
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
-from holdfast.storage.arenas.label import GenerationId
-from holdfast.storage.arenas.messages import GenerationEntry, Inventory, ParityEntry
+from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.messages import Event, GenerationEntry, Inventory, ParityEntry, Voided
+from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
-from holdfast.storage.keeper.decisions.standing import FlushEnd, Report
+from holdfast.storage.keeper.decisions.standing import FlushEnd, Report, Standing
 from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
+from holdfast.storage.keeper.parity.guards import Guards
+from holdfast.storage.keeper.reporting import Reporting
+from holdfast.storage.keeper.status import Counters
 
 SIZE = 100
 A, B = 1, 2
@@ -276,6 +284,74 @@ def test_a_flush_that_has_ended_is_not_wanted_again() -> None:
     lead.end(FlushEnd(id(4), "attempt"))
     hear(lead, "b", wanted=(id(4),))
     assert lead.wanted == frozenset()
+
+
+# A follower.
+
+
+class Reporter(Reporting):
+    """The keeper ``b``, whose reports the test answers."""
+
+    def __init__(self) -> None:
+        super().__init__("b", lambda: Report("b", 1), self.follow, self.lost, lambda work: None)
+        self.questions: asyncio.Queue[asyncio.Future[Standing]] = asyncio.Queue()
+        self.followed: list[str] = []
+
+    async def follow(self, standing: Standing) -> None:
+        self.followed.append(standing.version)
+
+    async def lost(self, problem: str) -> None:
+        raise AssertionError(problem)
+
+    async def _sent(self, host: KeeperHost, report: Report) -> Standing:
+        answer: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()
+        self.questions.put_nowait(answer)
+        return await answer
+
+
+HOSTS = (KeeperHost("a", "a", ranks=(0,)), KeeperHost("b", "b", ranks=(1, 2)))
+
+
+@in_virtual_time
+async def test_a_late_answer_of_a_dead_leader_is_ignored() -> None:
+    """Its question was sent before the first answer of the next leader."""
+    keeper = Reporter()
+    keeper.enter(1, HOSTS, ())
+    first = await keeper.questions.get()  # it waits for news
+    await keeper.tell()
+    (await keeper.questions.get()).set_result(Standing("y/1", 1))
+    await asyncio.sleep(1)
+    first.set_result(Standing("x/7", 1))
+    (await keeper.questions.get()).set_result(Standing("z/1", 1))
+    await keeper.questions.get()
+    assert keeper.followed == ["y/1", "z/1"]
+    await keeper.close()
+
+
+@in_virtual_time
+async def test_a_step_that_a_rank_of_this_keeper_has_skipped_is_void() -> None:
+    """The keeper decides that alone: it reports votes once all its ranks have voted."""
+    generations, told = Generations(10_000), list[Event]()
+    pool: Any = SimpleNamespace(generations=generations, images=lambda id: [])
+
+    async def tell(event: Event) -> None:
+        told.append(event)
+
+    guards = Guards("run", "", lambda: None)
+    agreement = Agreement("b", pool, guards, Counters(), tell, lambda work: work.close())
+    agreement.reporting.hosts = HOSTS
+    for rank, client in ((1, A), (2, B)):
+        assert generations.enter(client, rank, 0, None) is None
+    slot = generations.fill(A, 1, 1, SIZE, 3)
+    assert isinstance(slot, Grant)
+    generations.captured(slot.slot)
+    generations.sealed(slot.slot)
+    sealed = Label("run", id(1), 1, 3, SIZE, 0, 1, 1, 0.0)
+    await agreement.vote(sealed)
+    assert told == []  # rank 2 may still capture it
+    assert isinstance(generations.fill(B, 2, 2, SIZE, 3), Grant)
+    await agreement.vote(sealed)
+    assert [type(event) for event in told] == [Voided]
 
 
 # The choice of a restart.

@@ -31,7 +31,7 @@ class Guards:
 
     def __init__(self, run: str, certificate: str, changed: Callable[[], None]) -> None:
         self._run = run
-        self._certificate = certificate
+        self.certificate = certificate
         self._changed = changed
         self._held: dict[GenerationId, Guarded] = {}
         self._pinned: list[Guarded] = []
@@ -78,7 +78,7 @@ class Guards:
         self, id: GenerationId, group: GuardedGroup, member: int, hosts: Sequence[KeeperHost]
     ) -> None:
         try:
-            async with peers_of(id, hosts, self._certificate) as peers:
+            async with peers_of(id, hosts, self.certificate) as peers:
                 labels = await _labels(peers, group, self._run)
                 world = next(iter(labels.values())).world
                 encoded = {rank: label.encode() for rank, label in labels.items()}

@@ -10,7 +10,6 @@ one seed.
 ``actors``     saves, loads, copies, pruning, as jobs of several ranks
 ``endings``    what is left when everybody dies at some moment of a run, or when it is over
 ``checker``    what must hold at each moment, and of what survives
-``shrink``     from a schedule that fails to a short one
 ``broken``     engines that are wrong on purpose
 ``found``      schedules that catch those of them which few seeds do
 """

@@ -13,7 +13,7 @@ import time as real_time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.drivers.local import driver as local
 from holdfast.drivers.local import files as local_files
@@ -44,10 +44,12 @@ from holdfast.storage.state import plan
 
 from .loop import PROCESS, check_alive
 
+if TYPE_CHECKING:
+    from .world import World
+
 __all__ = [
     "CHUNK_NBYTES",
     "PIECE_NBYTES",
-    "Host",
     "aside",
     "forget",
     "hosted",
@@ -63,38 +65,11 @@ PACKED_PAGE_NBYTES = 256
 _FOLDERS = (local, local_files, local_io, local_tree)
 
 
-class Host:
-    """The clock, thread times and events that the engine gets from its machine; a world is one."""
-
-    def wall_s(self) -> float:
-        """Return the time of the calling process, in seconds since the epoch."""
-        raise NotImplementedError
-
-    def token(self) -> int:
-        """Return a unique number."""
-        raise NotImplementedError
-
-    def cpu_s(self) -> float:
-        """Return the duration of a call in a thread, mostly zero."""
-        raise NotImplementedError
-
-    def delay_s(self) -> float:
-        """Return the duration of one trip to storage."""
-        raise NotImplementedError
-
-    def committing(self, root: str, attempt: str) -> None:
-        """Record that the caller has claimed this attempt and will now put its manifest."""
-
-    def after(self, delay_s: float) -> Awaitable[None]:
-        """Sleep."""
-        raise NotImplementedError
-
-
-_host: Host | None = None
+_host: World | _Calm | None = None
 _memory: dict[str, dict[Any, Any]] = {}
 
 
-def hosted(host: Host, sim_os: Any, sim_fcntl: Any, sim_io: Any) -> None:
+def hosted(host: World, sim_os: Any, sim_fcntl: Any, sim_io: Any) -> None:
     """Let the engine run on ``host`` from now on."""
     global _host  # noqa: PLW0603
     _host = host
@@ -115,7 +90,9 @@ def aside() -> Iterator[None]:
         _host = before
 
 
-class _Calm(Host):
+class _Calm:
+    """A host where nothing takes time."""
+
     def __init__(self) -> None:
         self._tokens = 0
 
@@ -134,6 +111,9 @@ class _Calm(Host):
 
     def after(self, delay_s: float) -> Awaitable[None]:
         return asyncio.sleep(delay_s)
+
+    def committing(self, root: str, attempt: str) -> None:
+        pass
 
 
 def forget() -> None:
@@ -209,7 +189,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)
 
 
-def _here() -> Host:
+def _here() -> World | _Calm:
     assert _host is not None
     return _host
 

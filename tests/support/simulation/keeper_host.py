@@ -31,7 +31,6 @@ from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.slots import Reason, Refusal
-from holdfast.storage.keeper.flushing.writing import Writing
 from holdfast.storage.keeper.parity.guards import Guards, rebuilt
 from holdfast.storage.keeper.status import Counters
 from holdfast.storage.training.keeper_inventory import Meeting
@@ -209,12 +208,10 @@ class HostKeeper:
         pool: Any = self
         self.guards = Guards(RUN, "", self.changed)
         self.agreement = Agreement(
-            host.name, pool, self.guards, counters, self.tell, self.run_later, ""
+            host.name, pool, self.guards, counters, self.tell, self.run_later
         )
-        reporting = self.agreement.reporting
-        reporting.lead = Lead(str(self.number))  # by chance otherwise
-        self.writing = Writing(pool, None, counters, reporting, self.tell, self.agreement.damaged)
-        self.agreement.writes(self.writing)
+        self.agreement.reporting.lead = Lead(str(self.number))  # by chance otherwise
+        self.writing = self.agreement.writing
 
     def __str__(self) -> str:
         return self.process.name

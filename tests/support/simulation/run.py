@@ -27,7 +27,7 @@ They cover the longest silence that an actor waits for, some retries and the cle
 
 @dataclass(frozen=True)
 class Failure:
-    """A schedule that broke a promise; ``schedule`` has its delays written down."""
+    """A schedule that broke a promise. ``schedule`` includes the delays that it drew."""
 
     schedule: Schedule
     why: str

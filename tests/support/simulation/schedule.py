@@ -8,10 +8,9 @@ schedule that has them written down draws no more.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 __all__ = [
     "FAULTS",
@@ -138,50 +137,6 @@ class Schedule:
     """Which part of the operations takes longer than the least."""
     delays: Mapping[int, float] | None = None
 
-    def to_json(self) -> str:
-        """As text, for :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        """What :meth:`to_json` wrote."""
-        told = json.loads(text)
-        slips = [
-            a.get("slip") and Slip(**a["slip"] | {"failing": tuple(a["slip"].get("failing", ()))})
-            for a in told["actors"]
-        ]
-        actors = [a | {"slip": slip} for a, slip in zip(told["actors"], slips, strict=True)]
-        told["actors"] = tuple(ActorPlan(**a) for a in actors)
-        told["faults"] = tuple(Fault(**f) for f in told["faults"])
-        delays = told["delays"]
-        return cls(
-            **told | {"delays": None if delays is None else {int(k): v for k, v in delays.items()}}
-        )
-
-    def lines(self) -> list[str]:
-        """For people."""
-        told = [
-            f"seed {self.seed}, {self.storage}, images of {self.chunks} chunks"
-            + (", a checkpoint before" if self.before else "")
-        ]
-        told += [
-            f"  {a.begin_s:8.3f} s  {a.name}: {a.kind}"
-            + (f" of state {a.state}" if a.kind in ("save", "copy") else "")
-            + (f" by {a.world} ranks" if a.world > 1 else "")
-            + (", again if it fails" if a.again else "")
-            + (", and they disagree on who holds what" if a.odd else "")
-            + (f", first with {a.slip}" if a.slip else "")
-            for a in self.actors
-        ]
-        told += [
-            f"  fault: {f.kind} at operation {f.count} on {f.target}"
-            + (f" for {f.value:g} s" if f.value else "")
-            for f in self.faults
-        ]
-        if self.delays is not None:
-            told.append(f"  delays: {len(self.delays)} operations take longer than 1 ms")
-        return told
-
 
 def drawn(seed: int) -> Schedule:
     """The schedule of a seed."""
@@ -307,8 +262,3 @@ def _fault(rng: random.Random, kinds: tuple[str, ...], actors: int) -> Fault:
     if kind == "outage":
         return Fault(kind, target, count, rng.choice((0.05, 0.3, 1.0, 5.0)))
     return Fault(kind, target, count, rng.choice(PAUSES_S) * (0.5 + rng.random()) if lasts else 0.0)
-
-
-def without_delays(schedule: Schedule) -> Schedule:
-    """The same, and every operation takes the least time."""
-    return replace(schedule, delays={})

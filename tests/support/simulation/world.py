@@ -15,7 +15,7 @@ from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.local.driver import LocalDriver
 
-from .engine import Host, hosted
+from .engine import hosted
 from .loop import PROCESS, Crashed, Process, SimLoop, check_alive
 from .posix import FileSystem, Folder, Inode, SimFcntl, SimFileIO, SimOs
 from .remote import HdfsDriver, ObjectDriver, Server
@@ -50,7 +50,7 @@ _WRITING = {"manifest": "commit", "fate": "claim"}
 _GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
 
 
-class World(Host):
+class World:
     """The machines of one schedule. ``log`` gets a line for each thing that happens, if it is
     given."""
 
@@ -104,14 +104,14 @@ class World(Host):
     # What the engine, and the storage, ask of this host.
 
     def wall_s(self, at_s: float | None = None) -> float:
-        """See :meth:`Host.wall_s`. With ``at_s``: the storage's clock, at that time of the loop."""
+        """Return the clock of the current process or, at the time ``at_s``, of the storage."""
         if at_s is not None:
             return EPOCH_S + at_s
         process = PROCESS.get()
         return EPOCH_S + self.loop.now_s + (process.skew_s if process else 0.0)
 
     def token(self) -> int:
-        """See :meth:`Host.token`."""
+        """Return a unique number."""
         self._tokens += 1
         return self._tokens
 
@@ -124,16 +124,16 @@ class World(Host):
         return int(self.rng.random() * n)
 
     def delay_s(self) -> float:
-        """See :meth:`Host.delay_s`."""
+        """Return the duration of one trip to storage."""
         return BASE_S + self._drawn(self.schedule.restless) + self._stalled()
 
     def cpu_s(self) -> float:
-        """See :meth:`Host.cpu_s`."""
+        """Return the duration of a call in a thread, mostly zero."""
         drawn_s = self._drawn(self.schedule.restless * 0.1)
         return min(drawn_s, SLIPPING_CPU_S) if self._slipping else drawn_s
 
     def after(self, delay_s: float) -> Awaitable[None]:
-        """See :meth:`Host.after`."""
+        """Sleep."""
         return self.loop.after(delay_s)
 
     def cut_s(self) -> float:
@@ -177,7 +177,7 @@ class World(Host):
         return process
 
     def committing(self, root: str, attempt: str) -> None:
-        """See :meth:`Host.committing`."""
+        """Record that the current process has claimed an attempt and will put its manifest."""
         self.on_commit(root, attempt)
 
     def driver(self, path: str) -> Driver:
