@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GIB",
     "MIB",
+    "IntOrArray",
     "ceil_div",
     "duration_text",
     "exact_size_text",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+IntOrArray = TypeVar("IntOrArray", int, "npt.NDArray[np.int64]")
+"""One number, or a column of them."""
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -35,37 +38,13 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-@overload
-def ceil_div(value: int, divisor: int) -> int: ...
-
-
-@overload
-def ceil_div(
-    value: npt.NDArray[np.int64], divisor: int | npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]: ...
-
-
-def ceil_div(
-    value: int | npt.NDArray[np.int64], divisor: int | npt.NDArray[np.int64]
-) -> int | npt.NDArray[np.int64]:
+def ceil_div(value: IntOrArray, divisor: IntOrArray | int) -> IntOrArray:
     """Return ``value / divisor`` rounded up: the number of groups of ``divisor`` for ``value``
     items."""
     return -(-value // divisor)
 
 
-@overload
-def round_up(value: int, multiple: int) -> int: ...
-
-
-@overload
-def round_up(
-    value: npt.NDArray[np.int64], multiple: int | npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]: ...
-
-
-def round_up(
-    value: int | npt.NDArray[np.int64], multiple: int | npt.NDArray[np.int64]
-) -> int | npt.NDArray[np.int64]:
+def round_up(value: IntOrArray, multiple: IntOrArray | int) -> IntOrArray:
     """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 

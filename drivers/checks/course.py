@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import HoldfastError
@@ -59,8 +58,13 @@ async def check(
         other = Counted(open_driver(uri, **chosen))
     ground = Ground(driver, other, f"holdfast-check-{secrets.token_hex(8)}")
     try:
-        async with _cleaned_up(ground, uri, report, warn):
+        try:
             await _try_all(ground, probes, report, on_finding)
+        finally:
+            report.why_left = await _clean_up(ground)
+            if report.why_left:
+                report.left = join(uri, ground.scratch).redacted
+                warn(report)
     finally:
         await other.close()
         await driver.close()
@@ -131,42 +135,24 @@ async def _tried(ground: Ground, probe: Probe) -> Finding:
     )
 
 
-@asynccontextmanager
-async def _cleaned_up(
-    ground: Ground, uri: Uri, report: Report, warn: Callable[[Report], None]
-) -> AsyncIterator[None]:
-    """Remove the scratch folder at the end of the block, however it ends."""
-    try:
-        yield
-    finally:
-        report.why_left = await _clean_up(ground)
-        if report.why_left:
-            report.left = join(uri, ground.scratch).redacted
-            warn(report)
-
-
 async def _clean_up(ground: Ground) -> str:
     """Remove everything the check stored. Return why some of it remains, or ""."""
+    why = ""
     if not (ground.driver.may_have_stored or ground.other.may_have_stored):
-        return ""
+        return why
     try:
         async with asyncio.timeout(CLEAN_UP_S):
-            return await _remove(ground.driver, ground.scratch)
+            for pause_s in (0.0, 0.5, 2.0):  # listings of some gateways lag
+                await asyncio.sleep(pause_s)
+                why = await _remove(ground.driver, ground.scratch)
+                if not why:
+                    break
     except TimeoutError:
         return f"{CLEAN_UP_S:g} s were not enough"
-
-
-async def _remove(driver: Driver, scratch: str) -> str:
-    why = ""
-    for pause_s in (0.0, 0.5, 2.0):  # listings of some gateways lag
-        await asyncio.sleep(pause_s)
-        why = await _remove_once(driver, scratch)
-        if not why:
-            break
     return why
 
 
-async def _remove_once(driver: Driver, scratch: str) -> str:
+async def _remove(driver: Driver, scratch: str) -> str:
     why = ""
     try:
         await driver.delete_all(scratch)

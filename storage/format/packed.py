@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ...core.forks.cached import cached_property
-from ...core.units import ceil_div, round_up
+from ...core.units import IntOrArray, ceil_div, round_up
 from ...errors import UsageError
 from ...planner.columns import Ints
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES
@@ -150,11 +150,7 @@ def _unpacked(stored: memoryview, nbytes: int) -> memoryview:
     return memoryview(block)
 
 
-@overload
-def index_nbytes(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int: ...
-@overload
-def index_nbytes(hashed_nbytes: Ints, chunk_nbytes: int, block_nbytes: int) -> Ints: ...
-def index_nbytes(hashed_nbytes: int | Ints, chunk_nbytes: int, block_nbytes: int) -> int | Ints:
+def index_nbytes(hashed_nbytes: IntOrArray, chunk_nbytes: int, block_nbytes: int) -> IntOrArray:
     """Return the size of an image's index, or a column of sizes for many images."""
     blocks = ceil_div(hashed_nbytes, block_nbytes)
     chunks = ceil_div(hashed_nbytes, chunk_nbytes)
