@@ -99,7 +99,7 @@ def at_every_await(
     """
 
     @functools.wraps(attempt)
-    async def test(place: Place) -> None:
+    async def attempts(place: Place) -> None:
         driver = place.open()
         for delay_s in DELAYS_S:
             for at in range(1, SUSPENSIONS_MAX):
@@ -110,8 +110,8 @@ def at_every_await(
         await place.looker.delete_all("d")
         await place.holds()
 
-    vars(test).pop("__wrapped__")  # pytest would take its parameters for fixtures
-    return trial()(test)
+    vars(attempts).pop("__wrapped__")  # pytest would take its parameters for fixtures
+    return trial()(attempts)
 
 
 async def found(driver: Driver, key: str) -> bytes | None:
