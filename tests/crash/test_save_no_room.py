@@ -17,7 +17,6 @@ from support.disks import new_disk, run, tmpfs
 from support.victims import save_with_file_limits, spawned, state_of_step
 
 import holdfast
-from holdfast.drivers.contract import AtMost
 from holdfast.drivers.local.driver import LocalDriver
 
 WAIT_S = 120.0
@@ -70,29 +69,6 @@ def explore(
         leave(-1)
         check_next_save(uri, 1)
     return outcome
-
-
-def full_then_not(outcome: dict[int, bool]) -> bool:
-    """Failures first, and then successes: both."""
-    return list(outcome.values()) == sorted(outcome.values()) and set(outcome.values()) == {
-        False,
-        True,
-    }
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
-def test_memory_runs_out_at_any_byte(compression: Any, tmp_path: Path, seed: int) -> None:
-    """A tmpfs with room for the old checkpoint and so many bytes more."""
-    with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
-        uri = folder / "c"
-
-        def leave(free: int) -> None:
-            found = os.statvfs(folder)
-            used = (found.f_blocks - found.f_bfree) * found.f_frsize
-            run("mount", "-o", f"remount,size={used + free if free >= 0 else ROOM_NBYTES}", folder)
-
-        assert full_then_not(explore(uri, leave, seed, 4096, 64 << 10, compression))
 
 
 @pytest.mark.timeout(900)
@@ -184,24 +160,6 @@ def test_an_image_that_has_no_room_fails_before_its_first_byte(
         await upload.write(0, memoryview(bytes(FREE_NBYTES // 2)))
         await upload.commit()
         assert (await driver.stat("image")).nbytes == FREE_NBYTES // 2
-        await driver.close()
-
-    with nearly_full(kind, tmp_path) as folder:
-        asyncio.run(work(folder))
-
-
-@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
-def test_an_image_whose_size_is_a_bound_is_judged_by_what_is_written(
-    kind: str, tmp_path: Path
-) -> None:
-    """What compression leaves may have room although the bound has none."""
-
-    async def work(folder: Path) -> None:
-        driver = LocalDriver(folder)
-        upload = await driver.create("image", AtMost(IMAGE_NBYTES))
-        await upload.write(0, memoryview(bytes(1 << 20)))
-        await upload.commit(1 << 20)
-        assert (await driver.stat("image")).nbytes == 1 << 20
         await driver.close()
 
     with nearly_full(kind, tmp_path) as folder:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.rank_processes import RankProcesses
-from support.runs import back_run, damaged_run, skewed_run, stopped_run, timed_run
+from support.runs import damaged_run, skewed_run, stopped_run, timed_run
 
 import holdfast
 
@@ -44,21 +44,6 @@ def test_all_go_on_from_the_same_step_though_one_alone_finds_damage(
 ) -> None:
     """All ranks resume from the same older step if one of them reads damaged data."""
     assert ranks.run(damaged_run, str(tmp_path)) == [(2, 20.0 + rank) for rank in range(4)]
-
-
-def test_all_go_back_to_the_same_step(ranks: RankProcesses, tmp_path: Path) -> None:
-    """All ranks go back together, and learn of a save below the newest step."""
-    found = ranks.run(back_run, str(tmp_path), world=2)
-    for rank in (0, 1):
-        assert found[rank] == [
-            ("UsageError", 2, -rank),
-            ("UsageError", 3, -rank),
-            ("back", 2, 20.0),
-            ("newest", 3, 30.5),
-            ("none", 7, 30.5),
-            ("before", 2, 20.0),
-            ("abandoned", 4, 40.0),
-        ]
 
 
 def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path: Path) -> None:

@@ -25,11 +25,7 @@ def free_port() -> int:
 @pytest.mark.nightly(32)
 @pytest.mark.parametrize(
     "what",
-    [
-        "cut_after_save",
-        "leave_after_load",
-        "made_anew",
-    ],
+    ["cut_after_save", "leave_after_load"],
 )
 def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: Path) -> None:
     """As srun, mp.spawn and frameworks start them."""

@@ -13,15 +13,11 @@ from support.jobs import (
     fsdp_load,
     fsdp_save,
     fsdp_train,
-    layouts_load,
-    layouts_save,
     one_memory,
 )
 from support.rank_processes import RankProcesses
 
 import holdfast
-
-SHAPES = [(7, 5), (8, 4), (3,), (1, 9), (2, 3, 6), (0, 4), ()]
 
 
 @pytest.fixture(scope="module")
@@ -102,65 +98,6 @@ def test_a_sharded_job_is_read_without_any_process_group(trained: Any) -> None:
         assert difference(expected["model"], built["model"]) is None
         assert difference(expected["optim"]["state"], built["optim"]["state"]) is None
         assert built["step"] == 3
-
-
-LINE = [((4,), ("S0",)), ((4,), ("R",)), ((4,), ("F",))]
-SQUARE = [
-    ((2, 2), ("S0", "R")), ((2, 2), ("R", "S0")), ((2, 2), ("R", "R")), ((2, 2), ("S0", "S0")), ((2, 2), ("T0/2", "S0")), ((4, 1), ("S0", "R")), ((2, 2), ("F", "R")),
-]  # fmt: skip
-COLUMNS = [
-    ((4,), ("S1",)),
-    ((2, 2), ("S0", "S1")),
-    ((2, 2), ("S1", "S0")),
-    ((2, 2), ("T1/2", "S1")),
-    ((2, 2), ("S1", "R")),
-]
-
-
-def test_every_placement_is_loaded_into_every_other(ranks: RankProcesses, tmp_path: Path) -> None:
-    """All placements over one and two dimensions, with uneven and empty parts."""
-    flat = [shape for shape in SHAPES if len(shape) >= 1]
-    ranks.run(layouts_save, str(tmp_path / "rows"), LINE + SQUARE, flat)
-    assert (
-        ranks.run(layouts_load, str(tmp_path / "rows"), LINE + SQUARE, LINE + SQUARE, flat)
-        == [[]] * 4
-    )
-    deep = [shape for shape in SHAPES if len(shape) >= 2]
-    ranks.run(layouts_save, str(tmp_path / "all"), LINE + SQUARE + COLUMNS, deep)
-    assert (
-        ranks.run(
-            layouts_load,
-            str(tmp_path / "all"),
-            LINE + SQUARE + COLUMNS,
-            LINE + SQUARE + COLUMNS,
-            deep,
-        )
-        == [[]] * 4
-    )
-    ranks.run(layouts_save, str(tmp_path / "none"), [LINE[1], SQUARE[2]], SHAPES)
-    assert (
-        ranks.run(layouts_load, str(tmp_path / "none"), [LINE[1], SQUARE[2]], [LINE[1]], SHAPES)
-        == [[]] * 4
-    )
-
-
-def test_what_several_ranks_hold_is_divided_evenly_among_them(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Replicas, whole or of shards, in one large tensor or many small ones."""
-    for layout, shapes in (
-        (((4,), ("R",)), [(1000, 1000)]),
-        (((2, 2), ("R", "S0")), [(999, 1001)]),
-        (((2, 2), ("S1", "R")), [(1000, 1002)]),
-        (((2, 2), ("F", "R")), [(999, 1001)]),
-        (((2, 2), ("R", "R")), [(i, 300) for i in range(100, 140)]),
-    ):
-        uri = tmp_path / str(len(list(tmp_path.iterdir())))
-        nbytes = ranks.run(layouts_save, str(uri), [layout], shapes)
-        total = sum(4 * a * b for a, b in shapes)
-        assert total <= sum(nbytes) <= total * 1.03 + 4 * 16384
-        assert max(nbytes) <= 1.03 * total / 4 + 16384
-        assert sorted(p.stat().st_size for p in uri.rglob("data/*/*.safetensors")) == sorted(nbytes)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

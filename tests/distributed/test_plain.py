@@ -10,6 +10,7 @@ from support.rank_processes import RankProcesses
 from support.rank_tasks import (
     meshes_of_one_name,
     own_lists,
+    partial_loads,
     plain_load,
     plain_save,
     random_load,
@@ -114,3 +115,10 @@ def test_a_tensor_on_several_meshes_is_stored_once(
 def test_no_collective_is_called(ranks: RankProcesses, tmp_path: Path) -> None:
     """Saves and loads use no process group."""
     assert ranks.run(recorded_save, str(tmp_path / "c")) == [[]] * 4
+
+
+def test_what_is_left_is_told_of_all_ranks_on_each(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Each rank reports the names that any rank misses, and those that no rank has a place for."""
+    for missing, unexpected in ranks.run(partial_loads, str(tmp_path / "c"), world=2):
+        assert missing == ("new0", "new1")
+        assert unexpected == ("extra",)

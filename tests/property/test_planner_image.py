@@ -1,10 +1,12 @@
-"""Images, read back with the safetensors library."""
+"""The layout of an image: field by field, and read back with the safetensors library."""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
+from holdfast.core import safetensors as headers
 from holdfast.planner.columns import Ints
-from holdfast.planner.image import BLOCKS_NAME, DIGEST_NBYTES, PAGE_NBYTES, ImageLayout, lay_out
+from holdfast.planner.image import (
+    BLOCKS_NAME,
+    DIGEST_NBYTES,
+    PAGE_NBYTES,
+    ImageLayout,
+    lay_out,
+    shard_names,
+)
 from holdfast.storage.format.tables import ImageTable
 
-Shard = tuple[str, str, list[int]]
+Shard = tuple[str, str, Sequence[int]]
 """Name, dtype and shape."""
 DTYPES = [
     "bool",
@@ -55,7 +65,7 @@ SHARDS = st.tuples(
 
 
 def laid_out(
-    shards: Sequence[Shard], chunk_nbytes: int = 1 << 24, block_nbytes: int = 4096
+    shards: Sequence[Shard], **sizes: int
 ) -> tuple[ImageLayout, list[torch.dtype], Ints, Ints]:
     """The layout of the shards, their torch dtypes, and the bytes of an element and of all of each."""
     dtypes = [getattr(torch, dtype) for _, dtype, _ in shards]
@@ -65,16 +75,26 @@ def laid_out(
     ).reshape(-1, 3)
     ndim = np.array([len(shape) for *_, shape in shards], dtype=np.int64)
     names = [name for name, _, _ in shards]
-    sizes = {"chunk_nbytes": chunk_nbytes, "block_nbytes": block_nbytes}
     layout = lay_out(names, [dtype for _, dtype, _ in shards], lengths, ndim, itemsize, **sizes)
     return layout, dtypes, itemsize, lengths.prod(axis=1) * itemsize
+
+
+def layout_of(shards: Sequence[Shard], **sizes: int) -> ImageLayout:
+    """The layout alone."""
+    return laid_out(shards, **sizes)[0]
+
+
+def header_of(layout: ImageLayout) -> dict[str, Any]:
+    """The parsed JSON of the header."""
+    header: dict[str, Any] = json.loads(layout.header[8:])
+    return header
 
 
 @examples(120)
 @given(st.lists(SHARDS, max_size=12), st.integers(0, 1000))
 def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
     """An image is a valid safetensors file with every shard's dtype, shape and bytes."""
-    layout, dtypes, itemsize, nbytes = laid_out(shards)
+    layout, dtypes, itemsize, nbytes = laid_out(shards, block_nbytes=4096)
     rng = np.random.default_rng(seed)
     file = bytearray(layout.nbytes)
     file[: len(layout.header)] = layout.header
@@ -101,7 +121,7 @@ def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
 @given(st.lists(SHARDS, max_size=12))
 def test_shards_are_aligned_and_leave_no_holes(shards: list[Shard]) -> None:
     """Shards are adjacent and aligned to their elements; those of whole pages to pages."""
-    layout, _, itemsize, nbytes = laid_out(shards)
+    layout, _, itemsize, nbytes = laid_out(shards, block_nbytes=4096)
     assert (layout.start % itemsize == 0).all()
     assert (layout.start[nbytes % PAGE_NBYTES == 0] % PAGE_NBYTES == 0).all()
     ends = len(layout.header) + np.cumsum(nbytes[layout.order])
@@ -121,7 +141,7 @@ def test_chunks_and_blocks_cover_what_is_hashed(
 ) -> None:
     """Whole chunks of whole blocks cover the hashed part; each block has a digest."""
     chunk_nbytes = block_nbytes * blocks
-    layout, *_ = laid_out(shards, chunk_nbytes, block_nbytes)
+    layout, *_ = laid_out(shards, chunk_nbytes=chunk_nbytes, block_nbytes=block_nbytes)
     ranges = [layout.chunk_range(index) for index in range(layout.chunks)]
     assert [edge for pair in ranges for edge in pair][1:-1:2] == [start for start, _ in ranges[1:]]
     assert (ranges[0][0], ranges[-1][1]) == (0, layout.hashed_end)
@@ -138,3 +158,69 @@ def test_chunks_and_blocks_cover_what_is_hashed(
     for index in (-1, layout.chunks):
         with pytest.raises(ValueError, match="chunk"):
             layout.chunk_range(index)
+
+
+def test_header_of_one_tensor() -> None:
+    """The header says format, tensor and digests; it fills whole pages and knows its own length."""
+    layout = layout_of([("w", "float32", (3, 2))])
+    assert header_of(layout) == {
+        "__metadata__": {"format": "pt", "holdfast": "image/1"},
+        "w": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]},
+        "__holdfast_blocks__": {
+            "dtype": "U8",
+            "shape": [4072 + 16],
+            "data_offsets": [24, 4096 + 16],
+        },
+    }
+    assert struct.unpack("<Q", layout.header[:8]) == (len(layout.header) - 8,)
+    assert len(layout.header) == 4096
+    assert layout.start.tolist() == [4096]
+    assert (layout.data_end, layout.hashed_end, layout.nbytes) == (4120, 8192, 8208)
+
+
+def test_names_are_made_unique() -> None:
+    """Repeated and reserved names are numbered; numbered ones do not collide either."""
+    names = ["a", "a", "a#2", "a", "__metadata__", "__holdfast_blocks__"]
+    header = header_of(layout_of([(name, "uint8", (1,)) for name in names]))
+    expected = ["a", "a#2", "a#2#2", "a#3", "__metadata__#2", "__holdfast_blocks__#2"]
+    assert list(header) == ["__metadata__", *expected, "__holdfast_blocks__"]
+
+
+def test_too_long_a_header_names_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that readers would not accept names one tensor; shards lie as before."""
+    shards = [(f"w{index}", "float32", (5,)) for index in range(200)]
+    full = layout_of(shards)
+    monkeypatch.setattr(headers, "HEADER_NBYTES_MAX", 8000)
+    layout = layout_of(shards)
+    assert header_of(layout)["data"] == {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}
+    assert list(header_of(layout)) == ["__metadata__", "data", "__holdfast_blocks__"]
+    assert (layout.start - len(layout.header)).tolist() == (full.start - len(full.header)).tolist()
+    assert layout.data_end == len(layout.header) + 4000
+
+
+def test_header_and_digests_agree_at_every_size() -> None:
+    """Wherever the header crosses a page, the digests' entry covers exactly what follows."""
+    for length in range(3500, 4100, 20):
+        layout = layout_of([("n" * length, "uint8", (65536 * 9 - 4096,))], block_nbytes=4096)
+        end = header_of(layout)["__holdfast_blocks__"]["data_offsets"][1]
+        assert len(layout.header) % 4096 == 0
+        assert len(layout.header) + end == layout.nbytes
+        assert layout.nbytes == layout.hashed_end + 16 * (layout.hashed_end // 4096)
+
+
+def test_shard_names() -> None:
+    """A whole tensor keeps its name; a part shows its range."""
+    shape = np.array([[4, 6], [4, 6], [1, 1], [9, 1]])
+    offsets = np.array([[0, 0], [2, 0], [0, 0], [3, 0]])
+    lengths = np.array([[4, 6], [2, 6], [1, 1], [1, 1]])
+    names = shard_names("abcd", shape, np.array([2, 2, 0, 1]), offsets, lengths)
+    assert names == ["a", "b[2:4,0:6]", "c", "d[3:4]"]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block"), [(65536, 6000), (10000, 8192), (4096, 0), (6144, 2048)]
+)
+def test_sizes_that_do_not_fit_are_refused(chunk: int, block: int) -> None:
+    """A chunk must be a whole number of blocks, a block of pages."""
+    with pytest.raises(ValueError, match="blocks"):
+        layout_of([], chunk_nbytes=chunk, block_nbytes=block)

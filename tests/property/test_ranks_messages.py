@@ -115,14 +115,6 @@ def test_data_that_is_cut_short_or_longer_is_refused(message: Any, data: st.Data
         kind.decode(encoded + (b"x" if b"\n" in encoded else b"\nx"), "it")
 
 
-@examples(300)
-@given(st.sampled_from(KINDS), st.binary())
-def test_any_bytes_are_a_message_or_a_clear_error(kind: Any, data: bytes) -> None:
-    """Random bytes decode to a message or raise CoordinationError."""
-    with pytest.raises(holdfast.CoordinationError, match="cannot be understood"):
-        codec(kind).decode(data, "it")
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import holdfast
-from holdfast.storage.state.adapters.tensors import local_of
 
 
 class Block(nn.Module):
@@ -154,90 +152,6 @@ def fsdp_train(layout: str, steps: int) -> dict[str, Any]:
     model, optim = sharded(layout, 1)
     train(model, optim, 0, steps)
     return state_of(model, optim)
-
-
-Layout = tuple[tuple[int, ...], tuple[str, ...]]
-
-
-def placement(text: str) -> Placement:
-    """``R``, ``S1`` (Shard), ``T0/2`` (_StridedShard with a split factor)."""
-    if text == "R":
-        return Replicate()
-    if text[0] == "S":
-        return Shard(int(text[1:]))
-    dim, _, factor = text[1:].partition("/")
-    return _StridedShard(int(dim), split_factor=int(factor))
-
-
-def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[str, ...]) -> Any:
-    """Return ``full`` as a DTensor; "F" as a flat range, "T" as strided shards, inner first."""
-    if placements[0] == "F":
-        return _flat_range(full, mesh.get_coordinate()[0], mesh.size(0))
-    if placements[0].startswith("T"):
-        outer, inner = mesh.get_coordinate()
-        dim = int(placements[1][1:])
-        local = _chunk(_chunk(full, mesh.size(1), inner, dim), mesh.size(0), outer, dim)
-        kinds = [placement(p) for p in placements]
-        return DTensor.from_local(
-            local, mesh, kinds, run_check=False, shape=full.shape, stride=full.stride()
-        )
-    return distribute_tensor(full, mesh, [placement(p) for p in placements])
-
-
-def _flat_range(full: torch.Tensor, rank: int, world: int) -> holdfast.Shard:
-    start = full.numel() * rank // world
-    stop = full.numel() * (rank + 1) // world
-    part = full.reshape(-1)[start:stop].clone()
-    return holdfast.Shard(part, shape=full.shape, flat=(start, stop))
-
-
-def _chunk(full: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
-    chunks = torch.chunk(full, parts, dim)
-    return (chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)).contiguous()
-
-
-def full_tensor(index: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The elements of the index-th tensor."""
-    numel = int(torch.Size(shape).numel())
-    return (torch.arange(numel, dtype=torch.float32) * 8 + index).reshape(shape)
-
-
-def layouts_save(uri: str, layouts: list[Layout], shapes: list[tuple[int, ...]]) -> int:
-    """Save a tensor of each shape in each layout; return the bytes of this rank's image."""
-    return holdfast.save(uri, tensors(layouts, shapes, fill=True)).nbytes
-
-
-def tensors(layouts: list[Layout], shapes: list[tuple[int, ...]], *, fill: bool) -> dict[str, Any]:
-    """A tensor of each shape in each layout."""
-    meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in layouts}
-    return {
-        f"{shape} as {layout}": laid_out(full_tensor(i, shape) if fill else torch.full(shape, -1.0), meshes[layout[0]], layout[1])
-        for i, shape in enumerate(shapes)
-        for layout in layouts
-    }  # fmt: skip
-
-
-def layouts_load(
-    uri: str, stored: list[Layout], wanted: list[Layout], shapes: list[tuple[int, ...]]
-) -> list[str]:
-    """Load every tensor of ``layouts_save`` into each wanted layout; return those that differ."""
-    wrong = []
-    for layout in wanted:
-        mesh = init_device_mesh("cpu", layout[0])
-        expected = {
-            s: local_of(laid_out(full_tensor(i, s), mesh, layout[1])) for i, s in enumerate(shapes)
-        }
-        into = {
-            f"{s} as {old}": laid_out(torch.full(s, -1.0), mesh, layout[1])
-            for s in shapes
-            for old in stored
-        }
-        holdfast.load(uri, into=into)
-        for s in shapes:
-            for old in stored:
-                if not torch.equal(local_of(into[f"{s} as {old}"]), expected[s]):
-                    wrong.append(f"{s} from {old} to {layout}")
-    return wrong
 
 
 def one_memory(uri: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,11 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import IterableDataset
 
 import holdfast
 
@@ -33,7 +31,6 @@ __all__ = ["EVERY", "KINDS", "losses_of", "run_until_killed"]
 EVERY = 2
 """Steps between saves; the second one is not survived."""
 STEPS = 6
-EXPERTS = 4
 
 
 @dataclass(frozen=True)
@@ -130,50 +127,6 @@ def scaled(way: str, seed: int) -> Job:
     return Job(state, gradients, [optim], scaler)
 
 
-class Batches(IterableDataset[torch.Tensor]):
-    """One batch after the other, without an end; its state is the number of the next."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            self.number += 1
-            yield batch(self.number - 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number."""
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
-        self.number = state["number"]
-
-
-def fed(seed: int) -> Job:
-    """DDP on rows of a stateful loader, with one optimizer for matrices and one for vectors."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(Model())
-    loader = StatefulDataLoader(Batches(), batch_size=None)
-    batches: list[Iterator[torch.Tensor]] = []
-
-    def gradients(number: int) -> float:
-        batches[:] = batches or [iter(loader)]
-        rows = next(batches[0])[dist.get_rank() :: dist.get_world_size()]
-        loss = model(rows).square().mean()
-        loss.backward()
-        mean = loss.detach() / dist.get_world_size()
-        dist.all_reduce(mean)
-        return mean.item()
-
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optims = [torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(vectors, lr=0.1, momentum=0.9)]
-    return Job({"model": model, "data": holdfast.PerRank(loader)}, gradients, optims)
-
-
 def staged(seed: int) -> Job:
     """A pipeline of two stages on two ranks, or on one."""
     torch.manual_seed(seed)
@@ -209,66 +162,6 @@ def staged(seed: int) -> Job:
     return Job({"model": model}, gradients, [optim])
 
 
-class Summed(torch.autograd.Function):
-    """The sum of what all ranks have; each computes the same gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
-        """The sum."""
-        total = mine.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: torch.Tensor) -> torch.Tensor:
-        """As it is."""
-        return gradient[0]
-
-
-class Mixture(nn.Module):
-    """A shared gate, and experts spread over ranks, as one DTensor or as modules."""
-
-    def __init__(self, as_modules: bool) -> None:
-        super().__init__()
-        self.gate = nn.Linear(10, EXPERTS)
-        experts = torch.randn(EXPERTS, 10, 3)
-        world = dist.get_world_size()
-        self.mine = range(EXPERTS)[dist.get_rank() * EXPERTS // world :][: EXPERTS // world]
-        if as_modules:
-            self.experts = nn.ModuleDict({str(i): nn.Linear(10, 3) for i in self.mine})
-            for i in self.mine:
-                nn.init.zeros_(self.experts[str(i)].bias)
-                self.experts[str(i)].weight.data.copy_(experts[i].t())
-        else:
-            mesh = init_device_mesh("cpu", (world,))
-            self.weights = nn.Parameter(distribute_tensor(experts, mesh, [Shard(0)]))
-        self.as_modules = as_modules
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares = self.gate(x).softmax(1)
-        if self.as_modules:
-            made = [self.experts[str(i)](x) for i in self.mine]
-        else:
-            local: Any = self.weights
-            made = [x @ weight for weight in local.to_local()]
-        parts = [y * shares[:, i : i + 1] for i, y in zip(self.mine, made, strict=True)]
-        return Summed.apply(torch.stack(parts).sum(0))
-
-
-def mixed(as_modules: bool, seed: int) -> Job:
-    """Experts on all ranks."""
-    torch.manual_seed(seed)
-    model = Mixture(as_modules)
-
-    def gradients(number: int) -> float:
-        loss = backward(model, 10, number)
-        for p in model.gate.parameters():
-            dist.all_reduce(p.grad)
-        return loss
-
-    return Job({"model": model}, gradients, [torch.optim.AdamW(model.parameters(), lr=0.01)])
-
-
 def zero(seed: int) -> Job:
     """Moments of each parameter on one rank alone."""
     torch.manual_seed(seed)
@@ -290,10 +183,7 @@ KINDS: dict[str, Callable[[int], Job]] = {
     "averaged": averaged,
     "scaled fused": partial(scaled, "fused"),
     "scaled foreach": partial(scaled, "foreach"),
-    "fed": fed,
     "staged": staged,
-    "experts": partial(mixed, False),
-    "expert modules": partial(mixed, True),
     "zero": zero,
 }
 

@@ -25,6 +25,7 @@ FILES = frozenset(
         "property/test_planner_coverage.py",
         "property/test_planner_loading.py",
         "property/test_planner_saving.py",
+        "property/test_storage_executor.py",
         "property/test_storage_scheduler.py",
         "unit/test_checks.py",
         "unit/test_cli_check.py",
@@ -54,11 +55,9 @@ FILES = frozenset(
         "unit/test_parity.py",
         "unit/test_periods.py",
         "unit/test_planner_boxes.py",
-        "unit/test_planner_image.py",
         "unit/test_planner_loading.py",
         "unit/test_planner_saving.py",
         "unit/test_planner_table.py",
-        "unit/test_storage_executor.py",
     }
 )
 """Below tests/."""

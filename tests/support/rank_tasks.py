@@ -17,12 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 
 from .bits import difference
-from .jobs import laid_out, sharded, train
+from .jobs import sharded, train
 
 __all__ = ["plain_load", "plain_save"]
 
@@ -235,10 +236,11 @@ def meshes_of_one_name(uri: str, how: str) -> Any:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("line", "dp"))
     full = torch.arange(35.0).reshape(7, 5)
     here = how != "one line" or rank < 2
-    state: dict[str, Any] = {"w": laid_out(full, whole["dp"], ("S0",))} if here else {}
-    state["v"] = laid_out(torch.arange(9.0), whole["dp"], ("R",))
+    state: dict[str, Any] = {"w": distribute_tensor(full, whole["dp"], [Shard(0)])} if here else {}
+    state["v"] = distribute_tensor(torch.arange(9.0), whole["dp"], [Replicate()])
     into = {
-        name: laid_out(torch.full(t.shape, -1.0), whole["dp"], ("S0",)) for name, t in state.items()
+        name: distribute_tensor(torch.full(t.shape, -1.0), whole["dp"], [Shard(0)])
+        for name, t in state.items()
     }
     holdfast.save(uri, state)
     holdfast.load(uri, into=into)
@@ -269,3 +271,16 @@ def own_lists(uri: str) -> list[Any]:
     holder.held = None
     holdfast.load(uri, into={"holder": holder})
     return [] if holder.held == held else [holder.held, held]
+
+
+def partial_loads(uri: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Load on each rank one stored name of its own and one that was not stored.
+
+    Return the missing and unexpected names in the report.
+    """
+    rank = dist.get_rank()
+    holdfast.save(uri, {"all": torch.ones(3), f"of{rank}": torch.ones(2), "extra": 1})
+    into = {"all": torch.zeros(3), f"of{rank}": torch.zeros(2), f"new{rank}": torch.zeros(2)}
+    reports: list[holdfast.LoadReport] = []
+    holdfast.load(uri, into=into, strict=False, on_report=reports.append)
+    return reports[0].missing, reports[0].unexpected

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 
-__all__ = ["back_run", "damaged_run", "skewed_run", "stopped_run", "timed_run"]
+__all__ = ["damaged_run", "skewed_run", "stopped_run", "timed_run"]
 
 
 def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
@@ -70,43 +70,6 @@ def damaged_run(uri: str) -> tuple[int, float]:
     into = {"own": torch.zeros(50_000)}
     with holdfast.Checkpointer(uri, grace_s=None) as ckpt:
         return ckpt.resume(into), float(into["own"].unique())
-
-
-def back_run(uri: str) -> list[tuple[str, int, float]]:
-    """Save four steps, fail to save below them, go back and on; return what each call found."""
-    rank, met = dist.get_rank(), list[tuple[str, int, float]]()
-    into = {"own": torch.zeros(500)}
-
-    def note(what: str, step: int) -> None:
-        met.append((what, step, float(into["own"].unique()) - rank))
-
-    def at(step: int, mark: float = 0.0) -> dict[str, torch.Tensor]:
-        return {"own": torch.full((500,), step * 10 + mark + rank)}
-
-    with holdfast.Checkpointer(uri, every=1, when_busy="wait", grace_s=None) as ckpt:
-        for step in (1, 2, 3, 4):
-            ckpt.step(step, at(step))
-    dist.barrier()
-    with holdfast.Checkpointer(uri, keep=3, when_busy="wait", grace_s=None) as ckpt:
-        for attempt in (2, 3):
-            ckpt.save(attempt, at(attempt, 0.5))
-            try:
-                ckpt.wait()
-            except holdfast.UsageError as error:
-                assert "below step 4" in str(error)
-                note(type(error).__name__, attempt)
-        note("back", ckpt.resume(into, step=2))
-        ckpt.save(3, at(3, 0.5))
-    dist.barrier()
-    with holdfast.Checkpointer(uri, grace_s=None) as ckpt:
-        note("newest", ckpt.resume(into))
-        try:
-            ckpt.resume(into, step=7)
-        except holdfast.UsageError:
-            note("none", 7)
-        note("before", ckpt.resume(into, before=3))
-        note("abandoned", ckpt.resume(into, step=4))
-    return met
 
 
 def stopped_run(uri: str, signalled: list[int]) -> tuple[int, list[int], dict[str, Any]]:

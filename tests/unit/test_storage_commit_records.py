@@ -1,16 +1,18 @@
-"""Commit records: one process commits an attempt, which then is neither deleted nor mixed."""
+"""Commit records and settled attempts: what is committed is neither deleted nor mixed."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.bits import difference
-from support.copies import OLD, attempts, checkpoint, copied, images, loaded, run, save
-from support.drivers import HookedDriver, contents
+import torch
+from support.bits import difference, fresh_uri
+from support.copies import attempts, checkpoint, copied, images, loaded, run, save
+from support.drivers import HookedDriver, age, contents
 
 import holdfast
 from holdfast.drivers.contract import Driver
@@ -18,12 +20,25 @@ from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
-from holdfast.storage.protocol import collect, commit, prune_lock, records
+from holdfast.storage.operations.saving.save import SaveJob, run_save
+from holdfast.storage.protocol import collect, commit, limits, prune_lock, records
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.current import read_manifest
+from holdfast.storage.ranks.team import Solo
+from holdfast.storage.state.flattening.flatten import flatten
 
 HOUR_S = 3600.0
 BUDGET_NBYTES = 64 << 20
+OLD, NEW, LAST = (
+    {"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"])
+)
+
+
+def with_old() -> MemoryDriver:
+    """Storage with a checkpoint."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    return storage
 
 
 class Flaky(MemoryDriver):
@@ -100,13 +115,6 @@ def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: 
     assert loaded(ours)["who"] == "new"
 
 
-def test_a_commit_record_whose_answer_was_lost_is_recognised() -> None:
-    """A save whose commit record was stored but not acknowledged recognises it and succeeds."""
-    storage = MemoryDriver("claims-lost")
-    run(save(retried(Flaky("claims-lost", stored=True)), OLD))
-    assert difference(OLD, loaded(storage)) is None
-
-
 @pytest.mark.parametrize("layer", [lambda driver: driver, retried], ids=["bare", "retried"])
 def test_a_commit_record_that_the_client_put_twice_is_recognised(
     layer: Callable[[Driver], Driver],
@@ -127,8 +135,7 @@ def test_a_commit_record_that_the_client_put_twice_is_recognised(
 
 def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
     """A pruning recognises its own lock after a retried put, and need not wait an hour for it."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
+    storage = with_old()
     (attempt,) = attempts(storage)
 
     async def twice(operation: str, key: str) -> None:
@@ -141,8 +148,7 @@ def test_a_prune_lock_that_the_client_put_twice_is_recognised() -> None:
 
 def test_a_pruning_leaves_the_prune_lock_of_one_that_took_over() -> None:
     """A pruning deletes only its own prune lock."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
+    storage = with_old()
     (attempt,) = attempts(storage)
     run(storage.put(prune_lock.PRUNING_KEY, prune_lock.new_lock()))
     aged(storage, prune_lock.PRUNING_KEY, 2 * HOUR_S)
@@ -175,49 +181,38 @@ def test_a_commit_record_of_any_version_counts(old: bytes) -> None:
 
 def test_an_image_of_another_size_is_not_committed() -> None:
     """If the leader sees another size, the save fails and the old checkpoint stays."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
+    storage = with_old()
 
     async def shrink(operation: str, key: str) -> None:
         if operation == "commit" and key.endswith(".safetensors"):
             data, written_s = storage.objects[key]
             storage.objects[key] = (data[:-1], written_s)
 
-    state = checkpoint_state()
     with pytest.raises(holdfast.InvisibleFilesError, match="bytes for the committing rank, not"):
-        run(save(HookedDriver(storage, after=shrink), state))
+        run(save(HookedDriver(storage, after=shrink), NEW))
     assert difference(OLD, loaded(storage)) is None
-
-
-def checkpoint_state() -> Any:
-    """Return a state with a tensor."""
-    import torch
-
-    return {"who": "new", "x": torch.arange(100)}
 
 
 def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> None:
     """The grace hour starts at the commit record, so a two-hour save is spared after its commit."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
+    storage = with_old()
     (attempt,) = attempts(storage)
     run(storage.put(f"data/{attempt}/attempt.json", b""))  # it is not settled
     aged(storage, f"data/{attempt}/attempt.json", 2 * HOUR_S)
-    run(save(storage, checkpoint_state()))
+    run(save(storage, NEW))
     assert attempt in attempts(storage)
     aged(storage, f"data/{attempt}/fate", 2 * HOUR_S)
-    run(save(storage, checkpoint_state()))
+    run(save(storage, NEW))
     assert attempt not in attempts(storage)
 
 
 def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected() -> None:
     """The manifest may have named that attempt, and a user may want to salvage it."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
+    storage = with_old()
     (attempt,) = attempts(storage)
     run(storage.put(MANIFEST_KEY, b"rubbish"))
     aged(storage, f"data/{attempt}/fate", 1000 * HOUR_S)
-    run(save(storage, checkpoint_state()))
+    run(save(storage, NEW))
     assert {key for key in images(storage) if attempt in key}
 
 
@@ -280,3 +275,147 @@ def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment
     assert images(ours)
     if moment == "committed":
         assert loaded(ours)["who"] == "new"
+
+
+def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]) -> HookedDriver:
+    """Return a driver to ``storage`` that puts each manifest again after ``meanwhile``."""
+
+    async def after(operation: str, key: str) -> None:
+        if (operation, key) == ("put", MANIFEST_KEY):
+            manifest = await storage.get(key)
+            await meanwhile()
+            await storage.put(key, manifest)
+
+    return HookedDriver(storage, after=after)
+
+
+def is_look(done: Sequence[tuple[str, str]]) -> bool:
+    """Whether the last of these operations of a saver read the manifest that it had put."""
+    return ("put", MANIFEST_KEY) in done and done[-1] == ("get", MANIFEST_KEY)
+
+
+def dying_unsettled(storage: MemoryDriver) -> HookedDriver:
+    """A saver's way to ``storage``, which is gone when the manifest has been put, and seen."""
+    done: list[tuple[str, str]] = []
+
+    async def before(operation: str, key: str) -> None:
+        if is_look(done):
+            raise holdfast.StorageDownError("injected")
+
+    async def after(operation: str, key: str) -> None:
+        if not is_look(done):
+            done.append((operation, key))
+
+    return HookedDriver(storage, before, after)
+
+
+def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
+    """Both checkpoints stay whole for the grace period."""
+    storage = with_old()
+
+    async def meanwhile() -> None:
+        await save(storage, LAST)
+
+    run(save(putting_again(storage, meanwhile), NEW))
+    assert difference(NEW, loaded(storage)) is None
+    assert len(attempts(storage)) == 2
+    age(storage, limits.GRACE_S + 60.0)
+    run(save(storage, LAST))
+    assert len(attempts(storage)) == 1
+
+
+def has_put(done: Sequence[tuple[str, str]]) -> bool:
+    """Return whether the last of these operations of a save put its manifest."""
+    return done[-1] == ("put", MANIFEST_KEY)
+
+
+@pytest.mark.parametrize(
+    ("lingers", "expected"),
+    [(is_look, NEW), (has_put, LAST)],
+    ids=["after it looked", "before it looks"],
+)
+def test_a_save_that_meets_the_second_put_deletes_nothing_that_is_named_again(
+    lingers: Callable[[Sequence[tuple[str, str]]], bool], expected: dict[str, Any]
+) -> None:
+    """A save that has looked lets the repeated put win; one that looks later puts its own again."""
+    storage = with_old()
+
+    async def both() -> None:
+        replaced, settled, later = asyncio.Event(), asyncio.Event(), []
+        done: list[tuple[str, str]] = []
+
+        async def linger(operation: str, key: str) -> None:
+            done.append((operation, key))
+            if lingers(done):
+                replaced.set()
+                await settled.wait()
+
+        async def meanwhile() -> None:
+            later.append(asyncio.create_task(save(HookedDriver(storage, after=linger), LAST)))
+            await replaced.wait()
+
+        await save(putting_again(storage, meanwhile), NEW)
+        settled.set()
+        await later[0]
+
+    run(both())
+    assert difference(expected, loaded(storage)) is None
+
+
+@pytest.mark.parametrize("grace_over", [False, True])
+def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(grace_over: bool) -> None:
+    """A pruning waits for the saver, or for the hour."""
+    root, pruned = fresh_uri(), []
+    storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
+
+    def others() -> None:
+        if grace_over:
+            age(storage, limits.GRACE_S + 60.0)
+        holdfast.save(f"{root}/step-2", LAST, step=2)
+        report = holdfast.prune(root, keep_last=1)
+        pruned.extend(report.checkpoints)
+        assert report.kept == (("step-2",) if grace_over else ("step-1", "step-2"))
+
+    async def meanwhile() -> None:
+        await asyncio.to_thread(others)
+
+    job = SaveJob(flatten(NEW), 1, 1 << 20)
+    run(run_save(putting_again(storage, meanwhile), Solo(), job))
+    assert [c.step for c in pruned] == ([1] if grace_over else [])
+    if not grace_over:
+        assert difference(NEW, loaded(storage)) is None
+        assert [c.step for c in holdfast.prune(root, keep_last=1).checkpoints] == [1]
+        assert attempts(storage) == set()
+
+
+@pytest.mark.parametrize("grace_over", [False, True])
+def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(grace_over: bool) -> None:
+    """For a save that replaces it."""
+    storage = with_old()
+    run(save(dying_unsettled(storage), NEW))
+    assert difference(NEW, loaded(storage)) is None
+    assert len(attempts(storage)) == 2
+    if grace_over:
+        age(storage, limits.GRACE_S + 60.0)
+    run(save(storage, LAST))
+    assert len(attempts(storage)) == (1 if grace_over else 3)
+
+
+def test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone() -> None:
+    """Two copies share an attempt, which becomes the checkpoint."""
+    theirs, ours, first = checkpoint(), MemoryDriver(), True
+
+    async def overtaken(operation: str, key: str) -> None:
+        nonlocal first
+        if operation == "commit" and first:
+            first = False
+            await asyncio.to_thread(copied, theirs, ours)
+
+    copied(theirs, HookedDriver(ours, before=overtaken))
+    assert not first
+    (attempt,) = attempts(ours)
+    with pytest.raises(holdfast.NotFoundError):
+        run(ours.stat(f"data/{attempt}/attempt.json"))
+    assert loaded(ours)["who"] == "new"
+    run(save(ours, OLD))
+    assert len(attempts(ours)) == 1

@@ -95,35 +95,6 @@ def test_parts_are_saved_again_and_again(lazy: bool) -> None:
     assert torch.equal(holdfast.load(uri)["w"], WHOLE + 3)
 
 
-class Table:
-    """An object whose state is in parts."""
-
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
-
-    def state_dict(self) -> dict[str, Any]:
-        """It."""
-        return {"table": self.cut, "rows": 6}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Filled in place."""
-        self.given = state["table"]
-
-
-def test_objects_may_give_parts() -> None:
-    """Those that they have before a load are filled."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"t": Table(Cut(LEFT + MIDDLE))})
-    table = Table(empty(ROWS))
-    holdfast.load(uri, into={"t": table})
-    assert table.given is table.cut
-    assert table.cut.is_right()
-    other = empty(ROWS)
-    other.shape = (6, 9)
-    with pytest.raises(holdfast.MismatchError, match=r"shape \[6, 8\].*part of shape \[6, 9\]"):
-        holdfast.load(uri, into={"t": Table(other)})
-
-
 class Silent(Cut):
     """Does not say what the shape of the whole is."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import threading
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.drivers.registry import open_driver
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.runtime.engine import start
 
@@ -123,19 +121,3 @@ def test_a_file_system_is_closed_when_it_is_collected(uri: Path) -> None:
         del files
         gc.collect()
     assert soon(lambda: open_below(uri) == 0)
-
-
-@pytest.mark.nightly(14)
-@pytest.mark.parametrize("scheme", ["file", "lustre"])
-def test_a_driver_that_is_dropped_is_closed(tmp_path: Path, scheme: str) -> None:
-    """It gives back what it holds open."""
-
-    async def use() -> None:
-        driver = open_driver(f"{scheme}://{tmp_path}", direct="off")
-        await driver.put("x", b"1")
-        await driver.read("x", 0, memoryview(bytearray(1)))
-        assert open_below(tmp_path) == 2
-
-    asyncio.run(use())
-    gc.collect()
-    assert open_below(tmp_path) == 0

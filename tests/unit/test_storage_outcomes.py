@@ -119,20 +119,6 @@ def test_prometheus_counts(tmp_path: Path, ending: Started) -> None:
     assert value(registry, "holdfast_damaged_total") == 0
 
 
-def test_prometheus_counts_damage(tmp_path: Path, ending: Started) -> None:
-    """The damage metric counts a load that met a changed byte."""
-    registry = CollectorRegistry()
-    ending(export_metrics(registry))
-    holdfast.save(tmp_path, state())
-    (image,) = (tmp_path / "data").rglob("*.safetensors")
-    data = bytearray(image.read_bytes())
-    data[-8192] ^= 1
-    image.write_bytes(data)
-    with pytest.raises(holdfast.DamagedError):
-        holdfast.load(tmp_path, into=state())
-    assert value(registry, "holdfast_damaged_total") == 1
-
-
 def test_what_would_be_lost_is_exported(tmp_path: Path, ending: Started) -> None:
     """A Checkpointer exports the number of steps since the newest one in storage."""
     registry = CollectorRegistry()

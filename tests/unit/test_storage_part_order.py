@@ -137,26 +137,6 @@ def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "streams", "expected"),
-    [
-        (0, 4, [(0, 0)]),
-        (1, 4, [(0, 1)]),
-        (16, 4, [(0, 16)]),
-        (17, 4, [(0, 16), (16, 17)]),
-        (64, 4, [(0, 16), (16, 32), (32, 48), (48, 64)]),
-        (65, 4, [(0, 32), (32, 64), (64, 65)]),
-        (1000, 1, [(0, 1000)]),
-        (1000, 3, [(0, 336), (336, 672), (672, 1000)]),
-    ],
-)
-def test_an_upload_is_cut_at_parts(
-    nbytes: int, streams: int, expected: list[tuple[int, int]]
-) -> None:
-    """Segments are adjacent, of equal length except the last, and begin at parts."""
-    assert segments(nbytes, replace(TRAITS, streams=streams)) == expected
-
-
 @pytest.mark.parametrize("nbytes", [1, 100, 1000])
 @pytest.mark.parametrize("streams", [1, 3, 4])
 @pytest.mark.parametrize("chunk_nbytes", [8, 16, 32])

@@ -193,22 +193,6 @@ def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(
     assert difference(OLD, loaded(MemoryDriver(name))) is None
 
 
-def test_a_read_that_fails_for_a_while_is_no_verdict_on_the_storage() -> None:
-    """It is what any other operation that fails is, and is tried again."""
-    storage = MemoryDriver()
-    failed: list[str] = []
-
-    async def once(operation: str, key: str) -> None:
-        if operation == "read" and not failed:
-            failed.append(key)
-            raise holdfast.BusyError("503 slow down", uri=storage.uri, key=key)
-
-    hooked = HookedDriver(storage, before=once)
-    run(save(retried(hooked), OLD))
-    assert len(failed) == 1
-    assert images(storage)
-
-
 class Forgetful(MemoryDriver):
     """Acknowledges ``times`` puts to keys that end with ``suffix``, but stores ``keeps(data)``."""
 

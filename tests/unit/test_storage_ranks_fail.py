@@ -116,6 +116,16 @@ def test_no_stage_of_a_save_that_fails_is_waited_for_in_vain() -> None:
             stage.wait(1)
 
 
+def test_a_process_group_that_is_made_anew_has_a_new_contact() -> None:
+    """The ranks of the new group know nothing of the old one's calls."""
+    members = []
+    for _ in range(2):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+        members.append(process_group.contact_of(dist.group.WORLD, 5.0).member)
+        dist.destroy_process_group()
+    assert members[0] is not members[1]
+
+
 def test_a_forked_child_has_a_connection_of_its_own() -> None:
     """It would take its parent's answers off the socket that they share."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -215,12 +215,3 @@ def test_a_uri_that_makes_no_sense_is_refused(uri: str) -> None:
     ):
         with pytest.raises(holdfast.UriError):
             call()
-
-
-def test_a_refused_state_does_not_touch_the_checkpoint_that_is_there(tmp_path: Path) -> None:
-    """Not a file is opened, written or removed."""
-    holdfast.save(tmp_path / "c", {"x": torch.ones(2)})
-    files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    with pytest.raises(holdfast.StateError):
-        holdfast.save(tmp_path / "c", {"x": object()})
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == files

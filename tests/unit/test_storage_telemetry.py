@@ -153,17 +153,6 @@ def test_what_a_rate_holds_back_is_counted(uri: str) -> None:
     assert holdfast.save(uri, state()).stages["write"].throttled_s == 0
 
 
-@pytest.mark.nightly(4)
-def test_what_a_busy_storage_holds_back_is_counted(tmp_path: Path) -> None:
-    """A read waits as long as the storage asked for, at least, and counts as a retry, too."""
-    uri = f"file://{tmp_path}/c"
-    holdfast.save(uri, state())
-    stages = loaded(f"{uri}?faults=seed:8,busy:0.4&retries=20").stages.values()
-    retries = sum(stage.retries for stage in stages)
-    assert retries > 0
-    assert sum(stage.throttled_s for stage in stages) >= retries
-
-
 def rank_summaries(world: int, late: int) -> list[Summary]:
     """What ranks of a save record, of which ``late`` was slow to come to its first round."""
     place = f"late-{next(_numbers)}"

@@ -47,14 +47,14 @@ MUTANTS = [
         file="storage/operations/loading/load.py",
         old="    except (DamagedError, RankFailedError):\n",
         new="    except DamagedError:\n",
-        tests="tests/unit/test_storage_exchange.py::test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over",
+        tests="tests/property/test_storage_exchange.py::test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over",
     ),
     Mutant(
         says="load: an exchange over a network takes twice the budget",
         file="storage/operations/loading/load.py",
         old="        budget_nbytes //= 2\n",
         new="        pass\n",
-        tests="tests/unit/test_storage_exchange.py::test_an_exchange_stays_within_the_budget",
+        tests="tests/property/test_storage_exchange.py::test_an_exchange_stays_within_the_budget",
     ),
     Mutant(
         says="a part of a checkpoint must be all of it",

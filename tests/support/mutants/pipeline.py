@@ -19,7 +19,7 @@ MUTANTS = [
         file="storage/runtime/executor.py",
         old="        if not self._pending:\n",
         new="        if True:\n",
-        tests="tests/unit/test_storage_executor.py::test_jobs_begin_a_stage_in_order_where_it_asks_for_that",
+        tests="tests/property/test_storage_executor.py::test_jobs_begin_a_stage_in_order_where_it_asks_for_that",
     ),
     Mutant(
         says="cancelled, what runs is not waited for (buffers in use)",
@@ -33,7 +33,7 @@ MUTANTS = [
             "            run.cancel()\n"
             "            cancelled = error\n"
         ),
-        tests="tests/unit/test_storage_executor.py::test_cancelled_it_waits_for_what_runs",
+        tests="tests/property/test_storage_executor.py::test_cancelled_it_waits_for_what_runs",
     ),
     Mutant(
         says="packed chunks are written out of order",

@@ -78,7 +78,7 @@ MUTANTS = [
             "                await delete_attempt(driver, attempt)\n"
         ),
         new="            await delete_attempt(driver, attempt)\n",
-        tests="tests/unit/test_storage_settled.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",
+        tests="tests/unit/test_storage_commit_records.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",
     ),
     Mutant(
         says="commit: manifest gone by a pruning is not put again",
@@ -211,6 +211,6 @@ MUTANTS = [
             "        return False\n"
         ),
         new="",
-        tests="tests/unit/test_storage_settled.py::test_a_pruning_between_the_two_deletes_nothing_that_is_named_again",
+        tests="tests/unit/test_storage_commit_records.py::test_a_pruning_between_the_two_deletes_nothing_that_is_named_again",
     ),
 ]

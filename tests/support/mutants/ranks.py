@@ -61,7 +61,7 @@ MUTANTS = [
         file="storage/exchange/setup.py",
         old="    return reader.jobs(reads, unit_nbytes)\n",
         new="    return reader.jobs(reads)\n",
-        tests="tests/unit/test_storage_exchange.py -k budget",
+        tests="tests/property/test_storage_exchange.py -k budget",
     ),
     Mutant(
         says="copies that a driver holds of what it reads do not count",
@@ -75,7 +75,7 @@ MUTANTS = [
         file="planner/sharing.py",
         old="        stop = stop[np.append(at[1:], len(stop)) - 1]\n",
         new="        stop = stop[at]\n",
-        tests="tests/property/test_storage_exchange.py -k handed_all",
+        tests="tests/property/test_planner_loading.py::test_ranks_that_share_read_each_wanted_byte_once",
     ),
     Mutant(
         says="locks stay held in a forked child",
@@ -174,7 +174,7 @@ MUTANTS = [
         file="storage/ranks/store_team.py",
         old="        payloads = [payload, *await self._gather(name, senders[1:], f'round {name!r}')]\n        try:\n",
         new="        payloads = [payload, *await self._gather(name, senders[1:-1] if name == 'commit' else senders[1:], f'round {name!r}')]\n        try:\n",
-        tests="tests/unit/test_storage_settled.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",
+        tests="tests/unit/test_storage_commit_records.py::test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone",
     ),
     Mutant(
         says="parts of one DTensor that differ between meshes are not refused",
