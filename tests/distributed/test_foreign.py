@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from support.foreign_jobs import (
     fsdp1_leaves,
-    hollow_saves,
     hooked_tensors,
     sharded_tensors,
     uneven_tensors,
-    warned_of,
 )
 from support.rank_processes import RankProcesses
 
@@ -71,49 +69,3 @@ def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(
                 assert found[what].startswith(kind), what
                 assert 'state["w"] holds a local tensor of shape' in found[what], what
             assert found[f"committed {name}"] == "False"
-
-
-def test_a_state_that_holds_less_than_it_seems_is_refused_by_all_ranks_together(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Tensors without any element, and placeholders in the place of weights."""
-    first, second = ranks.run(hollow_saves, str(tmp_path), world=2)
-    refused = {
-        "nothing": "the state",
-        "nothing but values": "the state",
-        "none on one rank": "the state",
-    }
-    refused["state dict"] = 'state["model"]'
-    for name, path in refused.items():
-        assert first[name][0].startswith(f"StateError: {path} "), name
-        assert "allow_empty=True" in first[name][0], name
-        assert path in second[name][0], name
-        assert not first[name][1], name
-    for found in (first, second):
-        assert {name: seen for name, seen in found.items() if name not in refused} == {
-            name: ("", True) for name in first if name not in refused
-        }
-
-
-def test_plain_tensors_that_differ_between_ranks_are_named_once(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """In a warning of the first rank that holds them."""
-    first, second, third = ranks.run(warned_of, str(tmp_path), "warned", world=3)
-    assert [len(told) for told in first] == [1, 0, 1, 0]
-    (message,) = first[0]
-    named = [
-        '["model"]["weight"] (float32 [3] on rank 0, held by 3)',
-        '["optim"]["state"]["weight"]["momentum_buffer"] (float32 [3] on rank 0, held by 3)',
-        '["dict"]["weight"] (float32 [3] on rank 0, held by 3)',
-        '["shape"] (float32 [2] on rank 0, held by 3)',
-        '["dtype"] (float32 [2] on rank 0, held by 3)',
-    ]
-    assert all('state["warned"]' + name in message for name in named)
-    assert message.count("on rank 0") == len(named)
-    assert all(way in message for way in ("DTensor", "PerRank", "broadcast"))
-    assert 'state["warned"]["late"]' in first[2][0]
-    assert first[2][0].count("on rank 0") == 1
-    assert [len(told) for told in second] == [1, 0, 0, 0]
-    assert 'state["warned"]["second"] (float32 [2] on rank 1, held by 2)' in second[0][0]
-    assert third == [[], [], [], []]

@@ -76,19 +76,6 @@ def test_plain_states_of_sharded_parameters_stay_plain(
     assert ranks.run(local_states, str(tmp_path / "c"), world=2) == [True, True]
 
 
-@pytest.mark.nightly(8)
-@pytest.mark.parametrize(("stored", "layout", "world"), [("fsdp", "tp", 4), ("tp", "fsdp", 3)])
-def test_states_of_another_shape_go_to_another_mesh(
-    stored: str, layout: str, world: int, ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """States load onto a mesh with one dimension more or less, and the next step runs."""
-    uri = str(tmp_path / "c")
-    saved = ranks.run(factored, uri, stored, 3, False, world=4 if stored == "tp" else 2)[0][0]
-    for state, _ in ranks.run(factored, uri, layout, 0, True, world=world):
-        assert difference(saved, state) is None
-    ranks.run(factored, uri, layout, 1, True, world=world)
-
-
 def test_what_an_object_has_otherwise_or_not_at_all_is_laid_out_as_it_was(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

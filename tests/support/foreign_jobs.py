@@ -3,11 +3,8 @@ saves and loads."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +24,9 @@ import holdfast
 __all__ = [
     "Refusals",
     "fsdp1_leaves",
-    "hollow_saves",
     "hooked_tensors",
     "sharded_tensors",
     "uneven_tensors",
-    "warned_of",
 ]
 
 
@@ -223,130 +218,3 @@ def uneven_tensors(uri: str) -> dict[str, str]:
         )
         found[f"committed {name}"] = str(Path(uri, name, "manifest.safetensors").exists())
     return found
-
-
-def placeholders() -> nn.Module:
-    """A module as DeepSpeed ZeRO-3 leaves it, but for the marks: large parameters are elsewhere,
-    small ones are here."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    for layer in (model[0], model[2]):
-        layer.weight.data = torch.empty(0)
-    return model
-
-
-def hollow_saves(uri: str) -> dict[str, tuple[str, bool]]:
-    """Save states in which there is less than it seems, on all ranks and on some: what each save
-    raised, and whether it was committed."""
-    rank = dist.get_rank()
-    empty = {"w": torch.empty(0), "v": torch.zeros(0, 3)}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    states: dict[str, tuple[Any, dict[str, Any]]] = {
-        "nothing": (empty, {}),
-        "nothing but values": (empty | {"step": 3}, {}),
-        "values": ({"step": 3}, {}),
-        "asked for": (empty, {"allow_empty": True}),
-        "on one rank": (empty if rank else {"w": torch.ones(2), "v": torch.ones(1, 3)}, {}),
-        "on the first rank": ({"w": torch.ones(2), "v": torch.ones(1, 3)} if rank else empty, {}),
-        "none on one rank": ({} if rank else empty, {}),
-        "one row for two ranks": ({"w": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])}, {}),
-        "state dict": (
-            {"model": dict(placeholders().state_dict()), "rng": holdfast.RNGState()},
-            {},
-        ),
-        "state dict asked for": (
-            {"model": dict(placeholders().state_dict())},
-            {"allow_empty": True},
-        ),
-        "state dict on one rank": (
-            {"model": (placeholders() if rank else _whole()).state_dict()},
-            {},
-        ),
-    }
-    found = {}
-    for name, (state, options) in states.items():
-        at = f"{uri}/{name}"
-        text = outcome(
-            lambda at=at, state=state, options=options: holdfast.save(
-                at, copy.copy(state), **options
-            )
-        )
-        dist.barrier()
-        found[name] = (text, Path(at, "manifest.safetensors").exists())
-        dist.barrier()
-    return found
-
-
-def _whole() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-
-class Diverged(nn.Module):
-    """A parameter and a buffer, of which each rank has its own values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rank = dist.get_rank()
-        self.weight = nn.Parameter(torch.full((3,), float(rank)))
-        self.alike = nn.Parameter(torch.ones(3))
-        self.norm = nn.BatchNorm1d(2)
-        self.norm.running_mean += rank
-        self.register_buffer("seen", torch.tensor([rank]))
-
-
-def warned_of(uri: str, tag: str) -> list[list[str]]:
-    """Save what differs between ranks, expected or not, twice, and then something else that has
-    begun to differ: the warnings of each save."""
-    rank = dist.get_rank()
-    model = Diverged()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optim.state[model.weight]["momentum_buffer"] = torch.full((3,), float(rank))
-    late = torch.ones(2)
-    state: dict[str, Any] = {
-        "model": model,
-        "optim": optim,
-        "dict": {name: tensor + 0 for name, tensor in model.state_dict().items() if name != "seen"},
-        "shape": torch.ones(2 + rank),
-        "dtype": torch.ones(2, dtype=[torch.float32, torch.float16, torch.float64][rank]),
-        "late": late,
-        "rng": holdfast.RNGState(),
-        "generator": torch.Generator().manual_seed(rank),
-        "data": holdfast.PerRank({"at": torch.tensor(rank)}),
-        "loader": Loader(),
-        "values": rank,
-    }
-    if rank:
-        state["second"] = torch.full((2,), float(rank))
-    torch.manual_seed(rank)
-    found = []
-    for number in range(4):
-        if number == 2:
-            late += rank
-        with messages() as told:
-            holdfast.save(f"{uri}/{number}", {tag: state})
-        found.append(told)
-        dist.barrier()
-    return found
-
-
-class Loader:
-    """An object with a state that belongs to the rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"worker": {"seed": torch.tensor([dist.get_rank()])}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes anything."""
-
-
-@contextlib.contextmanager
-def messages() -> Iterator[list[str]]:
-    """The warnings that Holdfast logs meanwhile."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("holdfast")
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)

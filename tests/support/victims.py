@@ -20,7 +20,6 @@ __all__ = [
     "load_here",
     "save_against_others",
     "save_and_die_at",
-    "save_as_rank",
     "save_here",
     "save_with_file_limits",
     "spawned",
@@ -72,17 +71,6 @@ def save_and_die_at(
     count = count_calls(at, lambda before: pipe.send(COMMIT in before))
     holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20, compression=compression)
     pipe.send(count())
-
-
-def save_as_rank(uri: str, step: int, victim: int, at: int, deadline_s: float) -> int:
-    """Save with all ranks; ``victim`` dies before its ``at``-th changing call. Return the count."""
-    import torch.distributed as dist
-
-    import holdfast
-
-    count = count_calls(at if dist.get_rank() == victim else 0)
-    holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20, deadline_s=deadline_s)
-    return count()
 
 
 def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:

@@ -70,23 +70,6 @@ class Container:
         set_optimizer_state_dict(self.model, self.optim, state, options=self.options)
 
 
-class Optimizers(torch.optim.Optimizer):
-    """A container of optimizers that is an optimizer itself, whose state dict has flat names."""
-
-    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-        self.inner = Container(model, optim)
-        self.optimizers = [optim]
-        super().__init__(list(model.parameters()), {})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of all."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To all."""
-        self.inner.load_state_dict(state)
-
-
 class Plain:
     """An optimizer by torch's numbers, without a state before its first step."""
 
@@ -131,7 +114,6 @@ WRAPPERS: dict[str, Any] = {
     "app": AppState,
     "container": Container,
     "moments": Moments,
-    "optimizers": Optimizers,
     "plain": Plain,
 }
 
