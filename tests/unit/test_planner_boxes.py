@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.planner.box import Box, flat_to_boxes, intersect, row_strides
-from holdfast.planner.columns import (
-    contiguous,
-    flat_starts,
-    padded,
-    ranges,
-    strides,
-    volumes,
-    widen,
-)
+from holdfast.planner.box import Box, flat_to_boxes, intersect
 from holdfast.planner.layout import (
     BoxLayout,
     FlatLayout,
@@ -117,38 +108,6 @@ def test_boxes_and_ranges_keep_their_order() -> None:
     assert regions.row.tolist() == [0, 0, 0, 1, 2, 5]
     assert regions.local_start.tolist() == [0, 1, 4, 0, 0, 0]
     assert regions.local_shape.tolist() == [[1, 1], [1, 3], [1, 1], [3, 3], [1, 3], [1, 1]]
-
-
-def test_columns_agree_with_arrays() -> None:
-    """Volumes, strides, positions and contiguity of rows are those of numpy's arrays."""
-    shape = (3, 1, 4)
-    sides = [[(a, b - a) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
-    boxes = np.array(list(itertools.product(*sides)))
-    offsets, lengths = boxes[..., 0], boxes[..., 1]
-    within = np.broadcast_to(np.array(shape), offsets.shape)
-    views = [np.empty(shape)[tuple(slice(a, a + n) for a, n in box.tolist())] for box in boxes]
-    assert volumes(lengths).tolist() == [view.size for view in views]
-    assert strides(lengths).tolist() == [list(row_strides(view.shape)) for view in views]
-    assert contiguous(lengths, within).tolist() == [view.flags.c_contiguous for view in views]
-    assert flat_starts(offsets, within).tolist() == np.ravel_multi_index(offsets.T, shape).tolist()
-    scalars = np.empty((3, 0), dtype=np.int64)
-    assert volumes(scalars).tolist() == [1, 1, 1]
-    assert contiguous(scalars, scalars).all()
-
-
-def test_rows_of_columns() -> None:
-    """Ranges are concatenated with their rows; padding fills on the right, and never cuts."""
-    rows, values = ranges(np.array([5, 0, 7]), np.array([2, 0, 3]))
-    assert (rows.tolist(), values.tolist()) == ([0, 0, 2, 2, 2], [5, 6, 7, 8, 9])
-    columns = np.array([[1, 2], [3, 4]])
-    assert widen(columns, 3, 9).tolist() == [[1, 2, 9], [3, 4, 9]]
-    assert widen(columns, 2, 9) is columns
-    assert padded([(1, 2), (), (3,)], 2, 9).tolist() == [[1, 2], [9, 9], [3, 9]]
-    assert padded([], 2, 0).shape == (0, 2)
-    with pytest.raises(ValueError, match="more than 1"):
-        widen(columns, 1, 9)
-    with pytest.raises(ValueError, match="longer than 1"):
-        padded([(1, 2), ()], 1, 0)
 
 
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 64), st.integers(0, 5))

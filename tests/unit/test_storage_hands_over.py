@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.drivers import HookedDriver
 from support.given import Serve
 from support.inside import on_allocation, read_within
 
 import holdfast
-from holdfast.drivers.contract import Buffer, Upload
+from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
 
 BUDGET_NBYTES = 128 << 20
@@ -106,41 +107,23 @@ def test_what_it_holds_is_within_the_budget(use: Callable[[str], None], library:
     assert library.now == 0
 
 
-class _SlowUpload(Upload):
-    """Takes so long to write that every buffer that may be filled meanwhile is."""
-
-    def __init__(self, inner: Upload) -> None:
-        self._inner = inner
-
-    async def write(self, start: int, data: Buffer) -> None:
-        await asyncio.sleep(0.01)
-        await self._inner.write(start, data)
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        await self._inner.commit(nbytes)
-
-    async def abort(self) -> None:
-        await self._inner.abort()
-
-
-class _Holds(MemoryDriver):
-    """Holds ``nbytes`` of every upload."""
-
-    def __init__(self, location: str, nbytes: int) -> None:
-        super().__init__(location)
-        self.traits = replace(self.traits, concurrency=64, upload_nbytes=nbytes)
-
-    async def create(self, key: str, nbytes: int) -> Upload:
-        return _SlowUpload(await super().create(key, nbytes))
-
-
 @pytest.mark.nightly(5)
 @pytest.mark.parametrize(("held_nbytes", "at_most"), [(0, 4), (32 << 20, 2), (1 << 30, 1)])
 def test_what_an_upload_holds_is_within_the_budget(
     held_nbytes: int, at_most: int, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves and copies use fewer buffers if uploads hold memory, but at least one."""
-    uri = serve(lambda location: _Holds(location, held_nbytes))
+
+    async def slow(operation: str, key: str) -> None:
+        if operation == "write":
+            await asyncio.sleep(0.01)  # every buffer that may be filled meanwhile is
+
+    def holding(location: str) -> HookedDriver:
+        driver = MemoryDriver(location)
+        driver.traits = replace(driver.traits, concurrency=64, upload_nbytes=held_nbytes)
+        return HookedDriver(driver, before=slow)
+
+    uri = serve(holding)
     made: list[int] = []
     on_allocation(monkeypatch, made.append)
     state = {"w": torch.zeros(CHUNKS << 24, dtype=torch.uint8)}
