@@ -35,6 +35,7 @@ from holdfast.storage.format.save_telemetry import (
     telemetry_key,
 )
 from holdfast.storage.operations.reading.reader import read_telemetry
+from holdfast.storage.operations.reporting.findings import CALL, Cause, stragglers
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -123,17 +124,11 @@ def test_by_how_much_a_rank_called_late_is_known_without_a_common_clock(late: in
     assert all(called_s[rank] < 0.2 for rank in called_s if rank != late)
 
 
-def test_a_later_save_and_a_removal_take_it_away(tmp_path: Path) -> None:
-    """It lies with the data of its attempt."""
-    for _ in range(2):
-        report = holdfast.save(tmp_path / "c", STATE)
-        (path,) = tmp_path.rglob("telemetry*")
-        assert path.parent.name == report.attempt
-    holdfast.save(tmp_path / "run/1", STATE)
-    holdfast.save(tmp_path / "run/2", {**STATE, "step": 8})
-    pruned = holdfast.prune(tmp_path / "run", keep_last=1)
-    assert [c.path for c in pruned.checkpoints] == ["1"]
-    assert not (tmp_path / "run/1").exists()
+def test_slow_and_late_ranks_are_named() -> None:
+    """The telemetry of a save suffices to name its stragglers and their causes."""
+    found = stragglers(saved_by_ranks(4, late=2, slow=1))
+    told = {(one.rank, one.stage, one.cause) for one in found if one.excess_s > 0.3}
+    assert told == {(1, "upload_commit", Cause.SLOW_STORAGE), (2, CALL, Cause.LATE)}
 
 
 def test_a_copy_has_it_too(tmp_path: Path) -> None:
