@@ -1,4 +1,4 @@
-"""Helpers of all commands: their parsers, exit statuses and output.
+"""Declarations of commands, and their exit statuses and output.
 
 Exit statuses:
 
@@ -15,55 +15,85 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..errors import HoldfastError, UsageError
-from .manual import MANUAL, HelpFormatter, closing_words
 from .text import printable
 
-__all__ = ["Parsers", "add_command", "complain", "ended", "print_json", "write_text"]
+__all__ = [
+    "JSON",
+    "Argument",
+    "Command",
+    "argument",
+    "complain",
+    "count",
+    "ended",
+    "print_json",
+    "size",
+    "write_text",
+]
 
-Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Registry of subcommands."""
+
+class Argument(NamedTuple):
+    """The names of an argument, and keywords of ``ArgumentParser.add_argument``."""
+
+    names: tuple[str, ...]
+    how: Mapping[str, Any]
 
 
-def add_command(
-    commands: Parsers,
-    name: str,
-    summary: str,
-    more: str = "",
-    *,
-    runs: str = "",
-    needs: Sequence[str] = (),
-) -> argparse.ArgumentParser:
-    """Add a command, whose arguments become the keywords of a function.
+def argument(name: str, value: str | None, help: str, *, short: str = "", **how: Any) -> Argument:
+    """Return an argument. ``value`` is the name of its value; an option without one is a flag."""
+    names = (short, name) if short else (name,)
+    if value is not None:
+        how["metavar"] = value
+    elif not how:
+        how["action"] = "store_true"
+    return Argument(names, {"help": help, **how})
 
-    ``name`` starts with that of its group, if any. ``runs`` names the function and its module below
-    this package, by default ``NAME:run``. ``needs`` are packages that it cannot do without.
+
+JSON = argument(
+    "--json", None, "print one JSON document instead", dest="json_output", action="store_true"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, whose arguments become the keywords of a function.
+
+    ``name`` starts with that of its group, if any. ``more`` follows the ``summary`` in its help.
+    ``runs`` names the function and its module below this package, by default ``NAME:run``.
+    ``needs`` are packages that it cannot do without. ``examples`` map command lines to their
+    purposes, and ``statuses`` the exit statuses 0 and 1 to their meanings.
     """
 
-    def call(**arguments: Any) -> int:
-        from importlib.util import find_spec
+    name: str
+    summary: str
+    examples: Mapping[str, str]
+    statuses: Mapping[int, str]
+    more: str = ""
+    runs: str = ""
+    needs: tuple[str, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    groups: Mapping[str, tuple[Argument, ...]] = field(default_factory=dict)
 
-        if not all(map(find_spec, needs)):
-            complain(f"the demo needs {' and '.join(needs)}: pip install {' '.join(needs)}")
-            return 2
-        module, _, function = (runs or f"{name}:run").partition(":")
-        status: int = getattr(import_module(f".{module}", __package__), function)(**arguments)
-        return status
 
-    parser = commands.add_parser(
-        name.rpartition(" ")[2],
-        help=summary,
-        description=f"{summary}. {more}".strip(),
-        epilog=closing_words(MANUAL[name]),
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=call)
-    return parser
+def count(text: str) -> int:
+    """Parse a whole number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Parse a size in bytes."""
+    from ..core.units import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def ended(command: Callable[[], int]) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from unittest.mock import patch
 
 import holdfast
-from holdfast.cli.app import command_parser
-from holdfast.cli.manual import WIDTH
+from holdfast.cli.app import WIDTH, command_parser
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.options import Option
 from holdfast.drivers.registry import driver_class
