@@ -14,7 +14,6 @@ from support.dcp_tasks import (
     dcp_load,
     dcp_save,
     each_alone,
-    in_order,
     of_some_ranks,
     one_refused,
     refused_without_collectives,
@@ -54,7 +53,7 @@ def test_what_dcp_saves_dcp_and_holdfast_load_in_any_layout(
     for load in (dcp_load, fsdp_load):
         args = (uri, layout, 0, False) if load is fsdp_load else (uri, layout)
         for loaded in ranks.run(load, *args, world=world):
-            assert difference(in_order(saved), in_order(loaded)) is None
+            assert difference(saved, loaded) is None
     with holdfast.open(uri) as c:
         assert (c.step, c.world) == (2, stored_world)
         assert c.verify().ok
@@ -68,7 +67,7 @@ def test_folders_that_dcp_has_written_are_imported(ranks: RankProcesses, tmp_pat
     uri = str(tmp_path / "c")
     holdfast.import_(tmp_path / "dcp", uri, step=2)
     for loaded in ranks.run(fsdp_load, uri, "tp", 0, False, world=2):
-        assert difference(in_order(saved), in_order(loaded)) is None
+        assert difference(saved, loaded) is None
     with holdfast.open(uri) as c:
         assert c.verify().ok
         assert max(t.shards for t in c.tensors.values()) == 2
@@ -82,7 +81,7 @@ def test_folders_that_are_exported_dcp_loads_in_any_layout(
     saved, _ = ranks.run(fsdp_save, str(tmp_path / "c"), "fsdp", 2, world=2)
     holdfast.export(tmp_path / "c", tmp_path / "dcp", format="dcp")
     for loaded in ranks.run(dcp_load, str(tmp_path / "dcp"), "tp", True, world=4):
-        assert difference(in_order(saved), in_order(loaded)) is None
+        assert difference(saved, loaded) is None
 
 
 def test_what_holdfast_saves_dcp_loads_in_any_layout(ranks: RankProcesses, tmp_path: Path) -> None:
@@ -90,20 +89,17 @@ def test_what_holdfast_saves_dcp_loads_in_any_layout(ranks: RankProcesses, tmp_p
     uri = str(tmp_path / "c")
     saved, _ = ranks.run(fsdp_save, uri, "fsdp", 2, world=2)
     for loaded in ranks.run(dcp_load, uri, "tp", world=2):
-        assert difference(in_order(saved), in_order(loaded)) is None
+        assert difference(saved, loaded) is None
 
 
 def test_plans_may_be_cached(ranks: RankProcesses, tmp_path: Path) -> None:
     """DCP sends the plans with the first save alone."""
     ranks.run(cached_plans, str(tmp_path), world=2)
     for number, step in (("0", 3), ("1", 1), ("2", 2)):
-        assert (
-            difference(in_order(arranged_full(step)), in_order(holdfast.load(tmp_path / number)))
-            is None
-        )
+        assert difference(arranged_full(step), holdfast.load(tmp_path / number)) is None
         assert len(list((tmp_path / number / "data").iterdir())) == 1
         for loaded in ranks.run(several_boxes, str(tmp_path / number), world=3):
-            assert difference(in_order(arranged_full(step)), in_order(loaded)) is None
+            assert difference(arranged_full(step), loaded) is None
 
 
 def test_a_value_of_one_rank_that_cannot_be_stored_fails_the_save_of_all(
@@ -119,7 +115,7 @@ def test_a_value_of_one_rank_that_cannot_be_stored_fails_the_save_of_all(
         assert isinstance(cause, StateError)
         assert 'state["hook"] is a builtins.builtin_function_or_method' in str(cause)
         assert list(error.failures) == [1]
-    assert difference(in_order(arranged_full(3)), in_order(holdfast.load(uri))) is None
+    assert difference(arranged_full(3), holdfast.load(uri)) is None
     ranks.run(cached_plans, str(tmp_path), world=2)
     assert len(list((uri / "data").iterdir())) == 1
 
@@ -157,10 +153,7 @@ def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
     """Under torchrun: DCP saves from a process beside each rank."""
     run_job("dcp", tmp_path, world=2)
     for name, step in (("process-1", 1), ("process-2", 2), ("thread-3", 3)):
-        assert (
-            difference(in_order(arranged_full(step)), in_order(holdfast.load(tmp_path / name)))
-            is None
-        )
+        assert difference(arranged_full(step), holdfast.load(tmp_path / name)) is None
 
 
 @needs_no_collectives
@@ -170,7 +163,7 @@ def test_without_collectives_the_ranks_meet_by_other_means(
     """What comes of it is one checkpoint."""
     uri = tmp_path / "c"
     ranks.run(without_collectives, str(uri), world=3)
-    assert difference(in_order(arranged_full(5)), in_order(holdfast.load(uri))) is None
+    assert difference(arranged_full(5), holdfast.load(uri)) is None
     for loaded in ranks.run(several_boxes, str(uri), world=2):
         assert difference(arranged_full(5), loaded) is None
     with holdfast.open(uri) as c:
@@ -192,6 +185,6 @@ def test_without_collectives_a_failure_is_known_everywhere(
     assert isinstance(first, RankFailedError)
     assert "rank 1" in str(first)
     assert isinstance(second, StateError)
-    assert difference(in_order(arranged_full(5)), in_order(holdfast.load(uri))) is None
+    assert difference(arranged_full(5), holdfast.load(uri)) is None
     assert len(list((uri / "data").iterdir())) == 1
     ranks.run(without_collectives, str(uri), world=2)

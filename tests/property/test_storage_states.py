@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 from typing import Any
@@ -26,10 +25,9 @@ from holdfast.storage.format.fragment import Fragment, decode_fragment, fragment
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.format.merge import merge
 from holdfast.storage.format.tables import ImageTable
-from holdfast.storage.format.tree import Tree
 from holdfast.storage.state.fingerprint import unsure_rows
 from holdfast.storage.state.flattening.flatten import flatten
-from holdfast.storage.state.plan import Agreed, SavePlan, plan_save
+from holdfast.storage.state.plan import Agreed, plan_save
 
 DTYPES = [
     torch.float32,
@@ -115,8 +113,8 @@ def test_any_state_comes_back(state: Any) -> None:
     assert difference(state, holdfast.load(uri, into=into)) is None
 
 
-def told_by(states: list[Any]) -> list[tuple[SavePlan, Tree, ImageTable]]:
-    """Return each rank's plan, values and digests, with all plain tensors its own."""
+def fragments_of(states: list[Any]) -> list[Fragment]:
+    """Return each rank's fragment, with all plain tensors its own."""
     made = []
     for rank, state in enumerate(states):
         flat = flatten(state)
@@ -124,60 +122,10 @@ def told_by(states: list[Any]) -> list[tuple[SavePlan, Tree, ImageTable]]:
         wrote = len(plan.layout.start) > 0
         digests = np.full((plan.layout.chunks if wrote else 0, 16), rank, np.uint8)
         hashed = np.array([plan.layout.hashed_end] if wrote else [], np.int64)
-        made.append(
-            (
-                plan,
-                flat.tree,
-                ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests),
-            )
-        )
+        images = ImageTable(np.array([rank] if wrote else [], np.int64), hashed, digests)
+        head = (ATTEMPT, 1, 1.5)
+        made.append(fragment_of(head, rank, plan.reported, plan.shards, images, flat.tree))
     return made
-
-
-def parts_of(states: list[Any]) -> list[Manifest]:
-    """That as manifests, each of one rank's part."""
-    return [
-        Manifest(
-            ATTEMPT,
-            rank,
-            rank + 1,
-            1.5,
-            tree,
-            plan.tensors,
-            plan.reported.container,
-            plan.shards,
-            images,
-        )
-        for rank, (plan, tree, images) in enumerate(told_by(states))
-    ]
-
-
-def fragments_of(states: list[Any]) -> list[Fragment]:
-    """And as fragments."""
-    return [
-        fragment_of((ATTEMPT, 1, 1.5), rank, plan.reported, plan.shards, images, tree)
-        for rank, (plan, tree, images) in enumerate(told_by(states))
-    ]
-
-
-@few
-@given(st.lists(states, min_size=1, max_size=3))
-def test_a_merged_manifest_has_what_its_fragments_have(ranks: list[Any]) -> None:
-    """A merged manifest has each rank's tensors, shards and images, and nothing else."""
-    parts = parts_of(ranks)
-    try:
-        merged = Manifest.decode(merge(fragments_of(ranks)).encode())
-    except holdfast.SaveError as error:
-        assert "on one rank and a" in str(error)
-        return
-    expected = set()
-    for rank, part in enumerate(parts):
-        expected |= set(rows_of(part, rank))
-    assert set(rows_of(merged, None)) == expected
-    assert merged.world == len(ranks)
-    assert digests_of(merged) == {
-        rank: part.images.digests.tolist() for rank, part in enumerate(parts) if len(part.images)
-    }
 
 
 @few
@@ -211,44 +159,6 @@ def test_a_fragment_with_a_flipped_bit_is_refused(state: Any, data: st.DataObjec
             "a fragment",
             {},
         )
-
-
-def digests_of(m: Manifest) -> dict[int, list[list[int]]]:
-    """Those of each rank's image."""
-    cuts = np.cumsum(m.images.chunks(m.chunk_nbytes))[:-1]
-    parts = np.split(m.images.digests, cuts)[
-        : len(m.images)
-    ]  # without images there would be one, empty
-    return {int(rank): part.tolist() for rank, part in zip(m.images.rank, parts, strict=True)}
-
-
-def rows_of(m: Manifest, rank: int | None) -> list[Any]:
-    """Name, owner, dtype, shape, tie and shards of each tensor."""
-    t, s, found = m.tensors, m.shards, []
-    pointers = s.pointers(len(t)).tolist()
-    for row, (a, b) in enumerate(itertools.pairwise(pointers)):
-        n = int(t.ndim[row])
-        shards = [
-            (
-                tuple(s.offsets[i][:n].tolist()),
-                tuple(s.lengths[i][:n].tolist()),
-                int(m.images.rank[s.image[i]]),
-                int(s.start[i]),
-            )
-            for i in range(a, b)
-        ]
-        tie = None if t.alias[row] < 0 else t.names[t.alias[row]]
-        found.append(
-            (
-                t.names[row],
-                int(t.owner[row]),
-                t.dtypes[t.dtype[row]],
-                t.shape_of(row),
-                tie,
-                tuple(shards),
-            )
-        )
-    return found
 
 
 @st.composite

@@ -21,15 +21,6 @@ from holdfast.storage.integrations.dcp import HoldfastReader, HoldfastWriter
 from support.jobs import sharded, state_of, train
 
 
-def in_order(state: Any) -> Any:
-    """A state with the keys of its dicts sorted: DCP does not keep their order."""
-    if isinstance(state, dict):
-        return {key: in_order(state[key]) for key in sorted(state)}
-    if isinstance(state, list):
-        return [in_order(item) for item in state]
-    return state
-
-
 def dcp_save(uri: str, layout: str, steps: int, plain: bool = False) -> dict[str, Any]:
     """Train, save through DCP, and tell what was saved. ``plain``: with DCP's own writer."""
     model, optim = sharded(layout, 1)
