@@ -38,11 +38,8 @@ class Cuda:
     device: int = -1
 
     def register(self, address: int, nbytes: int) -> int:
-        """Register the memory and return the error code, 0 for success.
-
-        Runs in a short-lived thread: CUDA remembers the errors of a thread, and torch would raise
-        this one from the thread's next copy.
-        """
+        """Register the memory and return the error code. Runs in its own thread: CUDA remembers a
+        thread's errors, and torch would raise this one later."""
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._register, address, nbytes).result()
 

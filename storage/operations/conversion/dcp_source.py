@@ -174,8 +174,7 @@ class _SmallItems:
         self._forms: LruCache[ArchiveForm] = LruCache(_FORMS_MAX)
 
     def place_of(self, name: str, dtype: str, box: Box, place: FilePart) -> Enclosed:
-        """Return the location of a box within its item. Raises DamagedError if the item is too
-        small."""
+        """Return the location of a box within its item, or raise DamagedError."""
         nbytes = math.prod(box.lengths) * NEW_DTYPES[dtype]
         where = _stretch(place)
         if nbytes > where.nbytes:

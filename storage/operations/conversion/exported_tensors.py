@@ -19,8 +19,7 @@ __all__ = ["ExportPlan", "ExportedTensors", "LastFile"]
 
 @dataclass(frozen=True, slots=True)
 class LastFile:
-    """A small file that describes the others. ``content()`` runs on any thread while the others
-    are written."""
+    """A small file that describes the others, made on any thread while they are written."""
 
     key: str
     content: Callable[[], bytes]
@@ -28,11 +27,8 @@ class LastFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The files of an export.
-
-    ``sources`` locates the tensors in ``files``. ``last`` is written last; readers need it to use
-    the others. ``tensors`` counts tensors, tied ones once.
-    """
+    """The files of an export, and the sources of their tensors. ``last`` is written last; readers
+    need it. ``tensors`` counts tied ones once."""
 
     files: Sequence[ModelFile]
     sources: Mapping[str, Source]
@@ -47,11 +43,8 @@ class ExportPlan:
 
 
 class ExportedTensors:
-    """The selected tensors under ``new_names``, with their sources.
-
-    ``tied`` maps the new name of a tied tensor to the new name of the first. Raises UsageError for
-    tensors that differ per rank, and for dtypes that are not in ``known``.
-    """
+    """The selected tensors and their sources. ``tied`` maps new names to the first's. Raises
+    UsageError for tensors that differ per rank, and dtypes not in ``known``."""
 
     def __init__(
         self,

@@ -33,11 +33,8 @@ _READS_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of a tensor: its row in the manifest, and its dtype and itemsize there.
-
-    ``convert_to`` is the target dtype, or None. The tensor begins at byte ``start`` of the stored
-    one.
-    """
+    """The row and kind of a tensor, which begins at byte ``start`` of the stored one, and a dtype
+    to convert to."""
 
     row: int
     kind: tuple[str, int]
@@ -81,8 +78,7 @@ class FileExport:
         self._held: dict[Window, _Held] = {}
 
     async def run(self) -> None:
-        """Write the file, which is durable and visible on return. An error leaves nothing
-        behind."""
+        """Write the file, durable and visible on return. An error leaves nothing behind."""
         file = self._file
         lead = self._lead()
         cut = list(windows(file.sizes, self._window_nbytes, lead))
@@ -131,8 +127,7 @@ class FileExport:
         return 0 if lead % PAGE_NBYTES else lead
 
     def _budget(self) -> Budget:
-        """Return the budget, in jobs: each has a window, its read buffers and its unconverted
-        elements."""
+        """Return the budget in jobs: a window, its read buffers and its unconverted elements."""
         traits = self._driver.traits
         writes = 1 if traits.part_order == "serial" else traits.concurrency
         job_nbytes = self._window_nbytes + _CHUNKS_READ * self._chunk_nbytes

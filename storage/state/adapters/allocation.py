@@ -38,11 +38,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored tensor. ``keys`` lead to it from the object whose state contains it.
-
-    ``placements``: its layout as a DTensor; None if it was none, or nothing was recorded. ``own``:
-    each rank stored its own tensor under this name.
-    """
+    """A stored tensor. ``keys`` lead to it from its object; ``own``: it is this rank's own.
+    ``placements``: those recorded for it as a DTensor, or None."""
 
     keys: tuple[object, ...]
     shape: tuple[int, ...]
@@ -82,20 +79,15 @@ def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
 
 
 def fitting_parts(present: ShardedTensor | InParts, entry: Entry) -> ShardedTensor | InParts:
-    """Return ``present``, a tensor in parts.
-
-    Raises MismatchError if these are not parts of the stored tensor.
-    """
+    """Return ``present``, a tensor in parts, or raise MismatchError unless they are of
+    ``entry``."""
     for part in parts_of(present, lambda: ".".join(map(str, entry.keys))):
         fitting(part, entry)
     return present
 
 
 def fitting(present: Shard, entry: Entry) -> Shard:
-    """Return ``present``, a part of the stored tensor.
-
-    Raises MismatchError if it is not a part of that tensor.
-    """
+    """Return ``present``, a part of the stored tensor, or raise MismatchError if it is not."""
     if (present.shape, present.tensor.dtype) != (entry.shape, entry.dtype):
         raise MismatchError(
             f"{'.'.join(map(str, entry.keys))} of an object: shape {list(entry.shape)} and dtype "
@@ -134,8 +126,7 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def device_for(reference: torch.Tensor) -> torch.device:
-    """Return the device of ``reference``; for a meta tensor, the device on which a load creates
-    it."""
+    """Return the device of ``reference``, or the one on which a load creates a meta tensor."""
     if not reference.is_meta:
         return reference.device
     if isinstance(reference, DTensor):
@@ -144,11 +135,8 @@ def device_for(reference: torch.Tensor) -> torch.device:
 
 
 def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
-    """Return an empty DTensor for ``entry``.
-
-    It has its saved placements if the saved mesh had as many dimensions as ``mesh``; else it is
-    replicated.
-    """
+    """Return an empty DTensor for ``entry``, with its saved placements if they fit ``mesh``, else
+    replicated."""
     recorded = entry.placements or ()
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
     if len(recorded) == mesh.ndim:

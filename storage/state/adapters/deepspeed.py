@@ -40,10 +40,7 @@ _ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 @dataclass(frozen=True, slots=True)
 class _Books:
-    """Attribute names of one kind of ZeRO optimizer.
-
-    ``parameters``: the parameters in each flat one. ``masters``: this rank's part of each flat one.
-    """
+    """Attributes of a kind of ZeRO optimizer: parameters in each flat one, and its masters."""
 
     parameters: str
     masters: str
@@ -119,8 +116,7 @@ class Zero:
         return self._books is _STAGE_3
 
     def unknown(self, engine: Any) -> str | None:
-        """Return a feature of ``engine`` or its optimizer that is not supported; None if all
-        are."""
+        """Return an unsupported feature of ``engine`` or its optimizer, or None."""
         optimizer = self.optimizer
         parameters = list(engine.module.parameters())
         swaps = ("swap_optimizer", "params_in_nvme_and_cpu")
@@ -142,10 +138,7 @@ class Zero:
         return next((name for name, present in unknown.items() if present), None)
 
     def parts(self, names: ParameterNames) -> list[FlatPart]:
-        """Return this rank's part of every parameter that ZeRO has partitioned.
-
-        ``names``: the module's parameters with their checkpoint names.
-        """
+        """Return this rank's part of every partitioned parameter. ``names``: in a checkpoint."""
         held = [
             FlatPart(tuple(names[p]), unit, piece, p)
             for unit, parameters in self._units()
@@ -181,10 +174,7 @@ class Zero:
 
     @contextlib.contextmanager
     def in_groups(self) -> Iterator[None]:
-        """Keep the masters in the groups of :attr:`base` within the block.
-
-        Stage 3 puts them there only during each step.
-        """
+        """Keep the masters in the groups of :attr:`base`; in stage 3 only a step does."""
         if not self._has_stage_3:
             yield
             return
@@ -240,10 +230,7 @@ def _piece_of_stage_1(parameter: Any) -> FlatPiece:
 
 
 def _piece_of_stage_3(parameter: Any, at: int) -> FlatPiece:
-    """Return this rank's piece of a stage 3 parameter.
-
-    All ranks hold equally many elements; those beyond its end are padding.
-    """
+    """Return this rank's piece of a stage 3 parameter. Elements beyond its end are padding."""
     share = parameter.ds_tensor.ds_numel
     rank = torch.distributed.get_rank(parameter.ds_process_group)
     start = min(share * rank, parameter.ds_numel)

@@ -29,10 +29,7 @@ __all__ = ["is_suspect", "refuse_master", "refuse_object", "refuse_stale", "refu
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """An unsupported layout.
-
-    ``text``: predicate for an error about a tensor or an object. ``advice``: what to do instead.
-    """
+    """An unsupported layout: the predicate of an error about it, and advice."""
 
     text: str
     advice: str
@@ -109,16 +106,12 @@ _MARKS = frozenset(
 
 
 def is_suspect(tensor: torch.Tensor) -> bool:
-    """Return whether a framework has marked ``tensor``, so that it needs a closer look.
-
-    Must be cheap: a trainer waits for this once per tensor.
-    """
+    """Return whether a framework has marked ``tensor``. Must be cheap: a trainer waits for it."""
     return not _MARKS.isdisjoint(tensor.__dict__)
 
 
 def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: bool) -> None:
-    """Raise StateError if ``tensor``, which is no local part of a DTensor, has an unknown
-    layout."""
+    """Raise StateError if ``tensor``, no local part of a DTensor, has an unknown layout."""
     layout = _of_tensor(tensor, loading)
     if layout is None and not isinstance(tensor, DTensor) and hooked(tensor):
         layout = _SHARD_HOOKS
@@ -127,11 +120,7 @@ def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: boo
 
 
 def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
-    """Raise StateError if ``value``, an object with a state, or a parameter of it, has an unknown
-    layout.
-
-    ``modules`` are those of the state, walked.
-    """
+    """Raise StateError if an object with a state, or a parameter of it, has an unknown layout."""
     if isinstance(value, torch.nn.Module):
         walked = next((walked for walked in modules if walked.module is value), None)
         _refuse_module(walked or Walked(value), path, loading)
@@ -169,10 +158,7 @@ def _of_optimizer(value: object, modules: Iterable[Walked]) -> _Layout | None:
 
 
 def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> set[int]:
-    """Return the ids of the flat parameters if one of ``modules`` has all of the optimizer's.
-
-    That module gives them their names.
-    """
+    """Return the ids of the flat parameters if one of ``modules`` names all of the optimizer's."""
     for walked in modules:
         if not walked.flat:
             continue
@@ -184,11 +170,8 @@ def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 
 
 def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -> None:
-    """Raise StateError if a load into ``module`` would leave master copies of its parameters stale.
-
-    That happens if an optimizer of Megatron has them, and is not among ``beside``, the other loaded
-    objects.
-    """
+    """Raise StateError if a load into ``module`` would leave its masters stale, because no
+    optimizer of Megatron is among the objects ``beside`` it."""
     if any(
         _is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside
     ):
@@ -199,10 +182,7 @@ def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -
 
 
 def refuse_master(masters: Mapping[str, torch.Tensor], loaded: Iterable[torch.Tensor]) -> None:
-    """Raise StateError if one of ``masters`` is not among the tensors in ``loaded``.
-
-    ``masters`` are keyed by the paths of their parts of parameters.
-    """
+    """Raise StateError if one of ``masters``, by path, is not among the ``loaded`` tensors."""
     if masters:
         addresses = {tensor.data_ptr() for tensor in loaded}
         for path, master in masters.items():

@@ -31,11 +31,8 @@ __all__ = ["Names", "Walked", "module_state", "walk"]
 
 
 class Names(dict[str, str]):
-    """Maps any name of a parameter or buffer in a module to the name to save it under.
-
-    ``kinds``: classes of all its modules. ``usual``: none of them customizes its state dict.
-    ``sharded``: FSDP1 has wrapped one of them; ``gathers``: FSDP2 has.
-    """
+    """Maps names in a module to names in a checkpoint. ``usual``: no class of it (``kinds``)
+    customizes its state dict; ``sharded``, ``gathers``: FSDP1 or FSDP2 has wrapped one."""
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         self.kinds = kinds
@@ -61,11 +58,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 
 class Walked:
-    """A module as it is now, cached for the duration of one call.
-
-    ``engine``: the module itself if it is a DeepSpeed engine. Then ``root`` is the module it wraps,
-    which owns the tensors.
-    """
+    """A module as it is during one call. For DeepSpeed's engine, ``root`` is the module inside."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -108,11 +101,7 @@ class Walked:
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All parameters by name, as from torch's ``named_parameters``, but tied ones under all
-        names.
-
-        For FSDP2, these are the sharded parameters, which its optimizer has.
-        """
+        """All parameters by name, tied ones under all names; for FSDP2, the sharded ones."""
         if self.names.gathers:
             for _, part in self.parts:
                 if isinstance(part, FSDPModule):
@@ -125,11 +114,7 @@ class Walked:
         ]
 
     def registered(self) -> dict[str, object] | None:
-        """Return what ``state_dict()`` would, if no hooks or overrides are involved; else None.
-
-        That is everything registered, in order. Torch recurses from module to module, and a trainer
-        waits.
-        """
+        """Return all that is registered, in order, or None if hooks or overrides may change it."""
         if not self.names.usual:
             return None
         state: dict[str, object] = {}
@@ -151,12 +136,7 @@ class Walked:
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return ``module`` and all modules in it, once each, with the prefixes of their tensors'
-    names.
-
-    The order is that of torch's ``named_modules``, which passes each module up through generators
-    of all levels above, while a trainer waits.
-    """
+    """Return ``module`` and all modules in it, with prefixes, faster than ``named_modules``."""
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
     ahead = [("", module)]
@@ -175,8 +155,7 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def module_state(walked: Walked) -> dict[str, object]:
-    """Return the module's state dict without wrapper names, like torch's
-    ``get_model_state_dict``."""
+    """Return the module's state dict, like torch's ``get_model_state_dict``."""
     names = walked.names
     state = walked.registered()
     if state is None:

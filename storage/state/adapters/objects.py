@@ -36,10 +36,7 @@ __all__ = ["object_allocator"]
 def object_allocator(
     owner: object, present: object, modules: Sequence[Walked], stored_dtypes: StoredDtypes | None
 ) -> Allocate:
-    """Return a function that allocates tensors of the state of ``owner``, currently ``present``.
-
-    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`.
-    """
+    """Return a function that allocates tensors of the state of ``owner``, currently ``present``."""
     reach = _Reach(owner, modules)
 
     def make(entry: Entry) -> torch.Tensor | Shard | InParts:
@@ -68,10 +65,7 @@ _SEPARATORS = re.compile(r"[./:|]")
 
 
 class _Reach:
-    """The parameters that an object may have a state for.
-
-    These come from its own modules and optimizers, and from the modules of the state.
-    """
+    """The parameters that an object may keep state for: its own, and those of modules."""
 
     def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
         held = list(_held(owner))
@@ -93,10 +87,8 @@ class _Reach:
         return self.parameter_of(entry) if self._optimizers else None
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
-        """Return the parameter with the longest name contained in the entry's path.
-
-        If no name matches, a number in the state of the only optimizer identifies the parameter.
-        """
+        """Return the parameter with the longest name in the entry's path; or by number, if there is
+        only one optimizer."""
         words = _SEPARATORS.split(".".join(map(str, entry.keys)))
         for length in range(len(words), 0, -1):
             for start in range(len(words) - length + 1):

@@ -70,10 +70,8 @@ _log = logging.getLogger(__name__)
 
 
 class WriteTracker:
-    """The write tracker of this process. Ranges must consist of whole pages.
-
-    Thread-safe, except that two users must not share a page: see ``claim``.
-    """
+    """The write tracker of this process, for ranges of whole pages. Thread-safe; users
+    :meth:`claim`."""
 
     def __init__(self, userfaultfd: int, pagemap: int) -> None:
         self._userfaultfd = userfaultfd
@@ -123,10 +121,7 @@ class WriteTracker:
         os.close(self._pagemap)
 
     def claim(self, owner: object, ranges: Sequence[Range]) -> bool:
-        """Reserve ``ranges`` for ``owner``; return False if another owner holds one of their pages.
-
-        Arming a page makes it clean, so the other owner would miss a write.
-        """
+        """Reserve pages, or return False if another owner has one: arming makes it clean."""
         with self._lock:
             for theirs in self._claims.values():
                 together = sorted([*theirs, *ranges])
@@ -333,10 +328,7 @@ def listed_files(ranges: Sequence[Range], maps: bytes) -> list[Range]:
 
 
 def _overlaps(ranges: Sequence[Range], following: Callable[[int], Range | None]) -> list[Range]:
-    """Return the overlaps of ``ranges`` with file mappings.
-
-    ``following`` returns the file mapping that contains an address, or the next one above it.
-    """
+    """Return the overlaps with the files that ``following`` finds at or above an address."""
     found = []
     file: Range | None = (0, 0)
     for start, stop in ranges:

@@ -20,11 +20,7 @@ __all__ = ["Scatter"]
 
 
 class Scatter:
-    """Executes the copies of a load plan.
-
-    ``buffers`` are the local tensors that ``targets.buffer`` indexes, and ``memory`` describes
-    them.
-    """
+    """Executes the copies of a load plan into ``buffers``, which ``memory`` describes."""
 
     def __init__(
         self,
@@ -49,8 +45,7 @@ class Scatter:
         self._counted = counting("device_copy")
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
-        """Copy the bytes of read number ``read`` to their targets. Thread-safe for distinct
-        reads."""
+        """Copy the bytes of a read to their targets. Thread-safe for distinct reads."""
         if not self._on_device:
             self._copy(read, buffer)
             return

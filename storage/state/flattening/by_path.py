@@ -22,20 +22,15 @@ Path = tuple[str | int, ...]
 def flat_state_of_items(
     paths: Mapping[str, Path], values: Mapping[str, object], parts: Mapping[str, Sequence[Shard]]
 ) -> FlatState:
-    """Return the state that has ``values``, and tensors with these ``parts``, each at its path.
-
-    Raises StateError, naming the path, for a value that cannot be stored.
-    """
+    """Return the state with these values and tensor ``parts``, each at its path. Raises
+    StateError."""
     flat = flat_state_at(paths, {**values, **{name: held[0] for name, held in parts.items()}})
     _add_further_parts(flat, parts)
     return flat
 
 
 def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> FlatState:
-    """Return the state that has these values and tensors, each at its path.
-
-    Raises StateError, naming the path, for a value that cannot be stored.
-    """
+    """Return the state with these values and tensors at their paths, or raise StateError."""
     state: dict[str | int, object] = {}
     for name, item in items.items():
         put(state, paths[name], item)
@@ -52,10 +47,8 @@ def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> Fla
 
 
 def sound_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the paths, each replaced by its name as a single key if it cannot belong to a state.
-
-    A sound path leads through dicts, and through lists without missing items.
-    """
+    """Return the paths, each replaced by its name as one key unless it leads through dicts and
+    complete lists."""
     keys_in: defaultdict[Path, set[str | int]] = defaultdict(set)
     for path in paths.values():
         for depth, key in enumerate(path):
@@ -75,8 +68,7 @@ def _are_keys(keys: set[str | int]) -> bool:
 
 
 def put(state: dict[str | int, object], path: Path, item: object) -> None:
-    """Put ``item`` at ``path``. Lists are dicts for now, since some of their items may be
-    missing."""
+    """Put ``item`` at ``path``. Lists are dicts for now: some items may be missing."""
     *above, key = path
     for step in above:
         within = state.setdefault(step, {})
@@ -86,10 +78,7 @@ def put(state: dict[str | int, object], path: Path, item: object) -> None:
 
 
 def _make_lists(tree: Tree, lists: set[Path]) -> None:
-    """Turn the containers at ``lists`` into lists.
-
-    Drops the recorded order of dict items, which covers only some of them.
-    """
+    """Turn the containers at ``lists`` into lists, and drop the incomplete orders of dicts."""
     tree.orders.clear()
     for number, path in enumerate(tree.paths()):
         if path in lists:

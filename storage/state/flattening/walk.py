@@ -53,11 +53,8 @@ _Emitted = Literal["t", "v", "c", ""]
 
 
 class Walker:
-    """One walk over one state, filling ``flat``.
-
-    An item is identified by the number of its container and its key there. ``prefix`` begins the
-    names of all tensors in that container.
-    """
+    """One walk over one state, filling ``flat``. Containers are known by number, and ``prefix``
+    begins the names of their tensors."""
 
     def __init__(
         self,
@@ -66,10 +63,7 @@ class Walker:
         opened: Sequence[tuple[object, object]],
         default: Default | None,
     ) -> None:
-        """Prepare a walk.
-
-        ``opened``: the first objects with a state, in order, with their states if known already.
-        """
+        """Prepare a walk. ``opened``: the first objects in order, with their states if known."""
         self.on_meta: list[tuple[int, str]] = []
         """Rows of modules' tensors on the meta device, with their paths."""
         self._flat = flat
@@ -170,10 +164,7 @@ class Walker:
         return format_path(self._keys)
 
     def _note_kind(self, node: object, number: int, kind: str) -> None:
-        """Record the type of a container that is not a plain dict.
-
-        Modules are skipped: a load fills their existing containers.
-        """
+        """Record the type of a container that is no plain dict, unless a module has it anyway."""
         if self._loading or self._inside == "module":
             return
         name = None
@@ -205,10 +196,7 @@ class Walker:
             )
 
     def _note_order(self, number: int, emitted: Sequence[_Emitted]) -> None:
-        """Record the order of a dict's items if it mixes tensors, values and containers.
-
-        Each kind is stored separately, so the order between them would be lost.
-        """
+        """Record the order of a dict that mixes tensors, values and containers."""
         if len(set(emitted)) < 2:
             return
         runs: list[tuple[str, int]] = [
@@ -378,8 +366,7 @@ class Walker:
         self._rows.add(local, layout, origin, number, name)
 
     def _check_bytes(self, item: torch.Tensor, key: Key) -> None:
-        """Raise StateError for a tensor without bytes of its own, unless the load allocates
-        them."""
+        """Raise StateError for a tensor without bytes, unless the load allocates them."""
         reason = refusal(item)
         if reason is None:
             return
@@ -410,10 +397,7 @@ def _kind(container: object) -> str:
 
 
 class TensorRows:
-    """Adds rows to ``flat``, and finds the earlier row that each is tied to.
-
-    Tied tensors have the same bytes in memory and the same layout. Only one of them is stored.
-    """
+    """Adds rows to ``flat``, tied to an earlier row with the same memory and layout."""
 
     def __init__(self, flat: FlatState) -> None:
         self._flat = flat
@@ -463,10 +447,7 @@ class TensorRows:
         return root
 
     def store_first_by_name(self) -> None:
-        """Store the first by name of each set of tied tensors.
-
-        Ranks that walk their state in another order then agree.
-        """
+        """Store the first of tied tensors by name: ranks may walk their states in other orders."""
         flat = self._flat
         alias = np.array(flat.alias, np.int64)
         for root in sorted({row for row in flat.alias if row >= 0}):
