@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .bits import difference
 from .rank_processes import PRELOAD
 from .syscalls import COMMIT, tapped
 
 __all__ = [
     "copy_and_die_at",
     "import_and_die_at",
-    "load_here",
     "save_against_others",
     "save_and_die_at",
     "save_here",
@@ -53,13 +51,6 @@ def save_here(uri: str, step: int) -> None:
     import holdfast
 
     holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
-
-
-def load_here(uri: str) -> str:
-    """One load of step 1, likewise; return how it differs."""
-    import holdfast
-
-    return difference(state_of_step(1), holdfast.load(uri)) or "as saved"
 
 
 def save_and_die_at(
