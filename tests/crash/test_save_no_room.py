@@ -167,19 +167,15 @@ def test_an_image_that_has_no_room_fails_before_its_first_byte(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("compression", [None, "lz4"], ids=["as it is", "compressed"])
-def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(
-    compression: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
+def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(kind: str, tmp_path: Path) -> None:
     """Uncompressed it fails at once, as it is too large; compressed it is saved."""
     state = {"zeros": torch.zeros(IMAGE_NBYTES // 4)}
-    with nearly_full("ext4", tmp_path) as folder:
-        if compression is None:
-            with pytest.raises(holdfast.FullError, match="are free"):
-                holdfast.save(folder / "run", state)
-        else:
-            holdfast.save(folder / "run", state, compression=compression)
-            assert torch.equal(holdfast.load(folder / "run")["zeros"], state["zeros"])
+    with nearly_full(kind, tmp_path) as folder:
+        with pytest.raises(holdfast.FullError, match="are free"):
+            holdfast.save(folder / "run", state)
+        holdfast.save(folder / "run", state, compression="lz4")
+        assert torch.equal(holdfast.load(folder / "run")["zeros"], state["zeros"])
 
 
 def test_room_that_two_take_is_not_given_twice(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ import asyncio
 import itertools
 import random
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import run_virtual
-from support.effort import examples
 from support.flaky import Flaky
 
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
@@ -23,14 +21,8 @@ from holdfast.errors import (
     DamagedError,
     ExistsError,
     HoldfastError,
-    NotACheckpointError,
     StorageDownError,
-    StorageError,
 )
-from holdfast.storage.operations.loading.load import run_build
-from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.ranks.team import Solo
-from holdfast.storage.state.flattening.flatten import flatten
 
 seconds = st.floats(0, 60, allow_nan=False)
 
@@ -253,55 +245,3 @@ def test_hedged_reads_return_the_right_bytes_within_the_account(
         return len(below.tried) - len(durations) // 2
 
     assert 0 <= run_virtual(run()) <= len(durations) // 2 * percent / 100 + 1
-
-
-@examples(40)
-@given(
-    seed=st.integers(0, 2**32),
-    error=st.floats(0, 0.15),
-    unsure=st.floats(0, 0.15),
-    retries=st.integers(0, 6),
-)
-def test_saves_through_a_failing_storage_are_whole_or_absent(
-    seed: int, error: float, unsure: float, retries: int
-) -> None:
-    """Saves through faults and retries are whole or absent.
-
-    A load finds each save that succeeded. A failed save is whole or absent, as its error allows,
-    and never destroys the earlier checkpoint.
-    """
-    storage = MemoryDriver()
-
-    async def save(step: int) -> bool:
-        plan = FaultPlan(
-            seed + step, error=error, unsure=unsure, busy=error, delay=0.1, delay_s=5.0
-        )
-        faulty = FaultsLayer(storage, plan)
-        faulty.remote = True  # type: ignore[misc]
-        driver = RetryLayer(faulty, RetryPolicy(retries, 60.0), chance=random.Random(seed).random)
-        job = SaveJob(
-            flatten({"step": step, "data": bytes([step]) * 3000, "w": np.full(1000, step)}),
-            step,
-            64 << 20,
-        )
-        try:
-            await run_save(driver, Solo(), job)
-        except StorageError:
-            return False
-        return True
-
-    async def run() -> None:
-        possible: set[int | None] = {None}
-        for step in range(4):
-            possible = {step} if await save(step) else possible | {step}
-            try:
-                state = (await run_build(storage, 0, 64 << 20))[0]
-            except NotACheckpointError:
-                state = {"step": None}
-            assert state["step"] in possible
-            possible = {state["step"]}
-            if state["step"] is not None:
-                assert state["data"] == bytes([state["step"]]) * 3000
-                assert (np.asarray(state["w"]) == state["step"]).all()
-
-    run_virtual(run())

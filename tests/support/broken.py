@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import unquote
 
 from holdfast.drivers.contract import Buffer, ObjectInfo, TakePiece, Upload, check_key, check_small
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
@@ -304,12 +305,12 @@ class UnsafeKeys(Healthy):
         self.place(key, data)
 
 
-@_wrong("strange_keys_are_stored_faithfully_or_refused")
+@_wrong("strange_keys_are_stored_faithfully_or_refused", found_by="odd")
 class FoldsKeys(Healthy):
     """Takes ``a%20b`` and ``a b`` for the same."""
 
     def _path(self, key: str) -> str:
-        return super()._path(key).replace("%20", " ")
+        return unquote(super()._path(key))
 
 
 @_wrong("errors_say_where")

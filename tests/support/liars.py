@@ -186,15 +186,6 @@ class _LivesInThePast(Small):
             yield ObjectInfo(found.key, found.nbytes, found.modified_s - 3600)
 
 
-@_liar("clock")
-class _HasTwoClocks(Small):
-    """A list tells other times than a look."""
-
-    async def stat(self, key: str) -> ObjectInfo:
-        found = await super().stat(key)
-        return ObjectInfo(key, found.nbytes, found.modified_s - 30)
-
-
 class _AppearingUpload(_MemoryUpload):
     async def abort(self) -> None:
         if "aborted" in self._key:
@@ -277,16 +268,6 @@ class _ListsBehind(Small):
                 yield self.late.pop(key)
 
 
-@_liar("list")
-class _ListsBelowOnly(Small):
-    """A list lacks the object that is the prefix itself."""
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for found in super().list(prefix):
-            if found.key != prefix or "tree" not in prefix:
-                yield found
-
-
 @_liar("bulk")
 class RefusesBulk(Small):
     """Deleting many objects at once fails."""
@@ -296,20 +277,6 @@ class RefusesBulk(Small):
             raise holdfast.StorageError(
                 "Got invalid DeleteObjects response", uri=self.uri, key=prefix
             )
-
-
-@_liar("odd")
-class _TurnsBackslashes(Small):
-    """A backslash in a key is a slash."""
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        await super().put(key.replace("\\", "/"), data, exclusive=exclusive)
-
-    async def get(self, key: str) -> bytes:
-        return await super().get(key.replace("\\", "/"))
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return await super().stat(key.replace("\\", "/"))
 
 
 @_liar("unfinished")

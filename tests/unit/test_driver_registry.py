@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bits import fresh_uri
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
@@ -150,23 +149,12 @@ def test_importing_the_registry_is_cheap() -> None:
 # Spellings of places
 
 
-@pytest.fixture(params=["memory", "file", "bare path", "fsspec+memory", "fsspec+file"])
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A URI of a run, of one scheme after the other."""
-    name = fresh_uri().removeprefix("memory://")
-    return {
-        "memory": f"memory://{name}/run",
-        "file": f"file://{tmp_path}/run",
-        "bare path": f"{tmp_path}/run",
-        "fsspec+memory": f"fsspec+memory://{name}/run",
-        "fsspec+file": f"fsspec+file://{tmp_path}/run",
-    }[request.param]
-
-
 @pytest.mark.parametrize("name", ["a b", "größe", "100%", "a%20b", "x?y", "x#y", "a&b=c"])
+@pytest.mark.parametrize("scheme", ["memory", "file", "fsspec+memory", "fsspec+file"])
 @pytest.mark.heavy
-def test_a_path_of_a_listing_leads_back(base: str, name: str) -> None:
-    """Names with signs that a URI writes otherwise, too."""
+def test_a_path_of_a_listing_leads_back(scheme: str, name: str, tmp_path: Path) -> None:
+    """The path of a listed checkpoint can be joined to the base, whatever characters it has."""
+    base = f"{scheme}://{tmp_path}/run" if "file" in scheme else f"{scheme}:/{tmp_path}"
     uri = str(join(base, name))
     holdfast.save(uri, {"w": torch.ones(1)})
     (listed,) = holdfast.list_checkpoints(base)
