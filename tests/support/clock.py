@@ -4,11 +4,12 @@ moment, and comes out exact."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["WithoutThreads", "run_virtual"]
+__all__ = ["WithoutThreads", "in_virtual_time", "run_virtual"]
 
 T = TypeVar("T")
 
@@ -56,3 +57,13 @@ def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
     runs at once."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(coroutine)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run

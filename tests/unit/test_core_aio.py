@@ -5,72 +5,65 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.drivers import asynchronous
 
 from holdfast.core.aio import all_or_none, at_most, side_by_side, to_the_end
 
 pytestmark = pytest.mark.clocked
 
 
-def test_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
+@asynchronous
+async def test_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
     """The call may use the caller's buffer until it ends, however often the caller is cancelled. An
     error of the call becomes the cause of the CancelledError."""
+    inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    async def work() -> None:
+        inside.set()
+        await go_on.wait()
+        ended.set()
+        raise OSError(5, "Input/output error")
 
-        async def work() -> None:
-            inside.set()
-            await go_on.wait()
-            ended.set()
-            raise OSError(5, "Input/output error")
-
-        caller = asyncio.create_task(to_the_end(work()))
-        await inside.wait()
-        for _ in range(3):
-            caller.cancel()
-            await asyncio.sleep(0)
-        assert not caller.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await caller
-        assert ended.is_set()
-        assert isinstance(caught.value.__cause__, OSError)
-
-    asyncio.run(main())
+    caller = asyncio.create_task(to_the_end(work()))
+    await inside.wait()
+    for _ in range(3):
+        caller.cancel()
+        await asyncio.sleep(0)
+    assert not caller.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await caller
+    assert ended.is_set()
+    assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_side_by_side_returns_and_fails_in_order(
+@asynchronous
+async def test_side_by_side_returns_and_fails_in_order(
     no_leaks: None,
 ) -> None:
     """The order of ends does not matter. Nothing is left running, also after a cancellation."""
+    ended: list[str] = []
 
-    async def main() -> None:
-        ended: list[str] = []
+    async def work(name: str, pause_s: float, error: type[Exception] | None = None) -> str:
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            ended.append(name)
+        if error is not None:
+            raise error(name)
+        return name
 
-        async def work(name: str, pause_s: float, error: type[Exception] | None = None) -> str:
-            try:
-                await asyncio.sleep(pause_s)
-            finally:
-                ended.append(name)
-            if error is not None:
-                raise error(name)
-            return name
-
-        assert await side_by_side(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
-        assert ended == ["b", "a"]
-        with pytest.raises(KeyError, match="c"):
-            await side_by_side(
-                work("c", 0.02, KeyError), work("d", 0.01, ValueError), work("e", 0.03)
-            )
-        assert ended[2:] == ["d", "c", "e"]
-        caller = asyncio.create_task(side_by_side(work("f", 60), work("g", 60)))
-        await asyncio.sleep(0.01)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert sorted(ended[5:]) == ["f", "g"]
-
-    asyncio.run(main())
+    assert await side_by_side(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
+    assert ended == ["b", "a"]
+    with pytest.raises(KeyError, match="c"):
+        await side_by_side(work("c", 0.02, KeyError), work("d", 0.01, ValueError), work("e", 0.03))
+    assert ended[2:] == ["d", "c", "e"]
+    caller = asyncio.create_task(side_by_side(work("f", 60), work("g", 60)))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert sorted(ended[5:]) == ["f", "g"]
 
 
 def test_at_most_runs_all_and_raises_the_first_error_at_the_end() -> None:
@@ -93,28 +86,26 @@ def test_at_most_runs_all_and_raises_the_first_error_at_the_end() -> None:
     assert most == 4
 
 
-def test_at_most_closes_coroutines_that_never_started(no_leaks: None) -> None:
+@asynchronous
+async def test_at_most_closes_coroutines_that_never_started(no_leaks: None) -> None:
     """Python would warn of a coroutine that was never awaited."""
+    begun: list[int] = []
 
-    async def main() -> None:
-        begun: list[int] = []
+    async def work(number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(60)
 
-        async def work(number: int) -> None:
-            begun.append(number)
-            await asyncio.sleep(60)
-
-        caller = asyncio.create_task(at_most(2, (work(number) for number in range(5))))
-        await asyncio.sleep(0.01)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert begun == [0, 1]
-
-    asyncio.run(main())
+    caller = asyncio.create_task(at_most(2, (work(number) for number in range(5))))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert begun == [0, 1]
 
 
 @pytest.mark.parametrize("cancels_itself", [False, True])
-def test_first_failure_cancels_the_others(cancels_itself: bool) -> None:
+@asynchronous
+async def test_first_failure_cancels_the_others(cancels_itself: bool) -> None:
     """The others are awaited. A coroutine that cancels itself counts as a failure."""
     ended = []
 
@@ -131,15 +122,13 @@ def test_first_failure_cancels_the_others(cancels_itself: bool) -> None:
             await asyncio.sleep(0)
             ended.append("waits")
 
-    async def main() -> None:
-        with pytest.raises(asyncio.CancelledError if cancels_itself else OSError):
-            await all_or_none([waits(), fails(), waits()])
-        assert ended == ["waits", "waits"]
-
-    asyncio.run(main())
+    with pytest.raises(asyncio.CancelledError if cancels_itself else OSError):
+        await all_or_none([waits(), fails(), waits()])
+    assert ended == ["waits", "waits"]
 
 
-def test_cancelled_caller_cancels_all() -> None:
+@asynchronous
+async def test_cancelled_caller_cancels_all() -> None:
     """Each is cancelled once, and has ended when the caller returns."""
     ended = []
 
@@ -151,14 +140,11 @@ def test_cancelled_caller_cancels_all() -> None:
             ended.append("waits")
             raise
 
-    async def main() -> None:
-        caller = asyncio.create_task(all_or_none([waits(), waits()]))
+    caller = asyncio.create_task(all_or_none([waits(), waits()]))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        caller.cancel()
         await asyncio.sleep(0)
-        for _ in range(3):
-            caller.cancel()
-            await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert ended == ["waits", "waits"]
-
-    asyncio.run(main())
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended == ["waits", "waits"]

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from support.drivers import asynchronous
 
 from holdfast.core.histogram import BUCKET_MIN_S, BUCKETS, bucket_of, quantile_s
 from holdfast.core.spans import (
@@ -117,7 +118,8 @@ def test_retries_count_in_the_innermost_operation(recorder: Recorder) -> None:
     assert stages["read"].last_rank is None
 
 
-def test_tasks_inherit_the_recorder(recorder: Recorder) -> None:
+@asynchronous
+async def test_tasks_inherit_the_recorder(recorder: Recorder) -> None:
     """Tasks count in the operation that started them, not in concurrent ones."""
     other = Recorder()
 
@@ -129,10 +131,7 @@ def test_tasks_inherit_the_recorder(recorder: Recorder) -> None:
         with recording(mine):
             await asyncio.gather(work(name), work(name))
 
-    async def both() -> None:
-        await asyncio.gather(operation(recorder, "a"), operation(other, "b"))
-
-    asyncio.run(both())
+    await asyncio.gather(operation(recorder, "a"), operation(other, "b"))
     assert {name: stage.count for name, stage in recorder.summary().stages.items()} == {"a": 2}
     assert {name: stage.count for name, stage in other.summary().stages.items()} == {"b": 2}
 

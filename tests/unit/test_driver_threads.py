@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.asynchronous import DictDriver
 from support.conformance_run import run_conformance
+from support.drivers import asynchronous
 
 from holdfast.drivers.tasks import Tasks
 from holdfast.drivers.threads import Threads
@@ -22,7 +23,8 @@ from holdfast.errors import NotFoundError, StorageDownError, StorageError
 pytestmark = pytest.mark.clocked
 
 
-def test_a_cancelled_task_returns_only_after_its_thread(no_leaks: None) -> None:
+@asynchronous
+async def test_a_cancelled_task_returns_only_after_its_thread(no_leaks: None) -> None:
     """A cancelled task waits for its thread, which uses its buffer, and keeps the thread's error."""
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -33,25 +35,23 @@ def test_a_cancelled_task_returns_only_after_its_thread(no_leaks: None) -> None:
         ended.set()
         raise OSError(5, "Input/output error")
 
-    async def main() -> None:
-        threads = Threads(1, uri="x")
-        task = asyncio.ensure_future(threads.run(work))
-        await asyncio.to_thread(inside.wait, 10)
-        for _ in range(3):
-            task.cancel()
-            await asyncio.sleep(0.01)
-        assert not task.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert ended.is_set()
-        assert isinstance(caught.value.__cause__, OSError)
-        await threads.close(1)
-
-    asyncio.run(main())
+    threads = Threads(1, uri="x")
+    task = asyncio.ensure_future(threads.run(work))
+    await asyncio.to_thread(inside.wait, 10)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert ended.is_set()
+    assert isinstance(caught.value.__cause__, OSError)
+    await threads.close(1)
 
 
-def test_a_call_that_waits_for_a_thread_is_never_made(no_leaks: None) -> None:
+@asynchronous
+async def test_a_call_that_waits_for_a_thread_is_never_made(no_leaks: None) -> None:
     """Cancelled in the queue, it returns at once, although the thread before it still works."""
     inside, go_on = threading.Event(), threading.Event()
     made: list[int] = []
@@ -60,25 +60,23 @@ def test_a_call_that_waits_for_a_thread_is_never_made(no_leaks: None) -> None:
         inside.set()
         assert go_on.wait(30)
 
-    async def main() -> None:
-        threads = Threads(1, uri="x")
-        first = asyncio.ensure_future(threads.run(work))
-        await asyncio.to_thread(inside.wait, 10)
-        second = asyncio.ensure_future(threads.run(made.append, 2))
-        await asyncio.sleep(0)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        assert not first.done()
-        go_on.set()
-        await first
-        await threads.close(1)
-
-    asyncio.run(main())
+    threads = Threads(1, uri="x")
+    first = asyncio.ensure_future(threads.run(work))
+    await asyncio.to_thread(inside.wait, 10)
+    second = asyncio.ensure_future(threads.run(made.append, 2))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert not first.done()
+    go_on.set()
+    await first
+    await threads.close(1)
     assert made == []
 
 
-def test_close_waits_and_then_says_so(no_leaks: None) -> None:
+@asynchronous
+async def test_close_waits_and_then_says_so(no_leaks: None) -> None:
     """What runs is waited for, as long as was asked; nothing new begins."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -86,22 +84,20 @@ def test_close_waits_and_then_says_so(no_leaks: None) -> None:
         inside.set()
         assert go_on.wait(30)
 
-    async def main() -> None:
-        threads = Threads(1, uri="file:///x")
-        task = asyncio.ensure_future(threads.run(work))
-        await asyncio.to_thread(inside.wait, 10)
-        with pytest.raises(StorageDownError, match=r"1 operations still run 0.01 s.*file:///x"):
-            await threads.close(0.01)
-        with pytest.raises(StorageError, match="closed"):
-            await threads.run(work)
-        go_on.set()
-        await threads.close(10)
-        await task
-
-    asyncio.run(main())
+    threads = Threads(1, uri="file:///x")
+    task = asyncio.ensure_future(threads.run(work))
+    await asyncio.to_thread(inside.wait, 10)
+    with pytest.raises(StorageDownError, match=r"1 operations still run 0.01 s.*file:///x"):
+        await threads.close(0.01)
+    with pytest.raises(StorageError, match="closed"):
+        await threads.run(work)
+    go_on.set()
+    await threads.close(10)
+    await task
 
 
-def test_calls_may_end_while_close_looks_at_them(
+@asynchronous
+async def test_calls_may_end_while_close_looks_at_them(
     no_leaks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs is counted while threads take from it: close waits for all of it, and does not
@@ -115,15 +111,12 @@ def test_calls_may_end_while_close_looks_at_them(
         time.sleep(0.01)  # those who wait for a future hear of it just before its callbacks do
         return wrap(work)
 
-    async def main() -> None:
-        threads = Threads(3, uri="x")
-        calls = [asyncio.ensure_future(threads.run(go_on.wait, 10)) for _ in range(3)]
-        await asyncio.sleep(0)
-        monkeypatch.setattr(asyncio, "wrap_future", wrapped)
-        await threads.close(5)
-        assert await asyncio.gather(*calls) == [True] * 3
-
-    asyncio.run(main())
+    threads = Threads(3, uri="x")
+    calls = [asyncio.ensure_future(threads.run(go_on.wait, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    monkeypatch.setattr(asyncio, "wrap_future", wrapped)
+    await threads.close(5)
+    assert await asyncio.gather(*calls) == [True] * 3
 
 
 # Calls of an asynchronous client
@@ -146,7 +139,8 @@ def tasks_of_a_driver() -> Tasks:
     return Tasks(uri=URI, errors=errors, grace_s=0.05)
 
 
-def test_results_and_errors_of_tasks_come_back(no_leaks: None) -> None:
+@asynchronous
+async def test_results_and_errors_of_tasks_come_back(no_leaks: None) -> None:
     """The caller gets what the call returned, and Holdfast's error, with URI and key, for what the
     client raised."""
 
@@ -154,93 +148,81 @@ def test_results_and_errors_of_tasks_come_back(no_leaks: None) -> None:
         await asyncio.sleep(0)
         return things[name]
 
-    async def main() -> None:
-        tasks = tasks_of_a_driver()
-        assert await tasks.run("get", "a", find, {"a": 1}, name="a") == 1
-        with pytest.raises(NotFoundError, match="get failed") as caught:
-            await tasks.run("get", "b", find, {"a": 1}, "b")
-        assert (caught.value.uri, caught.value.key) == (URI, "b")
-        assert isinstance(caught.value.__cause__, KeyError)
-        await tasks.close(1)
-
-    asyncio.run(main())
+    tasks = tasks_of_a_driver()
+    assert await tasks.run("get", "a", find, {"a": 1}, name="a") == 1
+    with pytest.raises(NotFoundError, match="get failed") as caught:
+        await tasks.run("get", "b", find, {"a": 1}, "b")
+    assert (caught.value.uri, caught.value.key) == (URI, "b")
+    assert isinstance(caught.value.__cause__, KeyError)
+    await tasks.close(1)
 
 
-def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: None) -> None:
+@asynchronous
+async def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: None) -> None:
     """A server that never answers does not hold up a cancelled caller for longer; the call has
     ended by then."""
+    inside, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        inside, cancelled = asyncio.Event(), asyncio.Event()
+    async def hang() -> None:
+        inside.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
-        async def hang() -> None:
-            inside.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-
-        tasks = tasks_of_a_driver()
-        caller = asyncio.create_task(tasks.run("read", "a", hang))
-        await inside.wait()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(caller), 30)
-        assert cancelled.is_set()
-        await tasks.close(1)
-
-    asyncio.run(main())
+    tasks = tasks_of_a_driver()
+    caller = asyncio.create_task(tasks.run("read", "a", hang))
+    await inside.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(caller), 30)
+    assert cancelled.is_set()
+    await tasks.close(1)
 
 
-def test_close_waits_for_what_runs_and_takes_nothing_new(no_leaks: None) -> None:
+@asynchronous
+async def test_close_waits_for_what_runs_and_takes_nothing_new(no_leaks: None) -> None:
     """A call under way ends in peace; the next one is refused. Closing twice is once."""
+    inside, go_on = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        inside, go_on = asyncio.Event(), asyncio.Event()
+    async def work() -> str:
+        inside.set()
+        await go_on.wait()
+        return "done"
 
-        async def work() -> str:
-            inside.set()
-            await go_on.wait()
-            return "done"
-
-        tasks = tasks_of_a_driver()
-        caller = asyncio.create_task(tasks.run("read", "a", work))
-        await inside.wait()
-        closing = asyncio.create_task(tasks.close(30))
-        await asyncio.sleep(0)
-        with pytest.raises(StorageError, match="closed") as caught:
-            await tasks.run("read", "b", work)
-        assert (caught.value.uri, caught.value.key) == (URI, "b")
-        assert not closing.done()
-        go_on.set()
-        await closing
-        assert await caller == "done"
-        await tasks.close(30)
-
-    asyncio.run(main())
+    tasks = tasks_of_a_driver()
+    caller = asyncio.create_task(tasks.run("read", "a", work))
+    await inside.wait()
+    closing = asyncio.create_task(tasks.close(30))
+    await asyncio.sleep(0)
+    with pytest.raises(StorageError, match="closed") as caught:
+        await tasks.run("read", "b", work)
+    assert (caught.value.uri, caught.value.key) == (URI, "b")
+    assert not closing.done()
+    go_on.set()
+    await closing
+    assert await caller == "done"
+    await tasks.close(30)
 
 
-def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
+@asynchronous
+async def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
     """After the time that was given it says so, leaves no task behind, and whoever waited gets a
     StorageError."""
+    inside, before = asyncio.Event(), asyncio.all_tasks()
 
-    async def main() -> None:
-        inside = asyncio.Event()
+    async def hang() -> None:
+        inside.set()
+        await asyncio.Event().wait()
 
-        async def hang() -> None:
-            inside.set()
-            await asyncio.Event().wait()
-
-        tasks = tasks_of_a_driver()
-        caller = asyncio.create_task(tasks.run("read", "a", hang))
-        await inside.wait()
-        with pytest.raises(StorageDownError, match=r"1 operations still ran 0.01 s.*sftp://host/x"):
-            await tasks.close(0.01)
-        with pytest.raises(StorageDownError, match="read failed: the driver was closed"):
-            await caller
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+    tasks = tasks_of_a_driver()
+    caller = asyncio.create_task(tasks.run("read", "a", hang))
+    await inside.wait()
+    with pytest.raises(StorageDownError, match=r"1 operations still ran 0.01 s.*sftp://host/x"):
+        await tasks.close(0.01)
+    with pytest.raises(StorageDownError, match="read failed: the driver was closed"):
+        await caller
+    assert asyncio.all_tasks() == before
 
 
 # A driver of an asynchronous client
@@ -262,17 +244,14 @@ def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -
     assert "deviations      0 declared, 0 cases deviated" in output
 
 
-def test_close_drops_what_is_unfinished_though_the_client_fails(no_leaks: None) -> None:
+@asynchronous
+async def test_close_drops_what_is_unfinished_though_the_client_fails(no_leaks: None) -> None:
     """An upload that cannot be dropped keeps neither the others nor the connection."""
-
-    async def main() -> None:
-        driver = DictDriver(parse("dict://close"))
-        driver.stuck = {"b"}
-        for key in ("a", "b", "c"):
-            await driver.create(key, 3)
-        await driver.close()
-        assert sorted(driver.dropped) == ["a", "c"]
-        with pytest.raises(StorageError, match="closed"):
-            await driver.get("a")
-
-    asyncio.run(main())
+    driver = DictDriver(parse("dict://close"))
+    driver.stuck = {"b"}
+    for key in ("a", "b", "c"):
+        await driver.create(key, 3)
+    await driver.close()
+    assert sorted(driver.dropped) == ["a", "c"]
+    with pytest.raises(StorageError, match="closed"):
+        await driver.get("a")

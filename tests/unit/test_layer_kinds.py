@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from support.clock import run_virtual
+from support.clock import in_virtual_time, run_virtual
 from support.flaky import Flaky, Step
 
 from holdfast.core.spans import Recorder, recording
@@ -43,39 +43,33 @@ def now_s() -> float:
 # limit
 
 
-def test_an_abort_needs_no_slot() -> None:
+@in_virtual_time
+async def test_an_abort_needs_no_slot() -> None:
     """An upload can be aborted while another operation hangs and occupies the only slot."""
-
-    async def run() -> float:
-        below = Flaky([None, SLOW])
-        driver = LimitLayer(below, 1)
-        upload = await driver.create("u", 2)
-        hanging = asyncio.ensure_future(driver.put("p", b""))
-        await asyncio.sleep(1)
-        await upload.abort()
-        ended_s = now_s()
-        await hanging
-        return ended_s
-
-    assert run_virtual(run()) == 1.0
+    below = Flaky([None, SLOW])
+    driver = LimitLayer(below, 1)
+    upload = await driver.create("u", 2)
+    hanging = asyncio.ensure_future(driver.put("p", b""))
+    await asyncio.sleep(1)
+    await upload.abort()
+    ended_s = now_s()
+    await hanging
+    assert ended_s == 1.0
 
 
 # throttle
 
 
-def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
+@in_virtual_time
+async def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
     """The operation after a get waits for the bytes of the get."""
-
-    async def run() -> float:
-        storage = MemoryDriver()
-        await storage.put("k", bytes(1000))
-        driver = ThrottleLayer(storage, TokenBucket(100))
-        assert len(await driver.get("k")) == 1000
-        assert now_s() == 0
-        await driver.read("k", 0, memoryview(bytearray(1)))
-        return now_s()
-
-    assert run_virtual(run()) == pytest.approx(10 - BURST_S)
+    storage = MemoryDriver()
+    await storage.put("k", bytes(1000))
+    driver = ThrottleLayer(storage, TokenBucket(100))
+    assert len(await driver.get("k")) == 1000
+    assert now_s() == 0
+    await driver.read("k", 0, memoryview(bytearray(1)))
+    assert now_s() == pytest.approx(10 - BURST_S)
 
 
 @pytest.mark.heavy
@@ -144,7 +138,8 @@ def test_the_first_may_still_win() -> None:
     assert took_s == pytest.approx(0.03)
 
 
-def test_a_loser_that_writes_late_does_no_harm() -> None:
+@in_virtual_time
+async def test_a_loser_that_writes_late_does_no_harm() -> None:
     """The caller gets the winner's bytes even if the loser writes late.
 
     The loser cannot be stopped at once and scribbles on the caller's buffer, so the layer waits for
@@ -164,16 +159,13 @@ def test_a_loser_that_writes_late_does_no_harm() -> None:
                 into[:] = b"\xff" * len(into)
                 raise
 
-    async def run() -> bytes:
-        below = Stubborn()
-        await below.inner.put("k", bytes(range(16)))
-        driver = HedgeLayer(below, 5)
-        for _ in range(101):
-            await driver.read("k", 0, memoryview(into := bytearray(16)))
-        assert now_s() > 3
-        return bytes(into)
-
-    assert run_virtual(run()) == bytes(range(16))
+    below = Stubborn()
+    await below.inner.put("k", bytes(range(16)))
+    driver = HedgeLayer(below, 5)
+    for _ in range(101):
+        await driver.read("k", 0, memoryview(into := bytearray(16)))
+    assert now_s() > 3
+    assert bytes(into) == bytes(range(16))
 
 
 def test_a_failure_of_one_is_made_good_by_the_other() -> None:
@@ -204,21 +196,18 @@ def test_nothing_is_hedged_before_enough_is_known() -> None:
     assert slowness.threshold_s(16 << 20) is None
 
 
-def test_a_cancelled_read_leaves_nobody_behind() -> None:
+@in_virtual_time
+async def test_a_cancelled_read_leaves_nobody_behind() -> None:
     """A cancelled read cancels both of its reads and waits for them."""
-
-    async def run() -> int:
-        below, driver = await calibrated()
-        below.script = iter([SLOW, SLOW])
-        task = asyncio.ensure_future(driver.read("k", 0, memoryview(bytearray(16))))
-        await asyncio.sleep(5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert len(asyncio.all_tasks()) == 1
-        return below.cancelled
-
-    assert run_virtual(run()) == 2
+    below, driver = await calibrated()
+    below.script = iter([SLOW, SLOW])
+    task = asyncio.ensure_future(driver.read("k", 0, memoryview(bytearray(16))))
+    await asyncio.sleep(5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(asyncio.all_tasks()) == 1
+    assert below.cancelled == 2
 
 
 # metrics
@@ -365,22 +354,19 @@ class _Order(Layer):
         return await call()
 
 
-def test_parts_that_are_late_do_not_overtake_each_other() -> None:
+@in_virtual_time
+async def test_parts_that_are_late_do_not_overtake_each_other() -> None:
     """A delayed write starts on time and ends late, since some drivers need parts in order."""
-
-    async def run() -> list[int]:
-        below = _Order(MemoryDriver())
-        upload = await FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0)).create(
-            "x", sum(range(20))
-        )
-        starts = [sum(range(n)) for n in range(20)]
-        await asyncio.gather(
-            *(upload.write(start, memoryview(bytes(n))) for n, start in enumerate(starts) if n)
-        )
-        await upload.commit()
-        return below.lengths
-
-    assert run_virtual(run()) == list(range(1, 20))
+    below = _Order(MemoryDriver())
+    upload = await FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0)).create(
+        "x", sum(range(20))
+    )
+    starts = [sum(range(n)) for n in range(20)]
+    await asyncio.gather(
+        *(upload.write(start, memoryview(bytes(n))) for n, start in enumerate(starts) if n)
+    )
+    await upload.commit()
+    assert below.lengths == list(range(1, 20))
 
 
 @pytest.mark.parametrize(

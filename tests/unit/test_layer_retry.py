@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.clock import run_virtual
+from support.clock import in_virtual_time, run_virtual
 from support.flaky import Flaky, Step
 
 from holdfast.drivers.contract import Driver
@@ -221,20 +221,17 @@ def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
     ],
     ids=["write", "commit", "hanging commit"],
 )
-def test_neither_a_part_nor_a_commit_is_sent_again(script: list[Step], says: str) -> None:
+@in_virtual_time
+async def test_neither_a_part_nor_a_commit_is_sent_again(script: list[Step], says: str) -> None:
     """Writes and commits are never retried, but have a deadline.
 
     Nobody knows how much of a part was stored, and a repeated fsync succeeds after losing data.
     """
-
-    async def run() -> None:
-        below = Flaky(script)
-        driver = RetryLayer(below, replace(POLICY, op_timeout_s=30.0))
-        with pytest.raises(StorageDownError, match=says):
-            await stored(driver)
-        assert [name for name, _ in below.tried] == ["create", "write", "commit"][: len(script)]
-
-    run_virtual(run())
+    below = Flaky(script)
+    driver = RetryLayer(below, replace(POLICY, op_timeout_s=30.0))
+    with pytest.raises(StorageDownError, match=says):
+        await stored(driver)
+    assert [name for name, _ in below.tried] == ["create", "write", "commit"][: len(script)]
 
 
 def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,48 +248,42 @@ def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCapt
     assert "a later save removes the leftovers" in caplog.text
 
 
-def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:
+@in_virtual_time
+async def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() -> None:
     """A failed listing restarts and omits the entries that it already yielded."""
-
-    async def run() -> list[str]:
-        below = Flaky()
-        for n in range(2500):
-            await below.inner.put(f"k{n:04}", b"")
-        below.script = iter(
-            [None] * 1500 + [DOWN("cut")] + [None] * 2100 + [DOWN("cut"), DOWN("cut")]
-        )
-        return await listed(RetryLayer(below, POLICY, chance=lambda: 0.1))
-
-    assert run_virtual(run()) == [f"k{n:04}" for n in range(2500)]
+    below = Flaky()
+    for n in range(2500):
+        await below.inner.put(f"k{n:04}", b"")
+    below.script = iter([None] * 1500 + [DOWN("cut")] + [None] * 2100 + [DOWN("cut"), DOWN("cut")])
+    assert (await listed(RetryLayer(below, POLICY, chance=lambda: 0.1))) == [
+        f"k{n:04}" for n in range(2500)
+    ]
 
 
-def test_waiting_for_a_turn_does_not_count() -> None:
+@in_virtual_time
+async def test_waiting_for_a_turn_does_not_count() -> None:
     """The deadline is paused while a throttle or a limit makes the operation wait."""
+    below = Flaky([20.0] * 8)
+    driver = RetryLayer(
+        ThrottleLayer(LimitLayer(below, 1), TokenBucket(1)), RetryPolicy(0, 30.0)
+    )  # a byte a second, one at a time
+    await asyncio.gather(*(driver.put(f"k{n}", b"x" * 50) for n in range(8)))
+    assert (asyncio.get_running_loop().time(), len(below.tried)) == (
+        pytest.approx(7 * 50 + 20, abs=0.2),
+        8,
+    )
 
-    async def run() -> tuple[float, int]:
-        below = Flaky([20.0] * 8)
-        driver = RetryLayer(
-            ThrottleLayer(LimitLayer(below, 1), TokenBucket(1)), RetryPolicy(0, 30.0)
-        )  # a byte a second, one at a time
-        await asyncio.gather(*(driver.put(f"k{n}", b"x" * 50) for n in range(8)))
-        return asyncio.get_running_loop().time(), len(below.tried)
 
-    assert run_virtual(run()) == (pytest.approx(7 * 50 + 20, abs=0.2), 8)
-
-
-def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
+@in_virtual_time
+async def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
     """A paused deadline continues with the time that was left."""
-
-    async def run() -> float:
-        below = Flaky([1.0, HANG])
-        driver = RetryLayer(LimitLayer(below, 1), RetryPolicy(0, 30.0))
-        outcomes = await asyncio.gather(
-            driver.put("a", b""), driver.put("b", b""), return_exceptions=True
-        )
-        assert [type(o) for o in outcomes] == [type(None), StorageDownError]
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(run()) == 31.0
+    below = Flaky([1.0, HANG])
+    driver = RetryLayer(LimitLayer(below, 1), RetryPolicy(0, 30.0))
+    outcomes = await asyncio.gather(
+        driver.put("a", b""), driver.put("b", b""), return_exceptions=True
+    )
+    assert [type(o) for o in outcomes] == [type(None), StorageDownError]
+    assert asyncio.get_running_loop().time() == 31.0
 
 
 def test_cancelling_is_not_a_failure() -> None:
