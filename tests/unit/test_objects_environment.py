@@ -9,9 +9,10 @@ import importlib.resources
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
-from support.servers.scripted import Request, ScriptedServer, s3_answer
+from support.servers.scripted import Request, ScriptedServer, s3_answer, set_credentials
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects.connections import made_without
@@ -23,11 +24,10 @@ pytestmark = pytest.mark.clocked
 TIMEOUT_S = 60
 
 CREDENTIALS = {
-    "s3": {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "x", "AWS_SESSION_TOKEN": "t"},
-    "gs": {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"disable_oauth": true, ' '"client_email": "", ' '"private_key": "", '
-           '"private_key_id": ""}'},
-    "az": {"AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0", "AZURE_STORAGE_ACCOUNT_NAME": "account"},
-}  # fmt: skip
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
+    "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCOUNT_NAME"),
+}
 """The variables that may come from the environment."""
 
 OTHER_CREDENTIALS = re.compile(
@@ -116,48 +116,33 @@ def without_time(request: Request) -> tuple[object, ...]:
     return request.method, request.host, path, sorted(headers.items()), body
 
 
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove all variables of clouds from the environment."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    return monkeypatch
-
-
 @pytest.mark.nightly(14)
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [
         ("s3", ""),
-        ("s3", "&anonymous=on"),
         ("s3", "&checksum=none"),
         ("gs", ""),
-        ("gs", "&anonymous=on"),
         ("az", ""),
         ("az", "&anonymous=on"),
     ],
 )
 def test_no_variable_of_obstore_changes_a_request(
-    scheme: str, options: str, clean: pytest.MonkeyPatch
+    scheme: str, options: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Requests stay identical, byte for byte, under any value of any variable of obstore.
 
     These cover endpoints, signatures, conditions, checksums, encryption, payers, time-outs and
     proxies.
     """
-    for name, secret in CREDENTIALS[scheme].items():
-        clean.setenv(name, secret)
+    set_credentials(monkeypatch, tmp_path)
     region = "&region=us-east-1" if scheme == "s3" else ""
     with ScriptedServer(s3_answer) as server:
         uri = f"{scheme}://bucket/run?endpoint={server.url}&part_size=5MiB&deadline=0s&timeout=5s&retries=0{region}{options}"
         expected = requests(uri, server)
         for value in ("true", "perhaps", "http://127.0.0.1:9"):
             for name in known_variables(scheme):
-                clean.setenv(name, VALUES.get(name, value) if value == "true" else value)
+                monkeypatch.setenv(name, VALUES.get(name, value) if value == "true" else value)
             assert requests(uri, server) == expected
         assert len({request[0] for request in expected}) >= 4
 

@@ -4,8 +4,6 @@ without any."""
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,18 @@ from typing import Any
 import pytest
 import trustme
 from support.drivers import used
-from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
+from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
 
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.objects.known_stores import KNOWN
 from holdfast.errors import AccessError, HoldfastError
 
 pytestmark = pytest.mark.clocked
 
-SCOPES = "https://www.googleapis.com/auth/devstorage.full_control"
-
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing of Google in the environment, nor in the home folder."""
-    for name in list(os.environ):
-        if name.startswith(("GOOGLE_", "CLOUDSDK_")) or name.upper().endswith("_PROXY"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
-    KNOWN.forget()
-    yield
-    KNOWN.forget()
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Leave nothing of Google in the environment, nor in the home folder."""
+    set_credentials(monkeypatch, tmp_path, ())
 
 
 async def put(driver: Driver) -> None:

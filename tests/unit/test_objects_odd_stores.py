@@ -15,10 +15,9 @@ import pytest
 import torch
 from support.bits import difference
 from support.servers.odd_store import OddStore, Unfinished, kind_of
-from support.servers.scripted import Answer, Request, ScriptedServer, refusal
+from support.servers.scripted import Answer, Request, ScriptedServer, refusal, set_credentials
 
 import holdfast
-from holdfast.drivers.objects.known_stores import KNOWN
 
 pytestmark = pytest.mark.clocked
 
@@ -32,13 +31,9 @@ PAGE = b"<!DOCTYPE html><html><head><title>Console</title></head><body></body></
 
 
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Set dummy credentials, and forget the stores of other tests."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
-    KNOWN.forget()
+    set_credentials(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -91,8 +86,9 @@ CALLS = {
 
 
 @pytest.mark.nightly(4)
-@pytest.mark.parametrize("before", [False, True], ids=["from the start", "later"])
-@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize(
+    ("before", "status"), [(False, 200), (True, 404)], ids=["from the start", "later"]
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_web_site_is_no_empty_store(
     call: str, status: int, before: bool, root: str, store: OddStore
@@ -108,7 +104,7 @@ def test_a_web_site_is_no_empty_store(
         CALLS[call](root)
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"<a></a>", b"null"])
+@pytest.mark.parametrize("body", [b"", b"<a></a>"])
 def test_answers_of_no_store_at_all_are_no_empty_listing(
     body: bytes, root: str, store: OddStore
 ) -> None:
@@ -204,6 +200,12 @@ def test_a_sweep_drops_what_is_dead(root: str, store: OddStore) -> None:
     assert list(store.uploads) == ["young"]
 
 
+def write(folder: Path, key: str) -> None:
+    """Write the shared file of credentials."""
+    text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n"
+    (folder / "credentials").write_text(text)
+
+
 def test_credentials_renewed_during_an_upload_sign_its_next_part(
     root: str, store: OddStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,11 +213,7 @@ def test_credentials_renewed_during_an_upload_sign_its_next_part(
 
     The store rejects the old ones from then on.
     """
-    file = tmp_path / "credentials"
     known = "OLD"
-
-    def write(key: str) -> None:
-        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
 
     def fault(asked: Request) -> Answer | None:
         nonlocal known
@@ -223,12 +221,11 @@ def test_credentials_renewed_during_an_upload_sign_its_next_part(
             return refusal(403, "ExpiredToken")
         if kind_of(asked) == "part" and "partNumber=2" in asked.path:
             known = "NEW"
-            write(known)
+            write(tmp_path, known)
         return None
 
-    write(known)
+    write(tmp_path, known)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     store.fault = fault
     holdfast.save(below(root, "step-1") + "&concurrency=1", LARGE)
     assert known == "NEW"
@@ -245,26 +242,21 @@ def test_credentials_that_expire_under_a_part_begin_the_image_again(
     The earlier parts are lost. The image comes from the captured copies, so it has the state at the
     call.
     """
-    file = tmp_path / "credentials"
     known = "OLD"
     state, changed = {"x": torch.arange(3_000_000.0)}, threading.Event()
-
-    def write(key: str) -> None:
-        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
 
     def fault(asked: Request) -> Answer | None:
         nonlocal known
         if kind_of(asked) == "part" and "partNumber=2" in asked.path and known == "OLD":
             assert changed.wait(30)
             known = "NEW"
-            write(known)
+            write(tmp_path, known)
         if f"Credential={known}/" not in asked.headers["authorization"]:
             return refusal(403, "ExpiredToken")
         return None
 
-    write(known)
+    write(tmp_path, known)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     store.fault = fault
     handle = holdfast.async_save(below(root, "step-1"), state, lazy=lazy)
     handle.captured.wait(60)

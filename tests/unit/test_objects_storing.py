@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -12,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import trustme
 from support.drivers import used
-from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer
+from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import open_driver
@@ -26,16 +25,9 @@ ARN = "arn:aws:kms:us-east-1:123456789012:key/abc"
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set credentials, and clear all other variables of AWS."""
-    for name in list(os.environ):
-        if name.startswith("AWS_") or name.upper().endswith("_PROXY"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Set dummy credentials, and clear all other variables of AWS."""
+    set_credentials(monkeypatch, tmp_path)
 
 
 async def store(driver: Driver) -> None:
@@ -91,7 +83,6 @@ STORING = ["plain", "exclusive", "small", "begin"]
     ("options", "expected"),
     [
         ("sse=AES256", {"x-amz-server-side-encryption": "AES256"}),
-        ("sse=aws:kms", {"x-amz-server-side-encryption": "aws:kms"}),
         (
             f"sse=aws:kms&kms={ARN}&bucket_kms=on",
             {

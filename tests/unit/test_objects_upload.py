@@ -68,19 +68,12 @@ async def uploaded(store: Store, nbytes: int) -> None:
         await upload.abort()
 
 
-@pytest.mark.parametrize("kept", [0, 3 * PART_NBYTES, 3 * PART_NBYTES + 6, 3 * PART_NBYTES + 8])
+@pytest.mark.parametrize("kept", [0, 3 * PART_NBYTES + 8])
 def test_a_store_that_has_not_kept_what_it_acknowledged_is_found_out(kept: int) -> None:
     """Commit asks the store for the object's size, and fails if bytes are missing or surplus."""
     nbytes = 3 * PART_NBYTES + 7
     with pytest.raises(StorageError, match=f"acknowledged {nbytes} bytes, but has {kept}"):
         asyncio.run(asyncio.wait_for(uploaded(Store(kept), nbytes), 60))
-
-
-def test_a_store_is_asked_once_for_what_it_keeps() -> None:
-    """The upload of an intact object asks the store for its size exactly once."""
-    store = Store()
-    asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
-    assert (store.nbytes, store.asked) == (2 * PART_NBYTES + 7, 1)
 
 
 class Forgetful(Store):
@@ -193,24 +186,6 @@ def test_of_writes_side_by_side_the_one_that_knows_why_fails_first(
 
 
 MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "preferred", "expected"),
-    [
-        (0, 16 * MIB, 16 * MIB),
-        (PARTS_MAX * 16 * MIB, 16 * MIB, 16 * MIB),
-        (PARTS_MAX * 16 * MIB + 1, 16 * MIB, 32 * MIB),
-        (5 << 40, 16 * MIB, 528 * MIB),
-        (5 << 40, 5 * MIB, 525 * MIB),
-    ],
-)
-def test_no_object_has_more_parts_than_a_store_takes(
-    nbytes: int, preferred: int, expected: int
-) -> None:
-    """Part sizes are whole multiples of the preferred size, and grow only when necessary."""
-    assert part_nbytes_for(nbytes, preferred) == expected
-    assert -(-nbytes // expected) <= PARTS_MAX
 
 
 @given(st.integers(0, 10 << 40), st.integers(5 << 20, 5 << 30))

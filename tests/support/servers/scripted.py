@@ -6,19 +6,55 @@ In threads of this process.
 
 from __future__ import annotations
 
+import json
+import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Answer", "Request", "ScriptedServer", "refusal", "s3_answer"]
+import pytest
 
+from holdfast.drivers.objects.known_stores import KNOWN
+
+__all__ = ["Answer", "Request", "ScriptedServer", "refusal", "s3_answer", "set_credentials"]
+
+_GOOGLE = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+_CLOUDS = ("AWS_", "GOOGLE_", "AZURE_", "CLOUDSDK_", "SSL_CERT")
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "AZURE_STORAGE_ACCOUNT_NAME": "account",
+    "AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0",
+    "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(_GOOGLE),
+}
 DATE = "Sun, 22 Nov 2026 16:00:00 GMT"
 PIECE_NBYTES = 64 << 10
+
+
+def set_credentials(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, names: Iterable[str] = CREDENTIALS
+) -> None:
+    """Leave nothing of clouds and proxies in the environment but credentials of no worth.
+
+    AWS's files are ``config`` and ``credentials`` in ``folder``. Nothing is remembered of the
+    stores of other tests.
+    """
+    for name in list(os.environ):
+        if name.startswith(_CLOUDS) or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(folder / "gcloud"))
+    for name in names:
+        monkeypatch.setenv(name, CREDENTIALS[name])
+    KNOWN.forget()
 
 
 @dataclass(frozen=True)
