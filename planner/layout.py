@@ -20,13 +20,13 @@ from .box import Box, flat_to_boxes, row_strides
 from .columns import Ints, flat_boxes, padded
 
 __all__ = [
-    "BoxLayout",
     "FlatLayout",
     "Layout",
     "LocalLayout",
     "MeshLayout",
     "Piece",
     "Regions",
+    "box_layout",
     "local_layout",
     "regions_of",
 ]
@@ -149,7 +149,7 @@ local_layout = functools.lru_cache(maxsize=4096)(LocalLayout)
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout(_Boxes):
-    """A rank's part of a tensor on a device mesh of ``ranks`` ranks."""
+    """A rank's boxes of a tensor that is laid out over ``ranks`` ranks, such as a device mesh."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -166,39 +166,14 @@ class MeshLayout(_Boxes):
         return self._hash
 
 
-class _Alone:
-    """Common part of layouts that know no other rank."""
-
-    __slots__ = ()
-
-    @property
-    def holders(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def ranks(self) -> int:
-        return 1
+def box_layout(shape: tuple[int, ...], box: Box) -> MeshLayout:
+    """Return the layout of one box of a tensor, which fills the local tensor of its only rank."""
+    pieces = (Piece(box, 0, box.lengths),) if box.volume else ()
+    return MeshLayout(shape, pieces, box.lengths, holders=(), ranks=1)
 
 
 @dataclass(frozen=True, slots=True)
-class BoxLayout(_Alone, _Boxes):
-    """One box of a tensor, which fills the local tensor."""
-
-    shape: tuple[int, ...]
-    box: Box
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.box.lengths
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """The box, unless it is empty."""
-        return (Piece(self.box, 0, self.box.lengths),) if self.box.volume else ()
-
-
-@dataclass(frozen=True, slots=True)
-class FlatLayout(_Alone):
+class FlatLayout:
     """Elements [start, stop) of a tensor in row-major order, in a 1-d local tensor."""
 
     shape: tuple[int, ...]
@@ -229,6 +204,14 @@ class FlatLayout(_Alone):
     def region(self) -> str:
         """A text such as ``[flat 10:25]``."""
         return f"[flat {self.start}:{self.stop}]"
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def ranks(self) -> int:
+        return 1
 
 
 class Regions(NamedTuple):

@@ -11,11 +11,9 @@ from support.fsdp1_jobs import (
     Layout,
     load_and_go_on,
     load_differing_steps,
-    recognised,
     refused,
     save_after_forward,
     save_and_go_on,
-    save_lazily,
     save_replaced_data,
 )
 from support.rank_processes import RankProcesses
@@ -109,24 +107,6 @@ def test_new_data_of_an_original_parameter_is_saved(ranks: RankProcesses, tmp_pa
     held = ranks.run(save_replaced_data, uri, world=2)[0]
     found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
     assert difference(held, found) is None
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_a_lazy_save_stores_what_was_held_at_the_call(
-    orig: bool, ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """A lazy save is immune to the next step, which writes to the flat parameter meanwhile."""
-    held = ranks.run(save_lazily, str(tmp_path), Layout("FULL_SHARD", orig), world=2)[0]
-    for number, expected in enumerate(held):
-        uri = str(tmp_path / str(number))
-        found = ranks.run(load_and_go_on, uri, Layout("plain"), world=1)[0][0]
-        assert difference(expected, found) is None
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_a_state_of_fsdp1_is_recognised_at_the_next_save(orig: bool, ranks: RankProcesses) -> None:
-    """The second save of an FSDP1 state is neither flattened nor planned again."""
-    assert ranks.run(recognised, Layout("FULL_SHARD", orig), world=2) == [True, True]
 
 
 def test_what_of_fsdp1_cannot_be_saved_is_refused_by_name(

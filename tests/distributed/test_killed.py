@@ -23,7 +23,6 @@ CASES = [
     ("hsdp", 4, "zero", 2, EXACT),
     ("tp", 2, "fsdp", 4, ROUNDED),
     ("averaged", 2, "averaged", 4, EXACT),
-    ("scaled fused", 2, "scaled foreach", 1, EXACT),
     ("staged", 2, "staged", 1, EXACT),
     ("zero", 2, "zero", 4, EXACT),
 ]
@@ -56,6 +55,5 @@ def test_a_killed_job_ends_in_another_layout_as_if_it_had_never_stopped(
         assert begin == EVERY
         assert losses == pytest.approx(whole[EVERY:], rel=tolerance)
     with holdfast.open(sorted((tmp_path / "run").iterdir())[-1]) as last:
-        owned = [t.name for t in last.tensors.values() if t.owners]
+        assert not any(t.owners for t in last.tensors.values())
         assert last.step == 3 * EVERY
-    assert [name for name in owned if not name.startswith("rng.")] == []

@@ -26,17 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 
 from .foreign_jobs import Refusals, outcome
-from .training import Held, Seen, Training
+from .training import Seen, Training
 
 __all__ = [
     "Layout",
     "load_and_go_on",
     "load_differing_steps",
-    "recognised",
     "refused",
     "save_after_forward",
     "save_and_go_on",
-    "save_lazily",
     "save_replaced_data",
 ]
 
@@ -170,16 +168,6 @@ def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
     model(torch.ones(6, 4))  # gathers
     holdfast.save(uri, {"model": model, "optim": optim})
     return held
-
-
-def save_lazily(uri: str, layout: Layout) -> list[Held]:
-    """See :meth:`Training.save_lazily`."""
-    return training(layout, 1).save_lazily(uri)
-
-
-def recognised(layout: Layout) -> bool:
-    """See :meth:`Training.is_recognised`."""
-    return training(layout, 1).is_recognised()
 
 
 def refused(uri: str) -> dict[str, tuple[str, str]]:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel
 
@@ -40,7 +39,6 @@ class Job:
     state: dict[str, Any]
     gradients: Callable[[int], float]
     optims: Sequence[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler | None = None
     after: Callable[[], object] = lambda: None
     schedules: list[MultiStepLR] = field(default_factory=list)
 
@@ -56,14 +54,9 @@ class Job:
         """One step; its loss."""
         loss = self.gradients(number)
         for optim, schedule in zip(self.optims, self.schedules, strict=True):
-            if self.scaler is None:
-                optim.step()
-            else:
-                self.scaler.step(optim)
+            optim.step()
             optim.zero_grad()
             schedule.step()
-        if self.scaler is not None:
-            self.scaler.update()
         self.after()
         return loss
 
@@ -109,22 +102,6 @@ def averaged(seed: int) -> Job:
         average.update_parameters(model)
 
     return Job({"model": model, "average": average}, gradients, [optim], after=update)
-
-
-def scaled(way: str, seed: int) -> Job:
-    """DDP with dropout, a loss scaler, and an optimizer with ``way`` (fused or foreach) kernels."""
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(Model())
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.01, **{way: True})
-
-    def gradients(number: int) -> float:
-        loss = model(nn.functional.dropout(batch(number))).square().mean()
-        scaler.scale(loss).backward()
-        return loss.item() * scaler.get_scale()
-
-    state = {"model": model, "scaler": scaler, "rng": holdfast.RNGState()}
-    return Job(state, gradients, [optim], scaler)
 
 
 def staged(seed: int) -> Job:
@@ -181,8 +158,6 @@ KINDS: dict[str, Callable[[int], Job]] = {
     },
     **{layout: partial(in_shards, layout) for layout in ("fsdp", "hsdp", "tp")},
     "averaged": averaged,
-    "scaled fused": partial(scaled, "fused"),
-    "scaled foreach": partial(scaled, "foreach"),
     "staged": staged,
     "zero": zero,
 }

@@ -55,9 +55,6 @@ FILES = frozenset(
         "unit/test_parity.py",
         "unit/test_periods.py",
         "unit/test_planner_boxes.py",
-        "unit/test_planner_loading.py",
-        "unit/test_planner_saving.py",
-        "unit/test_planner_table.py",
     }
 )
 """Below tests/."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.storage.state.flattening.flatten import flatten
 
 __all__ = ["Held", "Seen", "Training"]
 
@@ -57,11 +56,3 @@ class Training:
             self.step(5)
             handle.wait()
         return held
-
-    def is_recognised(self) -> bool:
-        """Whether a state that was flattened before is known again."""
-        ids = []
-        for number in range(2):
-            self.step(number)
-            ids.append(flatten(self.state).layout_id)
-        return ids[0] is not None and ids[0] is ids[1]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.planner.box import Box, flat_to_boxes, intersect
 from holdfast.planner.layout import (
-    BoxLayout,
     FlatLayout,
     Layout,
+    box_layout,
     local_layout,
     regions_of,
 )
@@ -98,9 +98,9 @@ def test_boxes_and_ranges_keep_their_order() -> None:
     layouts: list[Layout] = [
         FlatLayout((3, 3), 2, 7),
         local_layout((3, 3)),
-        BoxLayout((3, 3), Box((2, 0), (1, 3))),
+        box_layout((3, 3), Box((2, 0), (1, 3))),
         FlatLayout((3, 3), 4, 4),
-        BoxLayout((3, 3), Box((3, 0), (0, 3))),
+        box_layout((3, 3), Box((3, 0), (0, 3))),
         FlatLayout((3, 3), 8, 9),
     ]
     regions = regions_of(layouts, 2)

@@ -294,21 +294,6 @@ def is_look(done: Sequence[tuple[str, str]]) -> bool:
     return ("put", MANIFEST_KEY) in done and done[-1] == ("get", MANIFEST_KEY)
 
 
-def dying_unsettled(storage: MemoryDriver) -> HookedDriver:
-    """A saver's way to ``storage``, which is gone when the manifest has been put, and seen."""
-    done: list[tuple[str, str]] = []
-
-    async def before(operation: str, key: str) -> None:
-        if is_look(done):
-            raise holdfast.StorageDownError("injected")
-
-    async def after(operation: str, key: str) -> None:
-        if not is_look(done):
-            done.append((operation, key))
-
-    return HookedDriver(storage, before, after)
-
-
 def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
     """Both checkpoints stay whole for the grace period."""
     storage = with_old()
@@ -386,19 +371,6 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(grace_ove
         assert difference(NEW, loaded(storage)) is None
         assert [c.step for c in holdfast.prune(root, keep_last=1).checkpoints] == [1]
         assert attempts(storage) == set()
-
-
-@pytest.mark.parametrize("grace_over", [False, True])
-def test_who_dies_before_it_settles_counts_as_settled_an_hour_later(grace_over: bool) -> None:
-    """For a save that replaces it."""
-    storage = with_old()
-    run(save(dying_unsettled(storage), NEW))
-    assert difference(NEW, loaded(storage)) is None
-    assert len(attempts(storage)) == 2
-    if grace_over:
-        age(storage, limits.GRACE_S + 60.0)
-    run(save(storage, LAST))
-    assert len(attempts(storage)) == (1 if grace_over else 3)
 
 
 def test_a_copy_is_settled_and_another_one_of_the_same_leaves_it_alone() -> None:

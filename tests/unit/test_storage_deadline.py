@@ -97,16 +97,6 @@ def test_what_is_no_time_is_refused(timeout_s: float) -> None:
         holdfast.Checkpointer(URI, timeout_s=timeout_s, grace_s=None)
 
 
-def test_a_checkpointer_hands_it_on() -> None:
-    """A Checkpointer's saves have the time limit too."""
-    checkpointer = holdfast.Checkpointer(
-        SLOWLY, every=1, on_error="raise", timeout_s=0.2, grace_s=None
-    )
-    checkpointer.step(1, NEW)
-    with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
-        checkpointer.close()
-
-
 def test_an_error_of_the_storage_is_no_deadline() -> None:
     """A storage error is raised as it is, even if a TimeoutError caused it."""
     down = StorageDownError("no answer")

@@ -149,23 +149,6 @@ def test_pieces_cut_elsewhere_are_the_driver_s_fault(seen: Seen) -> None:
             holdfast.load(f"{seen.uri}/saved", into=state)
 
 
-def test_a_bit_is_flipped_in_one_piece() -> None:
-    """The layer of faults damages what is read in pieces, too: one bit."""
-    content = bytes(3 * PIECE_NBYTES)
-    below = InPieces("flips", Seen())
-
-    async def read() -> bytes:
-        taken = bytearray()
-        await below.put("k", content)
-        driver = FaultsLayer(below, FaultPlan(seed=1, flip=1.0))
-        await driver.read_pieces("k", 0, len(content), taken.extend)
-        return bytes(taken)
-
-    found = asyncio.run(read())
-    assert len(found) == len(content)
-    assert sum(byte.bit_count() for byte in found if byte) == 1
-
-
 @pytest.mark.parametrize("arrived_nbytes", [1, 7, 10, 64, 1000])
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 100), (3, 97), (10, 10), (19, 2), (5, 0)])
 def test_pieces_are_joined_to_multiples(start: int, nbytes: int, arrived_nbytes: int) -> None:

@@ -122,26 +122,6 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
     assert store.num_keys() == keys + kept(4) + 1  # the last answer, for those who come late
 
 
-def test_an_error_of_the_decision_that_is_not_ours_names_the_leader(store: Any) -> None:
-    """A programming error reaches the others as a failed rank, with type and message."""
-
-    async def decide(payloads: Sequence[bytes]) -> bytes:
-        raise ZeroDivisionError("oh")
-
-    async def what(team: Team) -> bytes:
-        return await team.round(raw("r"), b"", decide)
-
-    first, *others = together(store, [what] * 3)
-    assert isinstance(first, ZeroDivisionError)
-    assert all(
-        type(e) is errors.RankFailedError
-        and e.rank == 0
-        and "oh" in str(e)
-        and "ZeroDivisionError" in str(e)
-        for e in others
-    )
-
-
 @pytest.mark.parametrize("failing", [0, 2, 5])
 def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(
     failing: int, store: Any
@@ -160,25 +140,6 @@ def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(
         assert all("no room" in str(e) and f"rank {failing}" in str(e) for e in raised)
     assert time.monotonic() - began < 10
     assert store.num_keys() == keys + kept(6) + 1
-
-
-def test_a_rank_that_fails_later_is_told_to_those_who_are_still_busy(store: Any) -> None:
-    """Who comes to the round afterwards learns it there, still under the right name."""
-
-    async def fails(team: Team) -> None:
-        await team.round(raw("a"), b"", joined)
-        raise holdfast.FullError("no room")
-
-    def late(delay_s: float) -> Act:
-        async def what(team: Team) -> None:
-            await team.round(raw("a"), b"", joined)
-            await asyncio.sleep(delay_s)
-            await team.round(raw("b"), b"", joined)
-
-        return what
-
-    raised = together(store, [late(0), fails, late(0.2), late(0.5)])
-    assert [getattr(e, "rank", None) for e in raised] == [1, None, 1, 1]
 
 
 @pytest.mark.parametrize("silent", [0, 1, 3])

@@ -16,7 +16,7 @@ from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....errors import DamagedError, MismatchError, ReplacedError, StateError
 from ....planner.box import Box
-from ....planner.layout import BoxLayout
+from ....planner.layout import box_layout
 from ...format.manifest import Manifest
 from ...operations.call_errors import closing, printed_uri
 from ...operations.conversion.dcp_contents import Contents, serialized
@@ -155,7 +155,7 @@ class HoldfastReader(AtUri, StorageReader):
             )
         chunk = item.storage_index.offset or (0,) * len(lengths)
         offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
-        layout = BoxLayout(contents.manifest.tensors.shape_of(row), Box(offsets, lengths))
+        layout = box_layout(contents.manifest.tensors.shape_of(row), Box(offsets, lengths))
         wanted.add_held(row, target, layout, name)
 
     async def _read(self, manifest: Manifest, wanted: Wanted) -> None:

@@ -28,7 +28,7 @@ from ....errors import CheckpointError, DamagedError, NotFoundError, SaveError, 
 from ....planner.box import Box
 from ....planner.columns import Ints, volumes
 from ....planner.image import DIGEST_NBYTES, ImageLayout
-from ....planner.layout import BoxLayout, Layout
+from ....planner.layout import Layout, box_layout
 from ....planner.table import ShardTable
 from ...format.digest import digest, page_of
 from ...format.fragment import Fragment, Group
@@ -168,7 +168,7 @@ def _paths_of(model: Model, new_names: Mapping[str, str]) -> dict[str, Path]:
 def _layout_of(tensor: SourceTensor) -> Layout:
     if not isinstance(tensor.part, tuple):
         box = tensor.part or Box((0,) * len(tensor.shape), tensor.shape)
-        return BoxLayout(tensor.shape, box)
+        return box_layout(tensor.shape, box)
     start, stop = tensor.part
     return Shard(torch.empty(()).expand(stop - start), shape=tensor.shape, flat=tensor.part).layout
 

@@ -14,7 +14,7 @@ import torch
 from ....core.units import ceil_div, in_groups
 from ....errors import UsageError
 from ....planner.box import Box
-from ....planner.layout import BoxLayout
+from ....planner.layout import box_layout
 from ....planner.table import TensorTable
 from ...runtime.engine import start
 from ...state.dtypes import dtype_of, empty
@@ -43,7 +43,7 @@ class Window:
         made = empty(
             self.lengths, dtype_of(*tensors.dtypes[tensors.dtype[row]]), tensors.names[row]
         )
-        layout = BoxLayout(tensors.shape_of(row), Box(self.offsets, self.lengths))
+        layout = box_layout(tensors.shape_of(row), Box(self.offsets, self.lengths))
         wanted.add_held(row, made, layout)
         return made
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from ....errors import UsageError
 from ....planner.box import Box
-from ....planner.layout import BoxLayout, FlatLayout
+from ....planner.layout import FlatLayout, MeshLayout, box_layout
 
 __all__ = ["Shard", "ShardAdapter"]
 
 # A state is recognized by the identity of its layouts. There are as many of these as parts.
-_box_layout = functools.lru_cache(maxsize=1 << 16)(BoxLayout)
+_box_layout = functools.lru_cache(maxsize=1 << 16)(box_layout)
 _flat_layout = functools.lru_cache(maxsize=1 << 16)(FlatLayout)
 
 
@@ -59,7 +59,7 @@ class Shard:
             )
         whole = _checked_shape(shape)
         self.tensor = tensor
-        self.layout: BoxLayout | FlatLayout
+        self.layout: MeshLayout | FlatLayout
         if flat is not None:
             self.layout = _checked_range(tensor, whole, flat)
         elif offset is not None:
@@ -109,7 +109,7 @@ def _checked_range(
 
 def _checked_box(
     tensor: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]
-) -> BoxLayout:
+) -> MeshLayout:
     lengths = tuple(tensor.shape)
     if not len(lengths) == len(offset) == len(shape):
         raise UsageError(
@@ -137,7 +137,7 @@ class ShardAdapter:
 
     def layout(
         self, tensor: Shard, local: torch.Tensor, path: Callable[[], str]
-    ) -> BoxLayout | FlatLayout:
+    ) -> MeshLayout | FlatLayout:
         """Return the layout that the caller declared."""
         return tensor.layout
 

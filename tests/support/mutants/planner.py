@@ -19,7 +19,7 @@ MUTANTS = [
         file="planner/loading.py",
         old="    room = round_up(hashed_end + gap_nbytes + 1, chunk_nbytes)\n",
         new="    room = round_up(hashed_end, chunk_nbytes)\n",
-        tests="tests/unit/test_planner_loading.py::test_gaps_are_not_bridged_between_images",
+        tests="tests/property/test_planner_loading.py::test_gaps_are_not_bridged_between_images",
     ),
     Mutant(
         says="reads past hashed_end",
@@ -33,14 +33,14 @@ MUTANTS = [
         file="planner/saving.py",
         old="    return np.lexsort((*shared.offsets.T[::-1], order, group)).astype(np.int64, copy=False)\n",
         new="    return np.lexsort((order, group)).astype(np.int64, copy=False)\n",
-        tests="tests/unit/test_planner_saving.py::test_boxes_that_share_an_order_go_by_offset",
+        tests="tests/property/test_planner_saving.py::test_boxes_that_share_an_order_go_by_offset",
     ),
     Mutant(
         says="bounds: offset + length not checked",
         file="planner/coverage.py",
         old="        fits &= (offset >= 0) & (length > 0) & (length <= limit - offset)\n",
         new="        fits &= (offset >= 0) & (length > 0) & (length <= limit)\n",
-        tests="tests/unit/test_planner_table.py::test_boxes_out_of_bounds_are_named",
+        tests="tests/property/test_planner_coverage.py::test_boxes_out_of_bounds_are_named",
     ),
     Mutant(
         says="cut coverage: a gap at the far end passes",
@@ -54,7 +54,7 @@ MUTANTS = [
         file="planner/coverage.py",
         old="    return all((count == 1 for _, _, count in cells(region_low, region_high, low, high)))\n",
         new="    return True\n",
-        tests="tests/unit/test_planner_table.py::test_only_what_no_plane_parts_is_counted_cell_by_cell",
+        tests="tests/property/test_planner_coverage.py::test_only_what_no_plane_parts_is_counted_cell_by_cell",
     ),
     Mutant(
         says="balance: poured into the least loaded only",
