@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import holdfast
-from holdfast.drivers.contract import Buffer, Driver, ObjectInfo, Upload
+from holdfast.drivers.contract import Driver, ObjectInfo
+from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 
@@ -23,7 +24,7 @@ async def nothing(operation: str, key: str) -> None:
     """A hook that does nothing."""
 
 
-class HookedDriver(Driver):
+class HookedDriver(Layer):
     """Calls ``before`` and ``after`` around each operation that it passes on to ``inner``."""
 
     def __init__(
@@ -33,41 +34,18 @@ class HookedDriver(Driver):
         after: Hook = nothing,
         arrange: Callable[[list[str]], list[str]] = sorted,
     ) -> None:
-        self.inner, self.before, self.after, self.arrange = inner, before, after, arrange
-        self.uri, self.traits = inner.uri, inner.traits
+        super().__init__(inner)
+        self.remote = True  # type: ignore[misc]
+        self.before, self.after, self.arrange = before, after, arrange
         self.closed = 0
 
-    async def around(
-        self,
-        operation: str,
-        key: str,
-        work: Callable[..., Awaitable[Any]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Perform one operation between the hooks."""
-        await self.before(operation, key)
-        result = await work(*args, **kwargs)
-        await self.after(operation, key)
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        if operation.name == "abort":
+            return await call()
+        await self.before(operation.name, operation.key)
+        result = await call()
+        await self.after(operation.name, operation.key)
         return result
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        await self.around("read", key, self.inner.read, key, start, into)
-
-    async def create(self, key: str, nbytes: int) -> Upload:
-        upload = await self.around("create", key, self.inner.create, key, nbytes)
-        return _HookedUpload(self, key, upload)
-
-    async def get(self, key: str) -> bytes:
-        found: bytes = await self.around("get", key, self.inner.get, key)
-        return found
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        await self.around("put", key, self.inner.put, key, data, exclusive=exclusive)
-
-    async def stat(self, key: str) -> ObjectInfo:
-        found: ObjectInfo = await self.around("stat", key, self.inner.stat, key)
-        return found
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         await self.before("list", prefix)
@@ -75,33 +53,13 @@ class HookedDriver(Driver):
             yield info
             await self.after("list", info.key)
 
-    async def delete(self, key: str) -> None:
-        await self.around("delete", key, self.inner.delete, key)
-
     async def delete_all(self, prefix: str) -> None:
         for key in self.arrange([info.key async for info in self.inner.list(prefix)]):
-            await self.around("delete_all", key, self.inner.delete, key)
-        await self.around("delete_all", prefix, self.inner.delete_all, prefix)
-
-    async def sweep(self, prefix: str) -> None:
-        await self.around("sweep", prefix, self.inner.sweep, prefix)
+            await self.around(Operation("delete_all", key), lambda key=key: self.inner.delete(key))
+        await super().delete_all(prefix)
 
     async def close(self) -> None:
         self.closed += 1
-
-
-class _HookedUpload(Upload):
-    def __init__(self, driver: HookedDriver, key: str, inner: Upload) -> None:
-        self.driver, self.key, self.inner = driver, key, inner
-
-    async def write(self, start: int, data: Buffer) -> None:
-        await self.driver.around("write", self.key, self.inner.write, start, data)
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        await self.driver.around("commit", self.key, self.inner.commit, nbytes)
-
-    async def abort(self) -> None:
-        await self.inner.abort()
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -112,7 +70,7 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 async def keys(driver: Driver, prefix: str = "") -> list[str]:
-    """The keys at or below ``prefix``, sorted."""
+    """Return the keys at or below ``prefix``, sorted."""
     return sorted([info.key async for info in driver.list(prefix)])
 
 
@@ -130,7 +88,7 @@ def used(uri: str, use: Callable[[Driver], Awaitable[T]], **options: object) -> 
 
 
 async def contents(driver: Driver) -> dict[str, bytes]:
-    """Every visible object and its bytes."""
+    """Return every visible object and its bytes."""
     return {info.key: await driver.get(info.key) async for info in driver.list()}
 
 
