@@ -160,13 +160,10 @@ bench:  ## how to run the benchmarks
 	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"
 	@echo "One by one, each with --help, and --tiny for a run of seconds:"
 	@for name in $$($(MAKE) -s bench-names); do echo "  $(BIN)/python -m holdfast.bench.$$name"; done
-	@echo "client wants --uri; make bench-server starts a server for it."
 
-bench-server: $(READY)  ## one benchmark on a server of the tests: make bench-server PROGRAM=client SERVER=s3 [SERVER_ARGS="…"] [BENCH_ARGS="…"]
-	@test -n "$(PROGRAM)" && test -n "$(SERVER)" || { \
-		echo "usage: make bench-server PROGRAM=client SERVER=s3, or SERVER=hdfs" >&2; exit 2; }
-	@$(BIN)/python tests/servers/with_server.py $(SERVER_ARGS) $(SERVER) \
-		$(BIN)/python -m holdfast.bench.$(PROGRAM) --uri {uri} $(BENCH_ARGS)
+bench-server: $(READY)  ## holdfast bench on a server of the tests: make bench-server SERVER=s3 [SERVER_ARGS="…"] [BENCH_ARGS="…"]
+	@test -n "$(SERVER)" || { echo "usage: make bench-server SERVER=s3, or SERVER=hdfs" >&2; exit 2; }
+	@$(BIN)/python tests/servers/with_server.py $(SERVER_ARGS) $(SERVER) $(BIN)/python -m holdfast bench {uri} $(BENCH_ARGS)
 
 bench-names:
 	@grep -l '^if __name__ == "__main__":' bench/[!_]*.py | sed -e 's|^bench/||' -e 's|\.py$$||' | sort

@@ -15,7 +15,7 @@ from .report import Report, markdown, read_report
 
 __all__: list[str] = []
 
-PROGRAMS = ("stall", "lazy", "replicas", "reshard", "keeper", "kept_steps", "parity")
+PROGRAMS = ("stall", "lazy", "replicas", "keeper", "kept_steps")
 
 
 def _run(program: str, given: argparse.Namespace, folder: Path) -> Report:

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 
@@ -28,10 +29,9 @@ from ..core.decoded_json import int_in, object_in
 from ..storage.arenas.client import status_of
 from ..storage.arenas.folder import keeper_folders
 from .keeper import own_keepers
-from .meshes import split_evenly
 from .program import GIB, Options, Program, joined, launched
 from .report import Report, Series, Target
-from .states import build, nbytes_of
+from .states import State, build, nbytes_of
 from .training import Training
 
 __all__: list[str] = []
@@ -59,7 +59,7 @@ class _Steps:
         share = build(SHARED_GIB, seed=rank, share=round(SHARED_GIB * HOSTS / given.gib))
         self.nbytes = nbytes_of(share)
         self._training = Training(share, TINY_STEP_S if given.tiny else STEP_S)
-        self._state = split_evenly(share, init_device_mesh("cpu", (HOSTS,)))
+        self._state = _split_evenly(share, init_device_mesh("cpu", (HOSTS,)))
         keeper = holdfast.Keeper(
             every=1,
             serve=f"127.0.0.{rank + 2}",
@@ -127,6 +127,19 @@ class _Steps:
     def close(self) -> None:
         """Disconnect from the keeper."""
         self._run.close()
+
+
+def _split_evenly(share: State, mesh: DeviceMesh) -> State:
+    """Return a state in which each rank's ``share`` is its rows of a larger one."""
+    parts: State = {}
+    for key, value in share.items():
+        if isinstance(value, dict):
+            parts[key] = _split_evenly(value, mesh)
+        elif isinstance(value, torch.Tensor):
+            parts[key] = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+        else:
+            parts[key] = value
+    return parts
 
 
 def _everywhere(here: bool) -> bool:

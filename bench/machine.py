@@ -21,7 +21,6 @@ __all__ = [
     "drop_caches",
     "evict",
     "flush",
-    "map_large_blocks",
     "memory_nbytes",
     "processor_s",
     "read_from_device_nbytes",
@@ -30,10 +29,7 @@ __all__ = [
     "trim_heap",
 ]
 
-# Parameters of mallopt in glibc.
-_M_ARENA_MAX = -8
-_M_MMAP_THRESHOLD = -3
-_MAPPED_NBYTES = 1 << 20
+_M_ARENA_MAX = -8  # a parameter of mallopt in glibc
 _LOOK_S = 0.5
 
 
@@ -130,17 +126,6 @@ def share_heap() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-
-
-def map_large_blocks() -> None:
-    """Give each large block of memory a mapping of its own from now on, which is returned when
-    freed.
-
-    By default glibc stops doing so for sizes up to the largest freed block. A program's memory then
-    depends on the holes that others have left in the heap.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_NBYTES)
 
 
 def trim_heap() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ...drivers.objects.options import Requests
 from ...drivers.uri import Uri
-from ..content import Content, Noise
 from .client import bare_driver
 
 __all__ = ["Bare", "settings"]
@@ -21,19 +22,13 @@ CONCURRENCIES = (8, 16, 4)
 
 @dataclass(frozen=True)
 class Bare:
-    """One object in parts, without a format. Connected as our driver is, so both send and sign
-    alike.
-
-    ``content`` makes the source of the bytes to send and the sink of those received. Each run makes
-    a new one, because saves and loads also look up their tensors. Without it, random bytes are
-    moved.
-    """
+    """One object in parts of random bytes, without a format. Connected as our driver is, so both
+    send and sign alike."""
 
     uri: Uri
     nbytes: int
     part_nbytes: int = 16 << 20
     concurrency: int = 16
-    content: Callable[[], Content] | None = None
 
     @property
     def name(self) -> str:
@@ -51,14 +46,16 @@ class Bare:
 
     def write(self) -> None:
         """Store the object."""
-        asyncio.run(self._write(self._content()))
+        asyncio.run(self._write())
 
-    async def _write(self, content: Content) -> None:
+    async def _write(self) -> None:
         import obstore
 
-        async def parts() -> AsyncIterator[Any]:
+        data = np.random.default_rng(0).bytes(self.part_nbytes)
+
+        async def parts() -> AsyncIterator[bytes]:
             for start, stop in self._ranges():
-                yield await asyncio.to_thread(content.take, start, stop)
+                yield data[: stop - start]
 
         store, path = self._connected()
         how = {"chunk_size": self.part_nbytes, "max_concurrency": self.concurrency}
@@ -66,9 +63,9 @@ class Bare:
 
     def read(self) -> None:
         """Get the whole object, in ranges."""
-        asyncio.run(self._read(self._content()))
+        asyncio.run(self._read())
 
-    async def _read(self, content: Content) -> None:
+    async def _read(self) -> None:
         import obstore
 
         store, path = self._connected()
@@ -76,8 +73,7 @@ class Bare:
 
         async def reader() -> None:
             for start, stop in ranges:
-                data = await obstore.get_range_async(store, path, start=start, end=stop)
-                await asyncio.to_thread(content.place, start, data)
+                await obstore.get_range_async(store, path, start=start, end=stop)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.concurrency):
@@ -92,11 +88,6 @@ class Bare:
             obstore.delete(store, path)
         except FileNotFoundError:
             return
-
-    def _content(self) -> Content:
-        if self.content is None:
-            return Noise(self.part_nbytes)
-        return self.content()
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.nbytes, self.part_nbytes):

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...core.units import ceil_div
 from ...drivers.hdfs.client import whole_reader
 from ...drivers.uri import Uri
-from ..content import Content, Noise
 from .client import bare_driver
 
 if TYPE_CHECKING:
@@ -26,18 +27,13 @@ PIECE_NBYTES = 4 << 20
 class Streams:
     """``streams`` files in ``folder``, each written and read by a thread: no format, no
     concatenation.
-
-    ``content`` makes the source of the bytes to send and the sink of those received. Each run makes
-    a new one, because saves and loads also look up their tensors. hdfs-native verifies HDFS's own
-    checksums here as well.
-    """
+    hdfs-native verifies HDFS's own checksums here as well."""
 
     client: Client
     folder: str
     nbytes: int
     options: WriteOptions
     streams: int
-    content: Callable[[], Content] = lambda: Noise(PIECE_NBYTES)
 
     @property
     def name(self) -> str:
@@ -65,34 +61,28 @@ class Streams:
         """Delete the folder."""
         self.client.delete(self.folder, recursive=True)
 
-    def _each(self, work: Callable[[Content, int, int, int], None]) -> None:
-        content = self.content()
+    def _each(self, work: Callable[[int, int], None]) -> None:
         part_nbytes = ceil_div(self.nbytes, self.streams)
         starts = range(0, self.nbytes, part_nbytes)
         with ThreadPoolExecutor(self.streams) as threads:
             running = [
-                threads.submit(work, content, number, start, min(start + part_nbytes, self.nbytes))
+                threads.submit(work, number, min(part_nbytes, self.nbytes - start))
                 for number, start in enumerate(starts)
             ]
         for future in running:
             future.result()
 
-    def _write(self, content: Content, number: int, start: int, stop: int) -> None:
+    def _write(self, number: int, nbytes: int) -> None:
+        data = np.random.default_rng(0).bytes(PIECE_NBYTES)
         with self.client.create(f"{self.folder}/{number}", self.options) as file:
-            for begin in range(start, stop, PIECE_NBYTES):
-                data = content.take(begin, min(begin + PIECE_NBYTES, stop))
-                if not isinstance(data, bytes):
-                    data = bytes(data)  # hdfs-native reads other buffers byte by byte
-                file.write(data)
+            for begin in range(0, nbytes, PIECE_NBYTES):
+                file.write(data[: nbytes - begin])
 
-    def _read(self, content: Content, number: int, start: int, stop: int) -> None:
-        at = start
-        reader = whole_reader(self.client, f"{self.folder}/{number}", stop - start)
-        for piece in reader.read_range_stream(0, stop - start):
-            content.place(at, piece)
-            at += len(piece)
-        if at != stop:
-            raise OSError(f"{stop - at} bytes of stream {number} did not come")
+    def _read(self, number: int, nbytes: int) -> None:
+        reader = whole_reader(self.client, f"{self.folder}/{number}", nbytes)
+        received = sum(map(len, reader.read_range_stream(0, nbytes)))
+        if received != nbytes:
+            raise OSError(f"{nbytes - received} bytes of stream {number} did not come")
 
 
 def settings(uri: Uri, nbytes: int) -> list[Streams]:

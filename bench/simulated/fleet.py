@@ -8,6 +8,7 @@ reports to the committing leader have no digests of the data, which does not exi
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +28,6 @@ from ...storage.state.plan import Agreed, ImagePlan, plan_image
 from ..workloads.spec import Spec, Workload, itemsize_of
 
 __all__ = [
-    "HEAD",
-    "HOST_RANKS",
     "FlatStates",
     "Fleet",
     "RankPlan",
@@ -38,7 +37,6 @@ __all__ = [
 ]
 
 HEAD = ("20260101T000000-00000000", 100, 0.0)
-HOST_RANKS = 8
 SHARDS_MAX = 8_000_000
 """Limit of shards to plan in one process. Merging the manifest of more takes gigabytes of
 memory."""
@@ -50,7 +48,8 @@ class RankPlan:
 
     ``state_nbytes`` counts its tensors. ``image_nbytes`` counts its file with header and digests; 0
     if it writes none. ``reads`` counts the reads of a full load: one for each chunk with data, and
-    one for the digests if chunks are not verified whole.
+    one for the digests if chunks are not verified whole. ``plan_s`` is the processor time of the
+    plan.
     """
 
     state_nbytes: int
@@ -58,16 +57,18 @@ class RankPlan:
     shards: int
     chunks: int
     reads: int
+    plan_s: float
 
 
 @dataclass(frozen=True)
 class Fleet:
     """All ranks in order, and the manifest that their leader commits. ``tensors`` counts a sharded
-    tensor once."""
+    tensor once. ``merge_s`` is the processor time of the leader."""
 
     ranks: tuple[RankPlan, ...]
     tensors: int
     manifest_nbytes: int
+    merge_s: float
 
     @property
     def shards(self) -> int:
@@ -99,10 +100,14 @@ def planned_fleet(workload: Workload, world: int, host_ranks: int, piece_nbytes:
             advice="Give fewer --ranks.",
         )
     ranks: list[RankPlan] = []
-    manifest = merge(list(by_host(_fragments(workload, world, piece_nbytes, ranks), host_ranks)))
+    told = list(by_host(_fragments(workload, world, piece_nbytes, ranks), host_ranks))
+    began_s = time.process_time()
+    manifest = merge(told)
+    manifest_nbytes = len(manifest.encode())
+    merge_s = time.process_time() - began_s
     if not manifest.tensor_nbytes:
         raise UsageError("no rank has anything to save", advice="Give a larger workload.")
-    return Fleet(tuple(ranks), len(manifest.tensors), len(manifest.encode()))
+    return Fleet(tuple(ranks), len(manifest.tensors), manifest_nbytes, merge_s)
 
 
 def _fragments(
@@ -113,15 +118,17 @@ def _fragments(
     reported: StateLayout | None = None
     for rank in range(world):
         flat, agreed, is_alike = states.of(workload.specs(rank, world), rank)
+        began_s = time.process_time()
         plan = plan_image(flat, rank, agreed)
+        plan_s = time.process_time() - began_s
         if is_alike and reported is not None:
             plan = replace(plan, reported=reported)  # the reported layout is then encoded once
         reported = plan.reported
-        ranks.append(_rank_plan(plan, piece_nbytes))
+        ranks.append(_rank_plan(plan, piece_nbytes, plan_s))
         yield fragment_told(plan, rank, flat)
 
 
-def _rank_plan(plan: ImagePlan, piece_nbytes: int) -> RankPlan:
+def _rank_plan(plan: ImagePlan, piece_nbytes: int, plan_s: float) -> RankPlan:
     chunks = chunks_to_write(plan.layout)
     return RankPlan(
         state_nbytes=int(plan.held.nbytes.sum()),
@@ -129,6 +136,7 @@ def _rank_plan(plan: ImagePlan, piece_nbytes: int) -> RankPlan:
         shards=len(plan.shards),
         chunks=chunks,
         reads=_reads(plan.layout, piece_nbytes) if chunks else 0,
+        plan_s=plan_s,
     )
 
 
@@ -214,7 +222,7 @@ def fragment_told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:
     return fragment_of(HEAD, rank, plan.reported, plan.shards, table, flat.tree)
 
 
-def by_host(fragments: Iterator[Fragment], host_ranks: int = HOST_RANKS) -> Iterator[Fragment]:
+def by_host(fragments: Iterator[Fragment], host_ranks: int) -> Iterator[Fragment]:
     """Yield the reports joined by host."""
     while host := list(itertools.islice(fragments, host_ranks)):
         yield join(host)

@@ -162,8 +162,9 @@ class Forecast:
     ``save_memory_nbytes`` is the host memory of ``holdfast.save`` on the rank that needs most, in
     addition to its state; ``capture_memory_nbytes`` is that of an ``async_save`` that copies the
     state at once. ``save_s`` and ``load_s`` are None if no rate is known, and costs are None if no
-    prices are. On a storage without requests, these count writes and reads. ``notes`` lists limits
-    of comparison.
+    prices are. ``plan_s`` is the processor time of the slowest rank's plan, and ``merge_s`` that of
+    the leader's merge. On a storage without requests, these count writes and reads. ``notes`` lists
+    limits of comparison.
     """
 
     uri: str
@@ -185,6 +186,8 @@ class Forecast:
     load_s: float | None
     save_usd: float | None
     load_usd: float | None
+    plan_s: float
+    merge_s: float
     notes: tuple[str, ...]
 
 
@@ -223,6 +226,8 @@ def forecast(
         load_s=rates.load.seconds(sizes, host_ranks),
         save_usd=None if prices is None else prices.cost_usd(saves),
         load_usd=None if prices is None else prices.cost_usd(loads),
+        plan_s=max(rank.plan_s for rank in fleet.ranks),
+        merge_s=fleet.merge_s,
         notes=() if subset is None else (subset,),
     )
 

@@ -89,6 +89,8 @@ def _print_forecast(found: Forecast) -> None:
         ("shards", f"{found.shards:,}"),
         ("chunks", f"{found.chunks:,}"),
         ("manifest", size_text(found.manifest_nbytes)),
+        ("processor time of a rank's plan", f"{found.plan_s * 1e3:.0f} ms"),
+        ("processor time of the leader's merge", f"{found.merge_s:.2f} s"),
         ("host memory of a rank, save", size_text(found.save_memory_nbytes)),
         ("host memory of a rank, async_save", size_text(found.capture_memory_nbytes)),
     ]

@@ -3,7 +3,7 @@ and stop it afterwards.
 
     python tests/servers/with_server.py s3 holdfast demo {uri}
 
-``make demo SERVER=s3`` and ``make bench-server PROGRAM=client`` do this. The servers come with
+``make demo SERVER=s3`` and ``make bench-server SERVER=s3`` do this. The servers come with
 ``make test-servers``.
 """
 
