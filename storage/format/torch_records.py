@@ -8,10 +8,9 @@ detected.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = [
-    "CHECKSUM_NBYTES",
     "LOCAL_NBYTES",
     "EarlierError",
     "ZipError",
@@ -35,9 +34,6 @@ _IS_ENCRYPTED = 1
 LOCAL_NBYTES = _LOCAL.size
 """Size of the header before each record, excluding the name and the extra field."""
 
-CHECKSUM_NBYTES = 4
-_CHECKSUM_AT = 16
-
 
 class ZipError(Exception):
     """Raised for data that is not a complete zip file."""
@@ -59,8 +55,6 @@ class ZipRecord:
     nbytes: int
     is_stored: bool
     """True if the bytes are stored raw: neither compressed nor encrypted."""
-    checksum_start: int = field(default=0, compare=False)
-    """File offset of the record's checksum in the directory, which nobody checks."""
 
 
 def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
@@ -109,7 +103,6 @@ def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, Z
     at = start - tail_start
     end = stop - tail_start
     while at < end:
-        checksum_start = tail_start + at + _CHECKSUM_AT
         magic, flags, method, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, begin = (
             _CENTRAL.unpack_from(tail, at)
         )
@@ -126,9 +119,7 @@ def _entries(tail: bytes, tail_start: int, start: int, stop: int) -> dict[str, Z
         is_stored = method == 0 and not flags & _IS_ENCRYPTED
         if is_stored and packed != nbytes:
             raise ZipError("its directory states two sizes of one entry")
-        found[name.partition(b"/")[2].decode("latin-1")] = ZipRecord(
-            begin, nbytes, is_stored, checksum_start
-        )
+        found[name.partition(b"/")[2].decode("latin-1")] = ZipRecord(begin, nbytes, is_stored)
     return found
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import pickle
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import holdfast
-from holdfast.storage.format.torch_pickle import StoredTensor
-from holdfast.storage.operations.conversion.archive_reader import WholeArchive
-from holdfast.storage.pipeline.file_chunks import Stretch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -105,26 +100,6 @@ def test_small_items_are_read_together(
     uri, keys = noted(serve, tmp_path)
     assert difference(state, imported(uri)) is None
     assert len([key for key in keys if key.endswith(".distcp")]) < 5 + 4 + 3  # samples, stats
-
-
-@pytest.mark.parametrize(("records", "may_be_others"), [(0, True), (100, False)])
-def test_form_is_kept_if_small(records: int, may_be_others: bool) -> None:
-    """The form of a large item is not kept: there may be thousands of them."""
-    written = io.BytesIO()
-    torch.save(torch.ones(5), written)
-    with zipfile.ZipFile(written, "a") as archive:
-        for number in range(records):
-            archive.writestr(f"archive/{number}", b"")
-    content = memoryview(written.getvalue())
-    whole = WholeArchive("memory://x", Stretch("f", 0, len(content)), content)
-    tensor = whole.value({})
-    assert isinstance(tensor, StoredTensor)
-    form, found = whole.form("t", tensor)
-    assert (found, form.is_of(content)) == (may_be_others, True)
-    assert (
-        torch.frombuffer(bytearray(content[form.begin :][:20]), dtype=torch.float32).tolist()
-        == [1.0] * 5
-    )
 
 
 def test_damaged_item_among_equal_ones(tmp_path: Path) -> None:

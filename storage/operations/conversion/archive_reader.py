@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +18,6 @@ from ....drivers.contract import Driver
 from ....errors import DamagedError, UnsupportedFormatError
 from ...format.torch_pickle import StoredTensor, Value, read_pickle
 from ...format.torch_records import (
-    CHECKSUM_NBYTES,
     LOCAL_NBYTES,
     EarlierError,
     ZipError,
@@ -30,7 +28,7 @@ from ...format.torch_records import (
 from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ...runtime.engine import offload
 
-__all__ = ["ArchiveForm", "ArchiveReader", "WholeArchive", "any_record", "read_archive"]
+__all__ = ["ArchiveReader", "WholeArchive", "any_record", "read_archive"]
 
 T = TypeVar("T")
 
@@ -41,14 +39,12 @@ _SMALL_NBYTES = 64 << 10
 """Files up to this size are read in one request."""
 _DIRECTORY_NBYTES_MAX = 256 << 20
 _PICKLE_NBYTES_MAX = 256 << 20
-_CHECKSUM_AT = 14
-"""Offset in the header before a record."""
 _MAGIC = b"PK\x03\x04"
 _PICKLE = "data.pkl"
 _ORDER = "byteorder"
 _KNOWN_MAX = 1024
 _KNOWN_NBYTES_MAX = 4096
-"""Limits for caching decoded pickles: their number and size. The second also bounds a form."""
+"""Limits for caching decoded pickles: their number and size."""
 
 
 def _no_record(name: str) -> bool:
@@ -256,19 +252,6 @@ def _value_in(pickle: bytes, is_record: Callable[[str], bool]) -> Value:
         return read_pickle(pickle, is_record)
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveForm:
-    """The position of a tensor's elements, and the bytes (``read``, with their positions) that
-    determine it in any archive of that size."""
-
-    begin: int
-    read: tuple[tuple[int, bytes], ...]
-
-    def is_of(self, content: memoryview) -> bool:
-        """Return whether ``content``, an archive of the same size, has this form."""
-        return all(bytes(content[at : at + len(data)]) == data for at, data in self.read)
-
-
 class WholeArchive(_Archive):
     """An archive whose ``content`` is in memory. Raises DamagedError if it is incomplete."""
 
@@ -283,7 +266,7 @@ class WholeArchive(_Archive):
                 found = directory(bytes(content), 0)
         except ZipError as error:
             raise self.damaged(f"it is not a complete zip file: {error}") from error
-        self._records, self._directory_start = found
+        self._records, _ = found
 
     def value(self, known: dict[bytes, Value]) -> Value:
         """Return the contents of the pickle, cached in ``known``: most tensors share one. Raises
@@ -301,26 +284,10 @@ class WholeArchive(_Archive):
             known[pickle] = value
         return value
 
-    def form(self, name: str, tensor: StoredTensor) -> tuple[ArchiveForm, bool]:
-        """Return the form of an archive, and whether it serves others: if few bytes, outside the
-        elements, determine it. Raises UnsupportedFormatError and DamagedError."""
-        record, start, nbytes = self._elements(name, tensor)
-        begin = self._start(record) + start
-        read = [self._extent(name) for name in (_PICKLE, _ORDER) if name in self._records]
-        header = self._records[record].start
-        read.append((header, header + _CHECKSUM_AT))
-        read.append((header + _CHECKSUM_AT + CHECKSUM_NBYTES, header + LOCAL_NBYTES))
-        checksum = self._records[record].checksum_start
-        read.append((self._directory_start, checksum))
-        read.append((checksum + CHECKSUM_NBYTES, len(self._content)))
-        is_apart = all(stop <= begin or begin + nbytes <= at for at, stop in read)
-        is_small = sum(stop - at for at, stop in read) <= _KNOWN_NBYTES_MAX
-        found = tuple((at, bytes(self._content[at:stop])) for at, stop in read)
-        return ArchiveForm(begin, found), is_apart and is_small
-
-    def _extent(self, name: str) -> tuple[int, int]:
-        record = self._records[name]
-        return record.start, self._start(name) + record.nbytes
+    def begin(self, name: str, tensor: StoredTensor) -> int:
+        """Return where a tensor's elements begin. Raises UnsupportedFormatError, DamagedError."""
+        record, start, _ = self._elements(name, tensor)
+        return self._start(record) + start
 
     def _start(self, name: str) -> int:
         header = self._content[self._record(name).start :][:LOCAL_NBYTES]

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from ....core.aio import at_most
 from ....core.garbage import collector_paused
-from ....core.lru import LruCache
 from ....drivers.contract import Driver
 from ....errors import DamagedError, UnsupportedFormatError
 from ....planner.box import Box
@@ -27,13 +25,12 @@ from ...format.dcp_metadata import (
 from ...format.torch_pickle import NEW_DTYPES, Name, Record, StoredTensor, Value, leaves
 from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ...runtime.engine import offload
-from .archive_reader import ArchiveForm, ArchiveReader, WholeArchive
+from .archive_reader import ArchiveReader, WholeArchive
 from .model_source import Model, SourceTensor, stamps_of
 
 __all__ = ["check_plain", "no_plain_value", "read_contents", "read_dcp_model", "read_items"]
 
 _METADATA_NBYTES_MAX = 1 << 30
-_FORMS_MAX = 1024
 _TAIL_NBYTES = 4096
 """Enough for the directory of a file with one tensor."""
 
@@ -151,51 +148,44 @@ async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[Sourc
         number for number, (*_, place) in enumerate(boxes) if place.nbytes > ENCLOSED_NBYTES_MAX
     ]
     await at_most(driver.traits.concurrency, map(locate, large))
-    items = _SmallItems(driver.uri)
+    known: dict[bytes, Value] = {}
     with collector_paused():
         return [
             SourceTensor(
                 name,
                 stored.dtype,
                 stored.shape,
-                found.get(number) or items.place_of(name, stored.dtype, box, place),
+                found.get(number) or _small_item(driver.uri, known, name, stored, (box, place)),
                 box,
             )
             for number, (name, stored, box, place) in enumerate(boxes)
         ]
 
 
-class _SmallItems:
-    """Locates elements within small items as they are read. Most items share a form."""
+def _small_item(
+    uri: str,
+    known: dict[bytes, Value],
+    name: str,
+    stored: StoredParts,
+    part: tuple[Box, FilePart],
+) -> Enclosed:
+    """Return the location of a box within its item, or raise DamagedError.
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._known: dict[bytes, Value] = {}
-        self._forms: LruCache[ArchiveForm] = LruCache(_FORMS_MAX)
+    The elements are found when the item is read. ``known`` caches pickles.
+    """
+    box, place = part
+    nbytes = math.prod(box.lengths) * NEW_DTYPES[stored.dtype]
+    where = _stretch(place)
+    if nbytes > where.nbytes:
+        raise DamagedError(
+            f"the data of {name!r} is smaller than .metadata says", uri=uri, key=place.key
+        )
 
-    def place_of(self, name: str, dtype: str, box: Box, place: FilePart) -> Enclosed:
-        """Return the location of a box within its item, or raise DamagedError."""
-        nbytes = math.prod(box.lengths) * NEW_DTYPES[dtype]
-        where = _stretch(place)
-        if nbytes > where.nbytes:
-            raise DamagedError(
-                f"the data of {name!r} is smaller than .metadata says",
-                uri=self._uri,
-                key=place.key,
-            )
-        return Enclosed(where, nbytes, 0, partial(self._find, name, dtype, box, where))
+    def begin(content: memoryview) -> int:
+        archive = WholeArchive(uri, where, content)
+        return archive.begin(name, _checked(archive, archive.value(known), name, stored.dtype, box))
 
-    def _find(self, name: str, dtype: str, box: Box, where: Stretch, content: memoryview) -> int:
-        kind = (dtype, box.lengths, len(content))
-        known = self._forms.get(kind)
-        if known is not None and known.is_of(content):
-            return known.begin
-        archive = WholeArchive(self._uri, where, content)
-        tensor = _checked(archive, archive.value(self._known), name, dtype, box)
-        form, may_be_others = archive.form(name, tensor)
-        if may_be_others:
-            self._forms.put(kind, form)
-        return form.begin
+    return Enclosed(where, nbytes, 0, begin)
 
 
 def _checked(

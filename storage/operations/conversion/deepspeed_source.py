@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ....core.aio import at_most
 from ....drivers.contract import Driver
@@ -25,6 +26,8 @@ from .archive_reader import any_record, read_archive
 from .model_source import Model, Path, SourceTensor, stamps_of
 
 __all__ = ["deepspeed_folder", "read_deepspeed_model"]
+
+T = TypeVar("T")
 
 LATEST_KEY = "latest"
 _TAG = re.compile(r"(?!\.\.?$)[^/\\\0]+")
@@ -107,7 +110,7 @@ class _File:
     places: Mapping[StoredTensor, Stretch]
 
     def whole(self, name: str, value: Value) -> SourceTensor:
-        tensor = _tensor(value)
+        tensor = _as(StoredTensor, value)
         return SourceTensor(name, tensor.dtype, tensor.shape, self.places[tensor])
 
 
@@ -115,7 +118,7 @@ async def _read_file(driver: Driver, key: str) -> _File:
     archive, (value, tensors) = await read_archive(driver, key, _with_tensors, any_record)
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     places = await archive.places(numbered)
-    return _File(_dict(value), {tensor: places[number] for number, tensor in numbered.items()})
+    return _File(_as(dict, value), {tensor: places[number] for number, tensor in numbered.items()})
 
 
 def _with_tensors(value: Value) -> tuple[Value, set[StoredTensor]]:
@@ -160,7 +163,7 @@ class _Zero:
 
     def __init__(self, optim: Sequence[_File], model: Sequence[_File]) -> None:
         self._files = optim
-        self._states = [_dict(file.value["optimizer_state_dict"]) for file in optim]
+        self._states = [_as(dict, file.value["optimizer_state_dict"]) for file in optim]
         self._model = model
         self._info = model[0].value
         self._world = len(optim)
@@ -171,13 +174,13 @@ class _Zero:
             raise ValueError(f"{self._world} files of stage {self._stage} and {world} ranks")
         if self._stage == 3 and len(model) != self._world:
             raise ValueError(f"{len(model)} files of model states for {self._world} ranks")
-        self._shapes = [_shapes(group) for group in _list(self._info["param_shapes"])]
+        self._shapes = [_shapes(group) for group in _as(list, self._info["param_shapes"])]
         self._masters = self._partitions()
 
     def model(self, stamps: Mapping[str, tuple[int, float]]) -> Model:
         weights = [*self._buffers(), *self._frozen()]
         weights += self._of_groups(self._masters, "model.{}")
-        for name, other in _dict(self._info.get("shared_params", {})).items():
+        for name, other in _as(dict, self._info.get("shared_params", {})).items():
             weights += [
                 SourceTensor(f"model.{name}", t.dtype, t.shape, t.where, t.part)
                 for t in weights
@@ -195,8 +198,8 @@ class _Zero:
         return "optim", "state", parameter, key
 
     def _buffers(self) -> list[SourceTensor]:
-        module = _dict(self._info["module"])
-        names = set(_list(self._info["buffer_names"]))
+        module = _as(dict, self._info["module"])
+        names = set(_as(list, self._info["buffer_names"]))
         return [
             self._model[0].whole(f"model.{name}", module[name]) for name in module if name in names
         ]
@@ -206,7 +209,7 @@ class _Zero:
         found: list[SourceTensor] = []
         for name, shape in _shapes(self._info.get("frozen_param_shapes") or {}).items():
             fragments = [
-                file.whole(f"model.{name}", _dict(file.value["frozen_param_fragments"])[name])
+                file.whole(f"model.{name}", _as(dict, file.value["frozen_param_fragments"])[name])
                 for file in self._model
             ]
             if self._stage < 3:
@@ -219,7 +222,7 @@ class _Zero:
     def _partitions(self) -> list[list[_Flat]]:
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         return [
-            [_flat(file.whole("", group)) for group in _list(state[key])]
+            [_flat(file.whole("", group)) for group in _as(list, state[key])]
             for file, state in zip(self._files, self._states, strict=True)
         ]
 
@@ -254,7 +257,7 @@ class _Zero:
         paddings = self._states[0].get("param_alignment_paddings")
         if paddings is None:
             return [0] * parameters
-        return [_number(padding) for padding in _list(_list(paddings)[group])]
+        return [_number(padding) for padding in _as(list, _as(list, paddings)[group])]
 
     def _optimizer(self, rank: int) -> Mapping[Value, Value]:
         """Return a rank's base optimizer state by group; empty if absent."""
@@ -262,7 +265,7 @@ class _Zero:
         state = self._states[rank].get(key)
         if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
             return {}
-        return _dict(state["state"])
+        return _as(dict, state["state"])
 
     def _moments(self) -> list[str]:
         """Return the names of the optimizer's tensors per parameter; perhaps none."""
@@ -270,22 +273,24 @@ class _Zero:
         if list(groups) != list(range(len(self._masters[0]))):
             return []
         return [
-            str(key) for key, value in _dict(groups[0]).items() if isinstance(value, StoredTensor)
+            str(key)
+            for key, value in _as(dict, groups[0]).items()
+            if isinstance(value, StoredTensor)
         ]
 
     def _moment(self, key: str) -> Iterator[SourceTensor]:
         name = f"optim.state.{{}}.{key}"
-        first = _tensor(_dict(self._optimizer(0)[0])[key])
+        first = _as(StoredTensor, _as(dict, self._optimizer(0)[0])[key])
         if not first.shape:
             for group, shapes in enumerate(self._shapes):
-                value = _dict(self._optimizer(0)[group if self._stage < 3 else 0])[key]
+                value = _as(dict, self._optimizer(0)[group if self._stage < 3 else 0])[key]
                 yield from (self._files[0].whole(name.format(p), value) for p in shapes)
             return
         rows = []
         for rank, masters in enumerate(self._masters):
             optimizer = self._optimizer(rank)
             flats = [
-                _flat(self._files[rank].whole("", _dict(optimizer[group])[key]))
+                _flat(self._files[rank].whole("", _as(dict, optimizer[group])[key]))
                 for group in range(len(masters))
             ]
             rows.append(
@@ -304,7 +309,7 @@ def _flat(tensor: SourceTensor) -> _Flat:
 
 def _shapes(value: Value) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for name, shape in _dict(value).items():
+    for name, shape in _as(dict, value).items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{name!r} has no shape")
         found[str(name)] = shape
@@ -320,19 +325,7 @@ def _number(value: Value) -> int:
     return value
 
 
-def _tensor(value: Value) -> StoredTensor:
-    if not isinstance(value, StoredTensor):
-        raise ValueError(f"a tensor is a {type(value).__name__}")
-    return value
-
-
-def _dict(value: Value) -> Mapping[Value, Value]:
-    if not isinstance(value, dict):
-        raise ValueError(f"a dict is a {type(value).__name__}")
-    return value
-
-
-def _list(value: Value) -> list[Value]:
-    if not isinstance(value, list):
-        raise ValueError(f"a list is a {type(value).__name__}")
+def _as(kind: type[T], value: object) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
