@@ -69,17 +69,14 @@ def _wrong(caught_by: str, found_by: str = "") -> Callable[[type[K]], type[K]]:
     return added
 
 
-class _EarlyUpload(_MemoryUpload):
-    async def write(self, start: int, data: Buffer) -> None:
-        await super().write(start, data)
-        self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
-
-
 @_wrong("an_upload_is_invisible_until_it_commits", found_by="committed")
 class VisibleEarly(Healthy):
     """Shows what is being uploaded."""
 
-    upload = _EarlyUpload
+    class upload(_MemoryUpload):
+        async def write(self, start: int, data: Buffer) -> None:
+            await super().write(start, data)
+            self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
 
 
 @_wrong("a_reader_sees_the_old_or_the_new_object")
@@ -171,17 +168,14 @@ class TakesHalfAPiece(Healthy):
         await super().read_pieces(key, start + len(there), nbytes - len(there), take)
 
 
-class _LeakingUpload(_MemoryUpload):
-    async def write(self, start: int, data: Buffer) -> None:
-        await super().write(start, data)
-        self._driver.place(f".unfinished/{id(self)}", b"")  # type: ignore[attr-defined]
-
-
 @_wrong("an_aborted_upload_leaves_nothing")
 class LeaksTemporaries(Healthy):
     """Leaks a temporary object when an upload is aborted."""
 
-    upload = _LeakingUpload
+    class upload(_MemoryUpload):
+        async def write(self, start: int, data: Buffer) -> None:
+            await super().write(start, data)
+            self._driver.place(f".unfinished/{id(self)}", b"")  # type: ignore[attr-defined]
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async for info in super().list(prefix):
@@ -189,18 +183,15 @@ class LeaksTemporaries(Healthy):
                 yield info
 
 
-class _LaxUpload(_MemoryUpload):
-    async def commit(self, nbytes: int | None = None) -> None:
-        content = self._open_content()
-        self._content = None
-        await self._driver.put(self._key, bytes(content))
-
-
 @_wrong("an_incomplete_upload_does_not_commit")
 class CommitsHoles(Healthy):
     """Commits an incomplete upload, with zeros in the gaps."""
 
-    upload = _LaxUpload
+    class upload(_MemoryUpload):
+        async def commit(self, nbytes: int | None = None) -> None:
+            content = self._open_content()
+            self._content = None
+            await self._driver.put(self._key, bytes(content))
 
 
 @_wrong("an_upload_may_end_early", found_by="shorter")
@@ -208,60 +199,51 @@ class EndsAsDeclared(CommitsHoles):
     """Likewise, also what an upload that ends early was never to write."""
 
 
-class _CuttingUpload(_MemoryUpload):
-    async def commit(self, nbytes: int | None = None) -> None:
-        content = self._open_content()
-        if nbytes is None:
-            self._written.check_complete()
-        self._content = None
-        await self._driver.put(self._key, bytes(content[:nbytes]))
-
-
 @_wrong("an_upload_that_lacks_its_end_does_not_commit")
 class EndsAnywhere(Healthy):
     """Truncates an upload at the committed size without checking that all of it was written."""
 
-    upload = _CuttingUpload
-
-
-class _AppendingUpload(_MemoryUpload):
-    def __init__(self, *where: Any) -> None:
-        super().__init__(*where)
-        self._end = 0
-
-    async def write(self, start: int, data: Buffer) -> None:
-        self._end += len(data)
-        await super().write(self._end - len(data), data)
+    class upload(_MemoryUpload):
+        async def commit(self, nbytes: int | None = None) -> None:
+            content = self._open_content()
+            if nbytes is None:
+                self._written.check_complete()
+            self._content = None
+            await self._driver.put(self._key, bytes(content[:nbytes]))
 
 
 @_wrong("parts_from_any_address_make_the_object")
 class Appends(Healthy):
     """Appends parts in order of arrival and ignores their offsets."""
 
-    upload = _AppendingUpload
+    class upload(_MemoryUpload):
+        def __init__(self, *where: Any) -> None:
+            super().__init__(*where)
+            self._end = 0
 
-
-class _BorrowingUpload(_MemoryUpload):
-    def __init__(self, *where: Any) -> None:
-        super().__init__(*where)
-        self._borrowed: list[tuple[int, Buffer]] = []
-
-    async def write(self, start: int, data: Buffer) -> None:
-        await super().write(start, data)
-        self._borrowed.append((start, data))
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        content = self._open_content()
-        for start, data in self._borrowed:
-            content[start : start + len(data)] = data
-        await super().commit(nbytes)
+        async def write(self, start: int, data: Buffer) -> None:
+            self._end += len(data)
+            await super().write(self._end - len(data), data)
 
 
 @_wrong("a_written_part_belongs_to_the_upload")
 class Borrows(Healthy):
     """Copies the caller's memory only when it commits."""
 
-    upload = _BorrowingUpload
+    class upload(_MemoryUpload):
+        def __init__(self, *where: Any) -> None:
+            super().__init__(*where)
+            self._borrowed: list[tuple[int, Buffer]] = []
+
+        async def write(self, start: int, data: Buffer) -> None:
+            await super().write(start, data)
+            self._borrowed.append((start, data))
+
+        async def commit(self, nbytes: int | None = None) -> None:
+            content = self._open_content()
+            for start, data in self._borrowed:
+                content[start : start + len(data)] = data
+            await super().commit(nbytes)
 
 
 @_wrong("a_listing_goes_by_whole_names", found_by="list")
@@ -514,20 +496,17 @@ class DefaultsElsewhere(Healthy):
         return driver
 
 
-class _LateUpload(_MemoryUpload):
-    async def commit(self, nbytes: int | None = None) -> None:
-        try:
-            self._driver._check_length(self._key)  # type: ignore[attr-defined]
-        except HoldfastError:
-            await self.abort()
-            raise
-        await super().commit(nbytes)
-
-
 class RefusesLate(Healthy):
     """Not wrong: only when all has come does the server say that a name is too long for it."""
 
-    upload = _LateUpload
+    class upload(_MemoryUpload):
+        async def commit(self, nbytes: int | None = None) -> None:
+            try:
+                self._driver._check_length(self._key)  # type: ignore[attr-defined]
+            except HoldfastError:
+                await self.abort()
+                raise
+            await super().commit(nbytes)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         self._check_length(key)
@@ -549,18 +528,15 @@ class RefusesLateAndKeeps(RefusesLate):
         self._check_length(key)
 
 
-class _LimitedUpload(_MemoryUpload):
-    async def commit(self, nbytes: int | None = None) -> None:
-        if self._nbytes == 1 << 20:
-            raise StorageError("EntityTooLarge", uri=self._driver.uri, key=self._key)
-        await super().commit(nbytes)
-
-
 @_wrong("an_object_may_be_as_large_as_the_traits_say")
 class OverstatesItsLimit(Healthy):
     """Says that it takes an object of a size which it refuses."""
 
-    upload = _LimitedUpload
+    class upload(_MemoryUpload):
+        async def commit(self, nbytes: int | None = None) -> None:
+            if self._nbytes == 1 << 20:
+                raise StorageError("EntityTooLarge", uri=self._driver.uri, key=self._key)
+            await super().commit(nbytes)
 
 
 class DeletesNoRoots(Healthy):

@@ -19,12 +19,8 @@ __all__ = [
     "KeepsDeleted",
     "RefusesBulk",
     "RefusesWholeRanges",
-    "Small",
 ]
 
-
-Small = Healthy
-"""A correct driver with small parts, so that a check takes no time."""
 
 LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
     kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()
@@ -32,10 +28,10 @@ LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
 """The probe that exposes a lying driver, and the driver, by its docstring."""
 
 
-def _liar(found_by: str) -> Callable[[type[Small]], type[Small]]:
+def _liar(found_by: str) -> Callable[[type[Healthy]], type[Healthy]]:
     """Add a class to the list, under its docstring, which describes the defect."""
 
-    def listed(cls: type[Small]) -> type[Small]:
+    def listed(cls: type[Healthy]) -> type[Healthy]:
         LIARS[cls.__doc__ or cls.__name__] = (found_by, cls)
         return cls
 
@@ -43,7 +39,7 @@ def _liar(found_by: str) -> Callable[[type[Small]], type[Small]]:
 
 
 @_liar("put")
-class ForgetsPuts(Small):
+class ForgetsPuts(Healthy):
     """A put is acknowledged and lost."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -51,7 +47,7 @@ class ForgetsPuts(Small):
 
 
 @_liar("put")
-class _PutsLess(Small):
+class _PutsLess(Healthy):
     """The last byte of a put is lost."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -59,7 +55,7 @@ class _PutsLess(Small):
 
 
 @_liar("put")
-class _TellsWrongSizes(Small):
+class _TellsWrongSizes(Healthy):
     """A look at an object tells another size."""
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -68,7 +64,7 @@ class _TellsWrongSizes(Small):
 
 
 @_liar("replace")
-class _KeepsTheFirst(Small):
+class _KeepsTheFirst(Healthy):
     """An object that was put once stays as it is."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -77,7 +73,7 @@ class _KeepsTheFirst(Small):
 
 
 @_liar("delete")
-class KeepsDeleted(Small):
+class KeepsDeleted(Healthy):
     """A deleted object stays."""
 
     async def delete(self, key: str) -> None:
@@ -89,7 +85,7 @@ class KeepsDeleted(Small):
 
 
 @_liar("delete")
-class _MindsTheMissing(Small):
+class _MindsTheMissing(Healthy):
     """A delete of what is not there fails."""
 
     async def delete(self, key: str) -> None:
@@ -98,7 +94,7 @@ class _MindsTheMissing(Small):
 
 
 @_liar("atomic")
-class _PutsInPieces(Small):
+class _PutsInPieces(Healthy):
     """A put truncates the object before it writes it."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -109,7 +105,7 @@ class _PutsInPieces(Small):
 
 
 @_liar("exclusive")
-class IgnoresExclusive(Small):
+class IgnoresExclusive(Healthy):
     """An exclusive put replaces what is there."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -117,7 +113,7 @@ class IgnoresExclusive(Small):
 
 
 @_liar("exclusive")
-class _RefusesAndStores(Small):
+class _RefusesAndStores(Healthy):
     """An exclusive put is refused, and done all the same."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -129,7 +125,7 @@ class _RefusesAndStores(Small):
 
 
 @_liar("exclusive")
-class _RefusesOddly(Small):
+class _RefusesOddly(Healthy):
     """A put whose key is taken fails with another error."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -140,7 +136,7 @@ class _RefusesOddly(Small):
 
 
 @_liar("exclusive")
-class _KnowsItsOwnOnly(Small):
+class _KnowsItsOwnOnly(Healthy):
     """Each client refuses only what it has put itself."""
 
     def __init__(self, location: str = "") -> None:
@@ -159,7 +155,7 @@ class _KnowsItsOwnOnly(Small):
 
 
 @_liar("again")
-class _RemembersNames(Small):
+class _RemembersNames(Healthy):
     """A name that was used once is taken for ever."""
 
     def __init__(self, location: str = "") -> None:
@@ -174,7 +170,7 @@ class _RemembersNames(Small):
 
 
 @_liar("clock")
-class _LivesInThePast(Small):
+class _LivesInThePast(Healthy):
     """Its clock is an hour behind."""
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -186,51 +182,42 @@ class _LivesInThePast(Small):
             yield ObjectInfo(found.key, found.nbytes, found.modified_s - 3600)
 
 
-class _AppearingUpload(_MemoryUpload):
-    async def abort(self) -> None:
-        if "aborted" in self._key:
-            await MemoryDriver.put(self._driver, self._key, b"half")
-        await super().abort()
-
-
 @_liar("aborted")
-class _KeepsAborted(Small):
+class _KeepsAborted(Healthy):
     """What was written before an abort becomes visible."""
 
-    upload = _AppearingUpload
-
-
-class _OnePartUpload(_MemoryUpload):
-    async def write(self, start: int, data: Buffer) -> None:
-        if start > 0 and "unfinished" not in self._key:
-            raise holdfast.StorageError("NotImplemented", uri=self._driver.uri, key=self._key)
-        await super().write(start, data)
+    class upload(_MemoryUpload):
+        async def abort(self) -> None:
+            if "aborted" in self._key:
+                await MemoryDriver.put(self._driver, self._key, b"half")
+            await super().abort()
 
 
 @_liar("committed")
-class _RefusesParts(Small):
+class _RefusesParts(Healthy):
     """Uploads of several parts fail."""
 
-    upload = _OnePartUpload
-
-
-class _MixingUpload(_MemoryUpload):
-    async def commit(self, nbytes: int | None = None) -> None:
-        await super().commit(nbytes)
-        data = await self._driver.get(self._key)
-        if nbytes is None and len(data) > 100_000:
-            await MemoryDriver.put(self._driver, self._key, data[60_000:] + data[:60_000])
+    class upload(_MemoryUpload):
+        async def write(self, start: int, data: Buffer) -> None:
+            if start > 0 and "unfinished" not in self._key:
+                raise holdfast.StorageError("NotImplemented", uri=self._driver.uri, key=self._key)
+            await super().write(start, data)
 
 
 @_liar("ranges")
-class _MixesParts(Small):
+class _MixesParts(Healthy):
     """Parts of an upload are joined in another order."""
 
-    upload = _MixingUpload
+    class upload(_MemoryUpload):
+        async def commit(self, nbytes: int | None = None) -> None:
+            await super().commit(nbytes)
+            data = await self._driver.get(self._key)
+            if nbytes is None and len(data) > 100_000:
+                await MemoryDriver.put(self._driver, self._key, data[60_000:] + data[:60_000])
 
 
 @_liar("ranges")
-class RefusesWholeRanges(Small):
+class RefusesWholeRanges(Healthy):
     """A range that is the whole object is answered with status 200, which the client refuses."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -240,7 +227,7 @@ class RefusesWholeRanges(Small):
 
 
 @_liar("ranges")
-class _FetchesOther(Small):
+class _FetchesOther(Healthy):
     """What is fetched has other bytes than what is read."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
@@ -248,7 +235,7 @@ class _FetchesOther(Small):
 
 
 @_liar("list")
-class _ListsBehind(Small):
+class _ListsBehind(Healthy):
     """What was deleted is listed for a while."""
 
     def __init__(self, location: str = "") -> None:
@@ -269,7 +256,7 @@ class _ListsBehind(Small):
 
 
 @_liar("bulk")
-class RefusesBulk(Small):
+class RefusesBulk(Healthy):
     """Deleting many objects at once fails."""
 
     async def delete_all(self, prefix: str) -> None:
@@ -280,7 +267,7 @@ class RefusesBulk(Small):
 
 
 @_liar("unfinished")
-class _CannotList(Small):
+class _CannotList(Healthy):
     """Unfinished uploads cannot be listed, as the driver warns."""
 
     async def delete_all(self, prefix: str) -> None:
@@ -291,7 +278,7 @@ class _CannotList(Small):
 
 
 @_liar("unfinished")
-class _CannotSweep(Small):
+class _CannotSweep(Healthy):
     """Sweeping fails."""
 
     async def sweep(self, prefix: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.broken import Healthy
 from support.liars import (
     LIARS,
     ForgetsPuts,
@@ -17,7 +18,6 @@ from support.liars import (
     KeepsDeleted,
     RefusesBulk,
     RefusesWholeRanges,
-    Small,
 )
 
 import holdfast
@@ -52,7 +52,7 @@ def checked(uri: Uri, **options: Any) -> Report:
 
 def test_a_storage_that_keeps_everything_has_no_problem(opened: Any) -> None:
     """And the check leaves nothing there."""
-    report = checked(opened(Small))
+    report = checked(opened(Healthy))
     assert [(finding.name, finding.detail) for finding in report.problems] == []
     assert [finding.name for finding in report.findings] == [probe.name for probe in PROBES]
     assert {finding.outcome for finding in report.findings} == {"kept"}
@@ -122,7 +122,7 @@ def test_a_clean_up_that_fails_is_told_with_the_place(opened: Any) -> None:
 def test_a_check_that_is_cancelled_cleans_up(opened: Any) -> None:
     """As by Ctrl-C."""
 
-    class Hangs(Small):
+    class Hangs(Healthy):
         async def get(self, key: str) -> bytes:
             if "replaced" in key:
                 hanging.set()
@@ -147,7 +147,7 @@ def test_a_check_that_is_cancelled_cleans_up(opened: Any) -> None:
 def test_a_fault_in_a_probe_cleans_up_too(opened: Any) -> None:
     """And is not hidden."""
 
-    class Faulty(Small):
+    class Faulty(Healthy):
         async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
             if "tree" in prefix:
                 raise RuntimeError("a fault of the driver")
@@ -162,7 +162,7 @@ def test_a_fault_in_a_probe_cleans_up_too(opened: Any) -> None:
 def test_what_the_driver_warns_of_is_told_and_is_no_problem_by_itself(opened: Any) -> None:
     """Unless it is about what the probe tries."""
 
-    class Warns(Small):
+    class Warns(Healthy):
         async def create(self, key: str, nbytes: int) -> Upload:
             logging.getLogger("holdfast.drivers").warning("no layout can be set")
             return await super().create(key, nbytes)
@@ -178,7 +178,7 @@ def test_what_the_driver_warns_of_is_told_and_is_no_problem_by_itself(opened: An
 def test_where_nothing_can_be_put_nothing_else_is_tried(opened: Any) -> None:
     """The first finding has the driver's own message and advice."""
 
-    class ReadOnly(Small):
+    class ReadOnly(Healthy):
         async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
             raise holdfast.AccessError("403", uri=self.uri, key=key, advice="Look at the policies.")
 

@@ -1,4 +1,4 @@
-"""Blocking calls for asyncio: what becomes of them when the task that waits is cancelled."""
+"""Test calls of blocking and of asynchronous clients, and their cancellation."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ async def test_a_cancelled_task_returns_only_after_its_thread(no_leaks: None) ->
 
 
 @asynchronous
-async def test_a_call_that_waits_for_a_thread_is_never_made(no_leaks: None) -> None:
-    """Cancelled in the queue, it returns at once, although the thread before it still works."""
+async def test_close_waits_for_running_calls_and_queued_ones_can_be_cancelled(
+    no_leaks: None,
+) -> None:
+    """A queued call that is cancelled is never made; a running one makes close wait, or fail."""
     inside, go_on = threading.Event(), threading.Event()
     made: list[int] = []
 
@@ -60,48 +62,30 @@ async def test_a_call_that_waits_for_a_thread_is_never_made(no_leaks: None) -> N
         inside.set()
         assert go_on.wait(30)
 
-    threads = Threads(1, uri="x")
-    first = asyncio.ensure_future(threads.run(work))
-    await asyncio.to_thread(inside.wait, 10)
-    second = asyncio.ensure_future(threads.run(made.append, 2))
-    await asyncio.sleep(0)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    assert not first.done()
-    go_on.set()
-    await first
-    await threads.close(1)
-    assert made == []
-
-
-@asynchronous
-async def test_close_waits_and_then_says_so(no_leaks: None) -> None:
-    """What runs is waited for, as long as was asked; nothing new begins."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    def work() -> None:
-        inside.set()
-        assert go_on.wait(30)
-
     threads = Threads(1, uri="file:///x")
-    task = asyncio.ensure_future(threads.run(work))
+    running = asyncio.ensure_future(threads.run(work))
     await asyncio.to_thread(inside.wait, 10)
+    queued = asyncio.ensure_future(threads.run(made.append, 2))
+    await asyncio.sleep(0)
+    queued.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    assert not running.done()
     with pytest.raises(StorageDownError, match=r"1 operations still run 0.01 s.*file:///x"):
         await threads.close(0.01)
     with pytest.raises(StorageError, match="closed"):
         await threads.run(work)
     go_on.set()
     await threads.close(10)
-    await task
+    await running
+    assert made == []
 
 
 @asynchronous
 async def test_calls_may_end_while_close_looks_at_them(
     no_leaks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs is counted while threads take from it: close waits for all of it, and does not
-    fail."""
+    """Close waits for all calls, even if some end while it counts them."""
     go_on = threading.Event()
     wrap = asyncio.wrap_future
 
@@ -127,7 +111,7 @@ URI = "sftp://host/x"
 
 @contextmanager
 def errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """What a client raises, as Holdfast's."""
+    """Translate the errors of a client."""
     try:
         yield
     except LookupError as error:
@@ -135,14 +119,13 @@ def errors(doing: str, uri: str, key: str) -> Iterator[None]:
 
 
 def tasks_of_a_driver() -> Tasks:
-    """With short waits."""
+    """Return tasks with a short grace period."""
     return Tasks(uri=URI, errors=errors, grace_s=0.05)
 
 
 @asynchronous
 async def test_results_and_errors_of_tasks_come_back(no_leaks: None) -> None:
-    """The caller gets what the call returned, and Holdfast's error, with URI and key, for what the
-    client raised."""
+    """The caller gets the result of the call, or its error, translated, with URI and key."""
 
     async def find(things: dict[str, int], name: str) -> int:
         await asyncio.sleep(0)
@@ -159,8 +142,7 @@ async def test_results_and_errors_of_tasks_come_back(no_leaks: None) -> None:
 
 @asynchronous
 async def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: None) -> None:
-    """A server that never answers does not hold up a cancelled caller for longer; the call has
-    ended by then."""
+    """A cancelled caller waits for its call for the grace period, and then cancels the call."""
     inside, cancelled = asyncio.Event(), asyncio.Event()
 
     async def hang() -> None:
@@ -182,7 +164,7 @@ async def test_a_call_that_does_not_end_is_cancelled_after_the_grace(no_leaks: N
 
 @asynchronous
 async def test_close_waits_for_what_runs_and_takes_nothing_new(no_leaks: None) -> None:
-    """A call under way ends in peace; the next one is refused. Closing twice is once."""
+    """A running call completes, a new one is refused, and closing twice is allowed."""
     inside, go_on = asyncio.Event(), asyncio.Event()
 
     async def work() -> str:
@@ -207,8 +189,7 @@ async def test_close_waits_for_what_runs_and_takes_nothing_new(no_leaks: None) -
 
 @asynchronous
 async def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
-    """After the time that was given it says so, leaves no task behind, and whoever waited gets a
-    StorageError."""
+    """After its timeout, close cancels the calls, whose callers get a StorageError, and fails."""
     inside, before = asyncio.Event(), asyncio.all_tasks()
 
     async def hang() -> None:
@@ -235,7 +216,7 @@ ENTRY_POINTS = "[holdfast.drivers]\ndict = support.asynchronous:DictDriver\n"
 @pytest.mark.timeout(240)  # on a busy machine
 @pytest.mark.heavy
 def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -> None:
-    """Nothing is in such a driver but its client's calls, and every trial that applies passes."""
+    """A driver on the base class passes every trial with nothing but calls of its client."""
     site = tmp_path / "site/dict-1.dist-info"
     site.mkdir(parents=True)
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: dict\nVersion: 1\n")
@@ -246,7 +227,7 @@ def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -
 
 @asynchronous
 async def test_close_drops_what_is_unfinished_though_the_client_fails(no_leaks: None) -> None:
-    """An upload that cannot be dropped keeps neither the others nor the connection."""
+    """An upload that cannot be dropped does not stop close from dropping the others."""
     driver = DictDriver(parse("dict://close"))
     driver.stuck = {"b"}
     for key in ("a", "b", "c"):
