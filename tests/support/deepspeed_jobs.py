@@ -28,7 +28,6 @@ __all__ = [
     "load_into_new",
     "load_model_alone",
     "load_with_deepspeed_and_save",
-    "recognised",
     "refused",
     "save_and_go_on",
     "save_lazily",
@@ -202,11 +201,6 @@ def load_with_deepspeed_and_save(folder: str, uri: str, job: Job) -> dict[str, t
 def save_lazily(uri: str, job: Job) -> list[Held]:
     """See :meth:`Training.save_lazily`."""
     return training(job, 1).save_lazily(uri)
-
-
-def recognised(job: Job) -> bool:
-    """See :meth:`Training.is_recognised`."""
-    return training(job, 1).is_recognised()
 
 
 def refused(uri: str, stage: int) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.bits import difference
-from support.drivers import Fault, Hook, HookedDriver, contents
+from support.drivers import Hook, HookedDriver, contents
 from support.given import Serve
 
 import holdfast
@@ -23,8 +23,7 @@ from holdfast.storage.operations.conversion.importing import ImportReport
 from holdfast.storage.runtime.engine import run
 
 IMAGE_NBYTES = 40_000
-LARGE_NBYTES = 120_000
-"""The model has seven images of the one size, three of the other."""
+"""The model has seven images of this size."""
 
 
 def model_of(number: int) -> dict[str, torch.Tensor]:
@@ -231,51 +230,3 @@ def test_of_two_imports_at_once_one_arrives(
     thread.join(60)
     assert [type(error) for error in failed] == [holdfast.SupersededError]
     destination.check(model_of(1 if same else 2))
-
-
-def accesses(serve: Serve, source: Path) -> int:
-    """How often an import accesses its destination."""
-    destination = Destination(serve)
-    holdfast.import_(source, destination.uri, image_nbytes=LARGE_NBYTES)
-    return len(destination.operations)
-
-
-@pytest.mark.nightly(13)
-@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_an_import_that_fails_ends_well_when_called_again(
-    tmp_path: Path, serve: Serve, seed: int, after: bool, for_good: bool
-) -> None:
-    """At every third. What was there stays, or the new checkpoint is whole. No image that is whole, of an attempt
-    that is undecided, is written again."""
-    source = as_safetensors(tmp_path, 1)
-    for n in range(seed % 3, accesses(serve, source), 3):
-        storage = MemoryDriver()
-        fault = Fault(n, after=after, for_good=for_good)
-        hooked = HookedDriver(storage, fault.on_before, fault.on_after)
-        plain = serve(lambda location, storage=storage: HookedDriver(storage))  # type: ignore[misc]
-        failing = serve(lambda location, hooked=hooked: hooked)  # type: ignore[misc]
-        holdfast.save(plain, {"old": torch.ones(3)})
-        try:
-            holdfast.import_(source, failing, overwrite=True, image_nbytes=LARGE_NBYTES)
-        except holdfast.HoldfastError:
-            assert fault.hit is not None
-        found = holdfast.load(plain)
-        new = "old" not in found
-        assert difference(model_of(1) if new else {"old": torch.ones(3)}, found) is None
-        objects = run(contents(storage))
-        with holdfast.open(plain) as c:
-            current = c.attempt
-        open_nbytes = sum(
-            len(data)
-            for key, data in objects.items()
-            if key.endswith(".safetensors")
-            and key.startswith("data/")
-            and current not in key
-            and f"{key.rpartition('/')[0]}/attempt.json" in objects
-            and f"{key.rpartition('/')[0]}/fate" not in objects
-        )
-        report = holdfast.import_(source, plain, overwrite=True, image_nbytes=LARGE_NBYTES)
-        if not new:
-            assert report.reused_nbytes == open_nbytes
-        assert difference(model_of(1), holdfast.load(plain)) is None

@@ -167,6 +167,11 @@ def test_a_tensor_of_another_kind_is_not_filled(
         "object": Owner(tensor),
     }
     holdfast.save(uri, {"a": stored[where]})
+    same = Owner(scaled(1))
+    if where == "object":
+        holdfast.load(uri, into={"a": same})
+        assert same.given is same.tensor
+        assert values(same.given) == (3, 1.5)
     with pytest.raises(holdfast.MismatchError, match=r"Block.*the checkpoint.*Block.*the state"):
         holdfast.load(uri, into={"a": into[where]}, strict=strict)
     assert values(tensor) == (1, 0.5)
@@ -188,10 +193,10 @@ def test_tensors_within_tensors() -> None:
     assert (into.a.a[0].item(), into.a.b[0].item(), into.b[0].item()) == (1.0, 2.0, 3.0)
 
 
-@pytest.mark.parametrize("into", [scaled(1), TwoTensor(torch.ones(3, 4), torch.ones(3, 4))])
-def test_a_plain_tensor_is_not_loaded_into_one_that_is_made_of_tensors(into: Any) -> None:
+def test_a_plain_tensor_is_not_loaded_into_one_that_is_made_of_tensors() -> None:
     """Nor the other way round: the names differ."""
     uri = fresh_uri()
+    into = scaled(1)
     holdfast.save(uri, {"w": torch.ones(3, 4)})
     with pytest.raises(holdfast.MismatchError, match=r'state\["w"\]\["\w+"\]: no tensor'):
         holdfast.load(uri, into={"w": into})
@@ -208,19 +213,6 @@ def test_a_context_without_a_description_is_refused_by_path() -> None:
             call()
 
 
-def test_an_object_is_given_its_own_tensor_back() -> None:
-    """Filled in place."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"a": Owner(scaled(3))})
-    owner = Owner(scaled(1))
-    holdfast.load(uri, into={"a": owner})
-    assert owner.given is owner.tensor
-    assert values(owner.given) == (3, 1.5)
-    other = Owner(torch.ones(3, 4))
-    with pytest.raises(holdfast.MismatchError, match=r"a\.inner\.0: a tensor made of tensors"):
-        holdfast.load(uri, into={"a": other})
-
-
 class Coarse(torch.optim.SGD):
     """Keeps a moment that is made of tensors, from its first step on."""
 
@@ -232,13 +224,10 @@ class Coarse(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_that_has_stepped_gets_its_moments_back(
-    dtype: torch.dtype, named: bool
-) -> None:
+def test_an_optimizer_that_has_stepped_gets_its_moments_back(named: bool) -> None:
     """One that has not has no such tensor, and none is made."""
     uri = fresh_uri()
-    nets = [nn.Linear(4, 3, bias=False, dtype=dtype) for _ in range(3)]
+    nets = [nn.Linear(4, 3, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     optims = [
         Coarse(net.parameters(), lr=lr) for net, lr in zip(nets, (3.0, 1.0, 1.0), strict=True)
     ]

@@ -124,19 +124,12 @@ def test_a_state_of_which_nothing_is_stored_is_an_error(
     run: tuple[str, nn.Module], strict: Any
 ) -> None:
     """A misspelled name loads nothing, and no mode takes that for a load."""
-    for key in ("modell", "Model", "models"):
-        text = refused(run[0], {key: net()}, strict)
-        assert "the checkpoint has nothing of the state" in text
-        hint = f"he stored names have 'model.' where those of the state have '{key}.'"
-        assert hint in text
-        assert "strict=" not in text
-
-
-@pytest.mark.parametrize("strict", ["state", False])
-def test_a_state_of_nothing_is_an_error(run: tuple[str, nn.Module], strict: Any) -> None:
-    """A filter has probably removed everything."""
-    for into in ({}, {"model": {}}, [], {"list": ()}):
-        assert "the checkpoint has nothing of the state" in refused(run[0], into, strict)
+    text = refused(run[0], {"modell": net()}, strict)
+    assert "the checkpoint has nothing of the state" in text
+    assert "he stored names have 'model.' where those of the state have 'modell.'" in text
+    assert "strict=" not in text
+    if strict is not True:  # a filter has probably removed everything
+        assert "the checkpoint has nothing of the state" in refused(run[0], {"m": {}}, strict)
 
 
 def test_an_unknown_mode_is_refused(run: tuple[str, nn.Module]) -> None:
@@ -172,11 +165,11 @@ def test_advice_that_is_followed_works() -> None:
     assert "names of the state" not in text
 
 
-@pytest.mark.parametrize("prefix", ["_fsdp_wrapped_module.", "net.inner."])
 @pytest.mark.parametrize("strict", [True, "state", False])
-def test_words_that_wrappers_put_into_stored_names_are_said(prefix: str, strict: Any) -> None:
-    """One line says what the names differ by, with an example, and how to get at them."""
+def test_words_that_wrappers_put_into_stored_names_are_said(strict: Any) -> None:
+    """One line shows how the names differ, with an example, and how to get at them."""
     uri, model = fresh_uri(), net()
+    prefix = "_fsdp_wrapped_module."
     holdfast.save(
         uri, {"model": {prefix + name: tensor for name, tensor in model.state_dict().items()}}
     )
@@ -194,16 +187,3 @@ def test_a_state_that_is_nested_as_is_advised_fits() -> None:
     assert "A state that is nested likewise has those names: {'ema': {'net': …}}" in text
     holdfast.load(uri, into={"ema": {"net": other}})
     assert same(model, other)
-
-
-def test_resume_has_the_same_modes(tmp_path: Any) -> None:
-    """What the state has is loaded from a run's newest checkpoint."""
-    model = net()
-    with holdfast.Checkpointer(str(tmp_path), grace_s=None) as checkpoints:
-        checkpoints.save(3, {"model": model, "step": 3})
-        checkpoints.wait()
-        other = net()
-        assert checkpoints.resume({"model": other}, strict="state") == 3
-        assert same(model, other)
-        with pytest.raises(holdfast.MismatchError, match="nothing of the state"):
-            checkpoints.resume({"modell": other}, strict=False)

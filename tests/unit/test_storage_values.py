@@ -23,16 +23,12 @@ def saved_and_loaded(state: Any) -> Any:
 
 
 VALUES = {
-    "none": None, "true": True, "false": False, "zero": 0, "minus one": -1, "int64 max": 2**63 - 1, "uint64": 2**64 - 1,
-    "beyond 64 bits": -(2**64), "1000 digits": 10**1000, "5000 digits": -(10**5000), "float": 0.1, "minus zero": -0.0,
-    "denormal": 5e-324, "nan": math.nan, "inf": math.inf, "minus inf": -math.inf, "text": ("straße " "\U0001f600"), "empty": "",
-    "nul": "a\0b", "line breaks": "\r\n\u2028\x85", "quotes": '"\\/', "lone high surrogate": "\ud800", "lone low": "x\udfffy",
-    "both, not one character": "\ud83d\ude00", "bytes": bytes(range(256)), "no bytes": b"",
-    "bytearray": bytearray(b"\xff\0"), "complex": complex(-0.0, math.inf), "complex nan": complex(math.nan, 1),
+    "none": None, "true": True, "5000 digits": -(10**5000), "minus zero": -0.0, "nan": math.nan, "text": "straße \U0001f600",
+    "lone high surrogate": "\ud800", "both, not one character": "\ud83d\ude00", "bytes": bytes(range(256)),
+    "bytearray": bytearray(b"\xff\0"), "complex nan": complex(math.nan, 1),
     "dtype": torch.bfloat16, "float8": torch.float8_e4m3fn, "device": torch.device("cuda:3"), "cpu": torch.device("cpu"),
     "size": torch.Size([2, 0, 3]), "no size": torch.Size([]),
-    "np.float32": np.float32(0.1), "np.float64": np.float64(-0.0), "np.float16 nan": np.float16(math.nan),
-    "np.int8": np.int8(-5), "np.uint64": np.uint64(2**64 - 1), "np.bool": np.bool_(True), "np.complex64": np.complex64(1j),
+    "np.float16 nan": np.float16(math.nan), "np.uint64": np.uint64(2**64 - 1), "np.bool": np.bool_(True),
     "np.str": np.str_("é\U0001f600"), "np.str empty": np.str_(""), "np.str nul at the end": np.str_("a\0"),
     "np.bytes": np.bytes_(b"ab"), "np.bytes empty": np.bytes_(b""), "np.bytes nul at the end": np.bytes_(b"a\0\0"),
     "like an encoding": {"$int": "0x10"}, "also like one": {"$type": 1, "$float": "nan"},
@@ -191,12 +187,3 @@ def test_deep_nesting_comes_back() -> None:
     for i in range(200):
         state = {"d": state} if i % 2 else [state]
     assert difference(state, saved_and_loaded(state)) is None
-
-
-@pytest.mark.nightly(5)
-def test_many_small_dicts_are_saved_and_loaded_in_seconds() -> None:
-    """The cost of 8,000 dicts is not quadratic."""
-    state = {f"layer{i}": {"step": i, "w": torch.tensor(float(i))} for i in range(8_000)}
-    loaded = saved_and_loaded(state)
-    assert loaded["layer777"] == {"step": 777, "w": torch.tensor(777.0)}
-    assert len(loaded) == 8_000
