@@ -1,4 +1,4 @@
-"""A power cut: what put and commit returned for is there afterwards, whole."""
+"""Test that objects whose put or commit returned survive a power cut, whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.drivers.local.driver import LocalDriver
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """64 MiB of ext4, mounted."""
+    """Mount an ext4 of 64 MiB."""
     with new_disk("ext4", tmp_path).mounted() as disk:
         yield disk
 
@@ -27,17 +27,17 @@ CONTENT = {"small": b"content" * 100, "large": random.Random(1).randbytes((3 << 
 
 
 async def put(driver: LocalDriver, key: str, content: bytes) -> None:
-    """A small object, though it may be large."""
+    """Put an object of any size."""
     await driver.put(key, content)
 
 
 async def exclusive(driver: LocalDriver, key: str, content: bytes) -> None:
-    """A put to a key that must be free."""
+    """Put an object exclusively."""
     await driver.put(key, content, exclusive=True)
 
 
 async def upload(driver: LocalDriver, key: str, content: bytes) -> None:
-    """Parts in parallel."""
+    """Upload an object in parallel parts."""
     new = await driver.create(key, len(content))
     view = memoryview(content)
     await asyncio.gather(
@@ -50,26 +50,26 @@ async def upload(driver: LocalDriver, key: str, content: bytes) -> None:
 
 
 async def shorter(driver: LocalDriver, key: str, content: bytes) -> None:
-    """An upload that ends before the size it was declared with."""
+    """Upload an object that ends before its declared size."""
     new = await driver.create(key, 2 * len(content))
     await new.write(0, memoryview(content))
     await new.commit(len(content))
 
 
 def write_unsynced(disk: Disk) -> None:
-    """A file that nobody asked to be durable."""
+    """Write a file that is not synced."""
     (disk.folder / "unsynced").write_bytes(b"x" * 100_000)
 
 
 def power_cut_lost_something(disk: Disk) -> bool:
-    """Whether that file is gone; its name alone may have been swept along."""
+    """Return whether the file is gone or empty."""
     path = disk.folder / "unsynced"
     return not path.exists() or path.stat().st_size == 0
 
 
 @asynccontextmanager
 async def opened(folder: Path, direct: str = "auto") -> AsyncIterator[LocalDriver]:
-    """A driver, closed in the end, also where the file system is gone."""
+    """Open a driver, which is closed even if the file system is gone."""
     driver = LocalDriver(folder, direct=direct)
     try:
         yield driver

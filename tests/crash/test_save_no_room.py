@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a save."""
+"""Test saves to disks that are full."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOM_NBYTES = 3 << 20
 
 
 def take(path: Path, nbytes: int) -> None:
-    """A file of so many bytes."""
+    """Create a file of ``nbytes``, or as large as possible."""
     while True:
         try:
             with path.open("wb") as file:
@@ -39,7 +39,7 @@ def take(path: Path, nbytes: int) -> None:
 
 
 def save_nbytes(uri: Path) -> int:
-    """Bytes on disk of a checkpoint."""
+    """Return the bytes on disk of a checkpoint."""
     return sum(path.stat().st_blocks * 512 for path in uri.rglob("*"))
 
 
@@ -51,7 +51,7 @@ def explore(
     spare_nbytes: int,
     compression: Any = None,
 ) -> dict[int, bool]:
-    """Save with one size of room after the other, from none to enough; ``leave`` leaves so many bytes."""
+    """Save with growing room, from none to enough; ``leave(n)`` leaves n bytes."""
     holdfast.save(uri, state_of_step(1), compression=compression)
     most, outcome = save_nbytes(uri) + spare_nbytes, {}
     check_next_save(uri, 1)
@@ -74,7 +74,7 @@ def explore(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "nbytes"), [("ext4", 16 << 20), ("xfs", 300 << 20)])
 def test_a_disk_runs_full_at_any_byte(kind: str, nbytes: int, tmp_path: Path, seed: int) -> None:
-    """A disk on which something else takes all but so many bytes."""
+    """Another file takes all of the disk except a few bytes."""
     with new_disk(kind, tmp_path, nbytes).mounted() as disk:
         uri, other = disk.folder / "c", disk.folder / "other"
 
@@ -111,7 +111,7 @@ def test_a_limit_of_file_size_is_met_at_any_byte(tmp_path: Path, seed: int) -> N
 
 
 def test_no_inode_is_left(tmp_path: Path) -> None:
-    """There is room, but not for another file: likewise."""
+    """A save fails cleanly if there is room, but no inode."""
     with tmpfs(tmp_path / "small", ROOM_NBYTES) as folder:
         uri = folder / "c"
         holdfast.save(uri, state_of_step(1))
@@ -130,7 +130,7 @@ FREE_NBYTES, IMAGE_NBYTES = 8 << 20, 16 << 20
 
 @contextlib.contextmanager
 def nearly_full(kind: str, tmp_path: Path) -> Iterator[Path]:
-    """A file system on which half of an image has room."""
+    """Mount a file system with room for half an image."""
     if kind == "tmpfs":
         with tmpfs(tmp_path / "small", FREE_NBYTES) as folder:
             yield folder
@@ -146,7 +146,7 @@ def nearly_full(kind: str, tmp_path: Path) -> Iterator[Path]:
 def test_an_image_that_has_no_room_fails_before_its_first_byte(
     kind: str, direct: str, tmp_path: Path
 ) -> None:
-    """The error says how much is wanted and how much is free, and nothing is left."""
+    """The error says how much is needed and how much is free, and nothing is left."""
 
     async def work(folder: Path) -> None:
         driver = LocalDriver(folder / "run", direct=direct)
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_compresses_is_saved_where_it_has_room(kind: str, tmp_
 
 
 def test_room_that_two_take_is_not_given_twice(tmp_path: Path) -> None:
-    """On ext4, where it is taken."""
+    """On ext4, reserved space is not available to a second upload."""
 
     async def work(folder: Path) -> None:
         driver = LocalDriver(folder)

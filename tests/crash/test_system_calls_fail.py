@@ -1,4 +1,4 @@
-"""Test saves and loads in which a system call fails, or reads less than it says."""
+"""Test saves and loads whose system calls fail, or read too little."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_read_that_fails_is_an_error_and_never_a_value(
     instead: Callable[..., Any],
     error: type[holdfast.HoldfastError],
 ) -> None:
-    """A load raises an error if a read fails, ends early, or does not fill what it says."""
+    """A load raises an error if a read fails, ends early, or fills nothing."""
     monkeypatch.setattr(os, call, instead)
     with pytest.raises(error):
         holdfast.load(uri)

@@ -20,7 +20,7 @@ __all__ = ["DictDriver"]
 
 @contextmanager
 def dict_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Translate the errors of the client into those of the driver."""
+    """Translate the client's errors."""
     try:
         yield
     except HoldfastError as error:

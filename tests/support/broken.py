@@ -1,5 +1,4 @@
-"""Drivers that are wrong in one way each, to show that the conformance kit tells. All are the
-memory driver but for that."""
+"""Memory drivers with one defect each, to test the conformance kit."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def _wrong(caught_by: str, found_by: str = "") -> Callable[[type[K]], type[K]]:
 
 @_wrong("an_upload_is_invisible_until_it_commits", found_by="committed")
 class VisibleEarly(Healthy):
-    """Shows what is being uploaded."""
+    """Shows objects that are being uploaded."""
 
     class upload(_MemoryUpload):
         async def write(self, start: int, data: Buffer) -> None:
@@ -102,7 +101,7 @@ class ExclusiveNotAtomic(Healthy):
 
 @_wrong("any_range_can_be_read", found_by="ranges")
 class IgnoresStart(Healthy):
-    """Reads from the beginning, whatever was asked for."""
+    """Reads from the beginning, wherever the range starts."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         await super().read(key, 0, into)
@@ -196,7 +195,7 @@ class CommitsHoles(Healthy):
 
 @_wrong("an_upload_may_end_early", found_by="shorter")
 class EndsAsDeclared(CommitsHoles):
-    """Likewise, also what an upload that ends early was never to write."""
+    """Likewise, even after the end of an upload that ends early."""
 
 
 @_wrong("an_upload_that_lacks_its_end_does_not_commit")

@@ -1,6 +1,6 @@
-"""Holds each broken driver against the trial of the conformance kit that must catch it, and prints as JSON what failed.
+"""Run each broken driver against the trial that must catch it, and print the failures as JSON.
 
-A program: what leaks in it stays there.
+A program, because broken drivers leak.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PROBE = "holdfast.drivers.conformance.probes:MemoryProbe"
 
 
 def _run(kind: type[Healthy], trial: str) -> dict[str, Any]:
-    """What came of a run of pytest."""
+    """Return the outcome of a run of pytest."""
     watch = _Watch()
     options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:timeout"]
     options += ["--import-mode=importlib", "-k", trial, "--pyargs"]
@@ -76,7 +76,7 @@ def _run(kind: type[Healthy], trial: str) -> dict[str, Any]:
 
 @functools.cache
 def _trials() -> dict[str, Callable[..., None]]:
-    """The trials of the kit by name."""
+    """Return the trials of the kit by name."""
     found = {}
     for file in sorted(Path(conformance.__file__).parent.glob("test_*.py")):
         module = importlib.import_module(f"{conformance.__name__}.{file.stem}")
@@ -89,7 +89,7 @@ def _trials() -> dict[str, Callable[..., None]]:
 
 
 def _is_caught(kind: type[Healthy], name: str) -> bool:
-    """Whether one trial fails. It is called without pytest, which would take a second each time."""
+    """Return whether a trial fails. Works without pytest, which takes a second each time."""
     trial = _trials()[name]
     marks = [mark.args for mark in getattr(trial, "pytestmark", ())]
     cases = [[(names, value) for value in values] for names, values in marks]

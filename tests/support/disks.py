@@ -26,7 +26,7 @@ MAKE = {
 
 
 def run(*command: str | Path) -> str:
-    """What a program says. Raises OSError, with its complaint, if it fails."""
+    """Return the output of a program. Raises OSError, with its message, if it fails."""
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=60, check=False
     )
@@ -86,7 +86,7 @@ class Disk:
         return list(found.values())
 
     def cut_power(self) -> None:
-        """From now on nothing reaches the disk, not even what is on its way."""
+        """Stop all writes to the disk, even those in progress."""
         fd = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, FS_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
@@ -94,7 +94,7 @@ class Disk:
             os.close(fd)
 
     def restart(self) -> None:
-        """Mount it again, as after a power cut: what is in no journal and on no disk is gone."""
+        """Mount it again, as after a power cut: everything unsynced is gone."""
         self.unmount()
         self.mount()
 

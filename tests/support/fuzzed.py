@@ -56,23 +56,23 @@ class Script:
         self._data, self._at = data, 0
 
     def number(self, below: int) -> int:
-        """One of 0 … below - 1."""
+        """Return one of 0 … below - 1."""
         taken = self._data[self._at : self._at + (1 if below <= 256 else 2)]
         self._at += len(taken)
         return int.from_bytes(taken, "little") % max(1, below)
 
     def choice(self, what: Any) -> Any:
-        """One of a sequence."""
+        """Return one item of a sequence."""
         return what[self.number(len(what))]
 
     def rest(self) -> bytes:
-        """What was not used."""
+        """Return the unused bytes."""
         return self._data[self._at :]
 
 
 @functools.cache
 def base(compression: Compression | None = None) -> tuple[Columns, dict[str, Any]]:
-    """The parts of a manifest that is right."""
+    """Return the parts of a correct manifest."""
     columns, metadata = decode_columns(
         tiny("fuzzed", compression=compression)["manifest.safetensors"], "the manifest"
     )
@@ -82,7 +82,7 @@ def base(compression: Compression | None = None) -> tuple[Columns, dict[str, Any
 
 
 def altered_column(script: Script, columns: Columns) -> None:
-    """Another entry, length, shape or type; exchanged with another column; or gone."""
+    """Change an entry, length, shape or type of a column; exchange or remove it."""
     name = script.choice(sorted(columns))
     column, what = columns[name], script.number(7)
     if what <= 2 and column.size:
@@ -100,7 +100,7 @@ def altered_column(script: Script, columns: Columns) -> None:
 
 
 def altered_json(script: Script, node: Any) -> None:
-    """Somewhere below ``node`` something is another value, gone, or there twice."""
+    """Replace, remove or repeat something below ``node``."""
     for _ in range(8):
         keys = sorted(node) if isinstance(node, dict) else range(len(node))
         if not keys:
@@ -120,8 +120,7 @@ def altered_json(script: Script, node: Any) -> None:
 
 
 def manifest(data: bytes, compression: Compression | None = None) -> bool:
-    """A manifest that is altered in a few places, or in none, is refused, or can be used for all
-    that manifests are for."""
+    """Alter a manifest in up to four places; it is refused, or can be used."""
     script = Script(data)
     columns, head = base(compression)
     columns, head = dict(columns), copy.deepcopy(head)
@@ -131,23 +130,23 @@ def manifest(data: bytes, compression: Compression | None = None) -> bool:
 
 
 def packed(data: bytes) -> bool:
-    """Likewise, that of compressed images."""
+    """Fuzz a manifest of compressed images."""
     return manifest(data, "lz4")
 
 
 def header(data: bytes) -> bool:
-    """Bytes as a whole file, and as the header of one; with a checksum that is right."""
+    """Take bytes as a whole file, and as a header, with the right checksum."""
     whole, alone = data, len(data).to_bytes(8, "little") + data
     return decode(whole + digest(whole)) | decode(alone + digest(alone))
 
 
 def text(data: bytes) -> bool:
-    """Bytes as the JSON in the header."""
+    """Take bytes as the JSON in the header."""
     return decode(encode_columns(base()[0], {"holdfast": data.decode("utf-8", "replace")}))
 
 
 def decode(data: bytes) -> bool:
-    """Refused, or used: whether."""
+    """Decode a manifest and use it; return whether it was accepted."""
     try:
         m = Manifest.decode(data)
         check_complete(m, "the manifest")
@@ -158,7 +157,7 @@ def decode(data: bytes) -> bool:
 
 
 def use(m: Manifest) -> None:
-    """What is done with manifests, but for reading images."""
+    """Use a manifest in every way, except to read images."""
     document("memory://x", m, 1)
     list(Outline(m, whole_values=False, depth=None).lines())
     m.tree.paths()
@@ -177,8 +176,7 @@ def use(m: Manifest) -> None:
 
 
 def uri(data: bytes) -> bool:
-    """Any text is refused as a URI, or parsed to one that prints and parses to itself; and is
-    redacted without an error."""
+    """Take text as a URI: it is refused, or prints as a URI that parses to itself."""
     said = data.decode("utf-8", "surrogateescape")
     redact(said)
     try:
@@ -196,8 +194,7 @@ def uri(data: bytes) -> bool:
 
 
 def config(data: bytes) -> bool:
-    """Any configuration file is refused, or says something about options; none is read without a
-    bound."""
+    """Take bytes as a configuration file: it is refused, or sets options."""
     used = False
     with tempfile.NamedTemporaryFile(suffix=".toml") as file:
         Path(file.name).write_bytes(data)
@@ -219,7 +216,7 @@ def config(data: bytes) -> bool:
 
 
 def request(data: bytes) -> bool:
-    """A request to a keeper is refused, or asks for a plain key, and for bytes that the object has."""
+    """Take bytes as a request to a keeper: it is refused, or asks for bytes of an object."""
     script = Script(data)
     nbytes = script.choice(INTS)
     target, _, header = script.rest().decode("utf-8", "surrogateescape").partition("\n")
@@ -242,7 +239,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
 
 
 def seeds(target: str) -> list[bytes]:
-    """Inputs to begin with."""
+    """Return inputs to begin with."""
     columns, head = base()
     whole = encode_columns(columns, {"holdfast": json.dumps(head)})
     scripts = [

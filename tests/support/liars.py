@@ -1,4 +1,4 @@
-"""Drivers that break one promise each, for whoever must find them out."""
+"""Drivers with one defect each, to test ``holdfast drivers --check``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class KeepsDeleted(Healthy):
 
 @_liar("delete")
 class _MindsTheMissing(Healthy):
-    """A delete of what is not there fails."""
+    """Deleting a missing object fails."""
 
     async def delete(self, key: str) -> None:
         await self.stat(key)
@@ -106,7 +106,7 @@ class _PutsInPieces(Healthy):
 
 @_liar("exclusive")
 class IgnoresExclusive(Healthy):
-    """An exclusive put replaces what is there."""
+    """An exclusive put replaces the object."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         await super().put(key, data)
@@ -137,7 +137,7 @@ class _RefusesOddly(Healthy):
 
 @_liar("exclusive")
 class _KnowsItsOwnOnly(Healthy):
-    """Each client refuses only what it has put itself."""
+    """Each client refuses only its own keys."""
 
     def __init__(self, location: str = "") -> None:
         super().__init__(location)
@@ -184,7 +184,7 @@ class _LivesInThePast(Healthy):
 
 @_liar("aborted")
 class _KeepsAborted(Healthy):
-    """What was written before an abort becomes visible."""
+    """Data of an aborted upload becomes visible."""
 
     class upload(_MemoryUpload):
         async def abort(self) -> None:
@@ -228,7 +228,7 @@ class RefusesWholeRanges(Healthy):
 
 @_liar("ranges")
 class _FetchesOther(Healthy):
-    """What is fetched has other bytes than what is read."""
+    """A fetch returns other bytes than a read."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return memoryview(bytes(nbytes))
@@ -236,7 +236,7 @@ class _FetchesOther(Healthy):
 
 @_liar("list")
 class _ListsBehind(Healthy):
-    """What was deleted is listed for a while."""
+    """A deleted object is listed for a while."""
 
     def __init__(self, location: str = "") -> None:
         super().__init__(location)

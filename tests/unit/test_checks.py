@@ -1,5 +1,4 @@
-"""``holdfast drivers --check``: on storage that keeps everything nothing is found; each lie is
-found out by its probe."""
+"""Test ``holdfast drivers --check``: each defect of a storage is found by its probe."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from holdfast.drivers.uri import Uri, parse
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets a class serve ``liar://``."""
+    """Return a function that lets a class serve ``liar://``."""
 
     def opens(cls: type[Driver]) -> Uri:
         import importlib.metadata
@@ -46,12 +45,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def checked(uri: Uri, **options: Any) -> Report:
-    """The report on a storage."""
+    """Return the report on a storage."""
     return asyncio.run(check(uri, **options))
 
 
 def test_a_storage_that_keeps_everything_has_no_problem(opened: Any) -> None:
-    """And the check leaves nothing there."""
+    """A correct storage has no problem, and the check leaves nothing there."""
     report = checked(opened(Healthy))
     assert [(finding.name, finding.detail) for finding in report.problems] == []
     assert [finding.name for finding in report.findings] == [probe.name for probe in PROBES]
@@ -63,8 +62,7 @@ def test_a_storage_that_keeps_everything_has_no_problem(opened: Any) -> None:
 
 @pytest.mark.parametrize("what", LIARS)
 def test_a_storage_that_lies_is_found_out(opened: Any, what: str) -> None:
-    """By the probe of what it does not keep; the check goes on to its end, and says what follows
-    and what to do."""
+    """The probe of the broken property finds it; the check completes and gives advice."""
     found_by, cls = LIARS[what]
     report = checked(opened(cls))
     problems = {finding.name: finding for finding in report.problems}
@@ -85,12 +83,12 @@ def test_what_a_save_would_refuse_the_check_calls_unfit(opened: Any, cls: type[D
 
 
 def test_every_probe_finds_somebody_out() -> None:
-    """A probe that no liar fails may be one that cannot fail."""
+    """Every probe is failed by some driver, so each of them can fail."""
     assert {found_by for found_by, _ in LIARS.values()} == {probe.name for probe in PROBES}
 
 
 def test_what_is_not_promised_is_no_problem(opened: Any) -> None:
-    """Storage without atomic exclusive puts says so in its traits: it is told what is lost."""
+    """Exclusive puts that the traits rule out are reported, but are no problem."""
 
     class Weak(IgnoresExclusive):
         def __init__(self, location: str = "") -> None:
@@ -105,7 +103,7 @@ def test_what_is_not_promised_is_no_problem(opened: Any) -> None:
 
 @pytest.mark.nightly(5)
 def test_a_clean_up_that_fails_is_told_with_the_place(opened: Any) -> None:
-    """By the report, and by a call, which hears of it also where the check is cancelled."""
+    """The report, and a callback, name the place of files that could not be removed."""
 
     class Sticky(KeepsDeleted):
         async def delete_all(self, prefix: str) -> None:
@@ -120,7 +118,7 @@ def test_a_clean_up_that_fails_is_told_with_the_place(opened: Any) -> None:
 
 
 def test_a_check_that_is_cancelled_cleans_up(opened: Any) -> None:
-    """As by Ctrl-C."""
+    """A cancelled check removes its files."""
 
     class Hangs(Healthy):
         async def get(self, key: str) -> bytes:
@@ -145,7 +143,7 @@ def test_a_check_that_is_cancelled_cleans_up(opened: Any) -> None:
 
 
 def test_a_fault_in_a_probe_cleans_up_too(opened: Any) -> None:
-    """And is not hidden."""
+    """An unexpected error is raised after the files are removed."""
 
     class Faulty(Healthy):
         async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -160,7 +158,7 @@ def test_a_fault_in_a_probe_cleans_up_too(opened: Any) -> None:
 
 
 def test_what_the_driver_warns_of_is_told_and_is_no_problem_by_itself(opened: Any) -> None:
-    """Unless it is about what the probe tries."""
+    """Warnings of the driver are part of the finding, which may still be positive."""
 
     class Warns(Healthy):
         async def create(self, key: str, nbytes: int) -> Upload:
@@ -176,7 +174,7 @@ def test_what_the_driver_warns_of_is_told_and_is_no_problem_by_itself(opened: An
 
 
 def test_where_nothing_can_be_put_nothing_else_is_tried(opened: Any) -> None:
-    """The first finding has the driver's own message and advice."""
+    """If nothing can be put, the first finding has the driver's error, and the others none."""
 
     class ReadOnly(Healthy):
         async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -193,7 +191,7 @@ def test_where_nothing_can_be_put_nothing_else_is_tried(opened: Any) -> None:
 
 
 def test_options_that_somebody_has_chosen_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are set so that an answer comes soon."""
+    """Options that are set nowhere get quick defaults; others are kept."""
     monkeypatch.setenv("HOLDFAST_S3_DEADLINE", "7s")
     quick = quick_options(parse("s3://bucket/run?part_size=8MiB"), {"retries": 1})
     assert not {"deadline", "part_size", "retries"} & quick.keys()

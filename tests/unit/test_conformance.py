@@ -1,4 +1,4 @@
-"""The conformance kit, run as its users run it, on the drivers that need no server."""
+"""Run the conformance kit, as its users do, on the drivers that need no server."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
-    """Every trial that applies passes, nothing is declared as a deviation, and the report says so."""
+    """Every trial that applies passes, and no deviation is declared."""
     output = run_conformance(uri, cwd=tmp_path)
     assert "deviations      0 declared, 0 cases deviated" in output

@@ -1,5 +1,4 @@
-"""The conformance kit can fail: each driver that is wrong in one way is caught by the trial that
-asks for that."""
+"""Test that the conformance kit catches drivers with one defect each, by the trial for it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Outcomes = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every broken driver is registered as a third party would."""
+    """Return a folder that registers every broken driver as a third party would."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "broken-1.dist-info").mkdir()
     (folder / "broken-1.dist-info/METADATA").write_text(
@@ -41,13 +40,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def env_of(site: Path) -> dict[str, str]:
-    """An environment in which Python finds them."""
+    """Return an environment whose Python finds the drivers."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
 
 
 @pytest.fixture(scope="module")
 def outcomes(site: Path) -> Outcomes:
-    """What came of every broken driver, in one process of its own."""
+    """Return the outcomes of all broken drivers, from one process."""
     command = [sys.executable, "-W", "error", "-m", "support.caught"]
     run = subprocess.run(
         command,
@@ -66,24 +65,24 @@ def outcomes(site: Path) -> Outcomes:
 @pytest.mark.nightly(25)
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_a_broken_driver_is_caught(outcomes: Outcomes, kind: type[Healthy]) -> None:
-    """The named trial fails."""
+    """The trial for this defect fails."""
     assert kind.__name__ in outcomes["caught"]
 
 
 def test_a_failed_trial_fails_the_run(outcomes: Outcomes) -> None:
-    """As pytest says it."""
+    """A failed trial fails the run of pytest."""
     outcome = outcomes["ShortRead"]
     assert outcome["failed"] == ["a_read_past_the_end_is_damage"]
     assert outcome["status"] == pytest.ExitCode.TESTS_FAILED
 
 
 def test_the_same_driver_without_the_fault_passes(outcomes: Outcomes) -> None:
-    """It is the fault that is caught, and not the way in which it is built in."""
+    """The driver that all broken ones are based on passes."""
     assert set(outcomes["healthy"]) == set(CASES.values())
 
 
 def test_a_declared_deviation_is_no_failure(outcomes: Outcomes) -> None:
-    """It is printed with its reason, and the run passes."""
+    """A declared deviation is printed with its reason, and the run passes."""
     assert (outcomes["DeviationThatFails"]["failed"], outcomes["DeviationThatFails"]["status"]) == (
         [],
         pytest.ExitCode.OK,
@@ -94,13 +93,13 @@ def test_a_declared_deviation_is_no_failure(outcomes: Outcomes) -> None:
 
 
 def test_a_deviation_that_passes_is_a_failure(outcomes: Outcomes) -> None:
-    """Whoever mends a driver takes the declaration off."""
+    """A declared deviation that passes fails the run."""
     assert outcomes["DeviationThatPasses"]["status"] == pytest.ExitCode.TESTS_FAILED
     assert "an_object_comes_back: declared as a deviation, but passes" in outcomes["output"]["text"]
 
 
 def test_a_refusal_at_commit_is_as_good_as_one_at_create(outcomes: Outcomes) -> None:
-    """A driver whose server alone knows the limits of names passes."""
+    """A driver may reject a name as late as in the commit."""
     assert (outcomes["RefusesLate"]["failed"], outcomes["RefusesLate"]["status"]) == (
         [],
         pytest.ExitCode.OK,
@@ -108,7 +107,7 @@ def test_a_refusal_at_commit_is_as_good_as_one_at_create(outcomes: Outcomes) -> 
 
 
 def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
-    """The run fails, says what stays behind and why, and still reports what came of the trials."""
+    """If the clean-up fails, the run fails and still reports all results."""
     assert (outcomes["DeletesNoRoots"]["failed"], outcomes["DeletesNoRoots"]["status"]) == (
         [],
         pytest.ExitCode.TESTS_FAILED,
@@ -126,7 +125,7 @@ def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
 
 
 def kit_run(site: Path, uri: str, trials: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A run of the trials whose names match, in a process of its own."""
+    """Run the matching trials in a process of its own."""
     command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     command += ["--import-mode=importlib", "-k", trials]
     command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", uri]
@@ -146,8 +145,7 @@ def kit_run(site: Path, uri: str, trials: str, *arguments: str) -> subprocess.Co
     [pytest.param("OptionsInUri", 2, 1, marks=pytest.mark.drill), ("DeletesNoRoots", 3, 0)],
 )
 def test_the_kit_runs_in_several_processes(site: Path, kind: str, passed: int, failed: int) -> None:
-    """With pytest-xdist the one report counts the cases of all workers, and a fault of any of them
-    fails the run."""
+    """With pytest-xdist, one report counts all workers, and a fault of any fails the run."""
     trials = "uri_is_without_options or traits_make_sense or listing_goes"
     run = kit_run(site, f"broken-{kind.lower()}://here", trials, "-n", "2")
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout

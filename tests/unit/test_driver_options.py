@@ -61,7 +61,7 @@ def test_what_is_refused_is_told_with_what_is_taken(
 
 
 def written(nbytes: int, *pieces: tuple[int, int]) -> Ranges:
-    """An object of which these (start, length) have been written."""
+    """Return the ranges of an object of which these (start, length) were written."""
     ranges = Ranges(nbytes, uri="memory://x", key="k")
     for start, length in pieces:
         ranges.add(start, length)

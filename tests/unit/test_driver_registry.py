@@ -1,4 +1,4 @@
-"""From URI to driver: schemes, options, and what third parties may add."""
+"""Test the way from a URI to a driver: schemes, options and third-party drivers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class OtherDriver(MemoryDriver):
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entry points as if another package had been installed; this package's own metadata is stale
-    and lists nothing."""
+    """Install entry points of another package; our own metadata is stale and lists nothing."""
     found = [
         importlib.metadata.EntryPoint("other", f"{__name__}:OtherDriver", GROUP),
         importlib.metadata.EntryPoint("file", f"{__name__}:OtherDriver", GROUP),
@@ -48,7 +47,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_path_opens_the_local_driver(tmp_path: Path) -> None:
-    """A bare path, its URI and a parsed URI open the same kind of driver, and touch nothing."""
+    """A path, its URI and a parsed URI open the same driver, without I/O."""
     for uri in (
         str(tmp_path / "run"),
         tmp_path / "run",
@@ -62,14 +61,14 @@ def test_a_path_opens_the_local_driver(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
-    """The error lists what could have been meant."""
+    """The error for an unknown scheme lists the known ones."""
     with pytest.raises(UriError, match=r"no driver for s4://.*file.*memory"):
         open_driver("s4://bucket")
 
 
 @pytest.mark.usefixtures("other")
 def test_a_third_party_adds_a_scheme() -> None:
-    """An entry point is enough; its options are checked as ours are."""
+    """An entry point adds a scheme, with options that are checked."""
     assert isinstance(open_driver("other://x?level=3"), OtherDriver)
     with pytest.raises(UriError, match="Known options: level"):
         open_driver("other://x?depth=3")
@@ -77,7 +76,7 @@ def test_a_third_party_adds_a_scheme() -> None:
 
 @pytest.mark.usefixtures("other")
 def test_a_third_party_cannot_take_a_built_in_scheme(tmp_path: Path) -> None:
-    """``file`` stays ours, whatever is installed; and works when our own metadata is stale."""
+    """An entry point cannot replace a built-in scheme."""
     assert type(open_driver(tmp_path)) is LocalDriver
     assert schemes()["file"] == "holdfast.drivers.local.driver:LocalDriver"
     assert {"file", "gone", "memory", "other", "wrong"} <= set(schemes())
@@ -88,14 +87,13 @@ def test_a_third_party_cannot_take_a_built_in_scheme(tmp_path: Path) -> None:
     ("scheme", "why"), [("gone", "holdfast_no_such_module"), ("wrong", "not a Driver")]
 )
 def test_a_broken_entry_point_is_named(scheme: str, why: str) -> None:
-    """What cannot be imported, or is no driver, is an error that says so."""
+    """An entry point that cannot be imported, or is no driver, is an error."""
     with pytest.raises(UriError, match=why):
         driver_class(scheme)
 
 
 def test_our_own_metadata_lists_the_built_in_drivers() -> None:
-    """What pyproject.toml registers is what the table says, so tools that read entry points see our
-    schemes too."""
+    """The entry points in pyproject.toml equal the table of schemes."""
     listed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
     table = {name: scheme.driver for name, scheme in SCHEMES.items()}
     assert {name: listed.get(name) for name in table} == table
@@ -113,7 +111,7 @@ def test_every_built_in_scheme_is_in_the_tables(page: str) -> None:
 def test_what_an_extra_brings_may_be_missing_with_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python raises an error when the package that a module lies in is not there."""
+    """A missing module of a missing package is reported as an error with advice."""
     check_installed("memory", "memory://x", "json.decoder")
     with pytest.raises(UriError, match=r"needs no_such_package\.module"):
         check_installed("memory", "memory://x", "no_such_package.module")
@@ -121,8 +119,7 @@ def test_what_an_extra_brings_may_be_missing_with_its_package(
 
 @pytest.mark.heavy
 def test_importing_the_registry_is_cheap() -> None:
-    """It loads no driver, no numpy and no importlib.metadata; opening a built-in scheme needs no
-    metadata either."""
+    """The registry imports no driver, numpy or importlib.metadata."""
     code = (
         # whatever the start of the interpreter needed it for
         "import sys; sys.modules.pop('importlib.metadata', None)\n"
@@ -167,6 +164,6 @@ def test_a_path_of_a_listing_leads_back(scheme: str, name: str, tmp_path: Path) 
 @pytest.mark.parametrize("path", ["a/../b", "a%2F%2Fb", "a/%2E%2E/b", "%2e/a"])
 @pytest.mark.heavy
 def test_a_root_that_has_two_spellings_is_refused(scheme: str, path: str) -> None:
-    """Before any I/O, also where it is percent-encoded."""
+    """A root with ``..`` or encoded slashes is refused before any I/O."""
     with pytest.raises(holdfast.UriError):
         holdfast.list_checkpoints(f"{scheme}://bucket/{path}")

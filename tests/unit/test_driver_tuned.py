@@ -1,5 +1,4 @@
-"""Profiles that ``holdfast bench --tune`` keeps: where they apply, what wins over them, and which
-file is trusted."""
+"""Test tuned profiles: where they apply, which settings override them, and trust in the file."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ S3 = "s3://bucket/run?endpoint=http://store:9000"
 
 @dataclass(frozen=True)
 class Mounted:
-    """A mount, as the system would tell."""
+    """A mount, as the system describes it."""
 
     fs_type: str
     point: str
@@ -39,7 +38,7 @@ class Mounted:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where profiles are kept, in a home of the test's own."""
+    """Return the path of the profiles, in a home of the test's own."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("XDG_CONFIG_HOME", "HOLDFAST_CONFIG", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
@@ -48,12 +47,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def profile(uri: str, **options: str) -> TunedProfile:
-    """One for the place of ``uri``, measured on this machine."""
+    """Return a profile for the place of ``uri``, measured on this machine."""
     return TunedProfile(tuned_place(parse(uri)), machine_kind(), options, 1.9e9, 1.31, 1.22, 1.4)
 
 
 def value(uri: str, name: str) -> tuple[object, str]:
-    """An option's value, and what said so."""
+    """Return the value and the source of an option."""
     found = resolved_options(parse(uri))[name]
     return found.value, found.source
 
@@ -72,7 +71,7 @@ def test_a_profile_applies_below_its_place(file: Path, tmp_path: Path) -> None:
 
 
 def test_an_endpoint_may_come_from_anywhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place is the same whether the URI, our variable or that of AWS names it."""
+    """The URI, our variable and the one of AWS identify the same place."""
     keep_profile(file, profile(S3, concurrency="64"))
     for name in ("HOLDFAST_S3_ENDPOINT", "AWS_ENDPOINT_URL"):
         with monkeypatch.context() as patch:
@@ -81,8 +80,7 @@ def test_an_endpoint_may_come_from_anywhere(file: Path, monkeypatch: pytest.Monk
 
 
 def test_the_user_wins(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """URI, keyword, environment and holdfast.toml: each alone wins over a profile, and what they
-    leave out still comes from it."""
+    """URI, keyword, environment and holdfast.toml each override a profile, option by option."""
     keep_profile(file, profile(S3, concurrency="64", part_size="32MiB"))
     assert value(S3 + "&concurrency=2", "concurrency") == (2, "the URI")
     assert value(S3 + "&concurrency=2", "part_size")[0] == 32 << 20
@@ -100,7 +98,7 @@ def test_the_user_wins(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_profile_is_for_one_kind_of_machine(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of another kind is not used, which is shown; both may be kept beside each other."""
+    """A profile of another kind of machine is listed, but not used; both can be kept."""
     foreign = replace(profile(S3, concurrency="64"), machine="2 × abacus")
     keep_profile(file, foreign)
     assert value(S3, "concurrency")[1] == "default"
@@ -114,7 +112,7 @@ def test_a_profile_is_for_one_kind_of_machine(
 
 
 def test_places_of_all_kinds() -> None:
-    """A mount point with its file system, a bucket with its endpoint, a name node."""
+    """A place is a mount point with its file system, a bucket with its endpoint, or a name node."""
 
     def place(uri: str, *known: str, **settings: str) -> Place:
         return place_of(parse(uri), settings, {}, known, lambda path: Mounted("xfs", "/mnt/a"))
@@ -128,8 +126,7 @@ def test_places_of_all_kinds() -> None:
 
 
 def test_profiles_come_back_from_the_file(file: Path) -> None:
-    """Whatever characters are in a name; a newer one replaces that of the same place and machine,
-    and the others stay as they are."""
+    """Profiles are read back whatever their characters, and replaced by newer ones."""
     strange = Place('s3://b"\\ü\x7f\x01', {"endpoint": "http://h"})
     first = TunedProfile(strange, "1 × x", {"direct": "off"}, 1.9e9, 1.5, 1.25, 2.0)
     keep_profile(file, first)
@@ -143,7 +140,7 @@ def test_profiles_come_back_from_the_file(file: Path) -> None:
 
 
 def test_a_profile_is_forgotten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the place, for all machines; the others stay. Twice is no error."""
+    """Forgetting removes the profiles of a place for all machines, and no others."""
     keep_profile(file, profile(S3, concurrency="64"))
     keep_profile(file, profile("s3://other", concurrency="64"))
     assert app.run(["bench", S3, "--forget"]) == 0
@@ -153,7 +150,7 @@ def test_a_profile_is_forgotten(file: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_two_tunings_do_not_overwrite_each_other(file: Path) -> None:
-    """While one writes, the other is refused, and what is there stays."""
+    """A second tuning is refused while another one writes."""
     keep_profile(file, profile(S3, concurrency="64"))
     before = file.read_text()
     new = file.with_name("tuned.toml.new")
@@ -166,7 +163,7 @@ def test_two_tunings_do_not_overwrite_each_other(file: Path) -> None:
 def test_none_is_read_where_the_environment_names_the_configuration(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HOLDFAST_CONFIG names all that is read, also where it is empty; so nothing is kept there."""
+    """With HOLDFAST_CONFIG, even empty, profiles are neither read nor kept."""
     keep_profile(file, profile(S3, concurrency="64"))
     monkeypatch.setenv("HOLDFAST_CONFIG", "")
     assert value(S3, "concurrency")[1] == "default"
@@ -177,7 +174,7 @@ def test_none_is_read_where_the_environment_names_the_configuration(
 
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_a_file_that_others_may_write_is_refused(file: Path, which: str) -> None:
-    """By name, when a driver is opened and before anything is kept."""
+    """A file or folder that others may write is refused, by drivers and before tuning."""
     keep_profile(file, profile(S3, concurrency="64"))
     path = file if which == "file" else file.parent
     path.chmod(path.stat().st_mode | 0o002)
@@ -200,8 +197,7 @@ def test_a_file_that_others_may_write_is_refused(file: Path, which: str) -> None
     ],
 )
 def test_a_file_that_means_nothing_is_an_error(file: Path, old: str, new: str, said: str) -> None:
-    """Which names it, and says how to get rid of it. No option but those of speed can be set: an
-    endpoint would get the user's credentials."""
+    """An unusable file is an error with advice, and only options of speed can be set."""
     keep_profile(file, profile(S3, concurrency="64"))
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(

@@ -1,5 +1,4 @@
-"""The example packages of the driver author's guide: they install, keep the contract, and save and
-load."""
+"""Test the example packages of the guide for driver authors."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the example that needs no server."""
+    """Install the example that needs no server, and return its folder."""
     return install("holdfast-sqlite", tmp_path_factory.mktemp("example"))
 
 
@@ -35,7 +34,7 @@ def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None
 
 @pytest.mark.nightly(6)
 def test_the_example_saves_and_loads(installed: Path, tmp_path: Path) -> None:
-    """Nothing but the URI tells Holdfast where to go."""
+    """A URI is all it takes to save and load with the example."""
     run(
         [sys.executable, "-W", "error", "-c", SAVE_AND_LOAD, f"sqlite://{tmp_path}/runs.db/run"],
         installed,
@@ -46,7 +45,7 @@ def test_the_example_saves_and_loads(installed: Path, tmp_path: Path) -> None:
     ("example", "lines_max"), [("holdfast-sqlite", 460), ("holdfast-sftp", 260)]
 )
 def test_an_example_is_as_short_as_the_guide_says(example: str, lines_max: int) -> None:
-    """A probe, which is for the kit alone, does not count."""
+    """The examples are as short as the guide says, without their probes."""
     modules = [path for path in EXAMPLES.glob(f"{example}/*/*.py") if path.name != "probe.py"]
     assert 0 < sum(len(path.read_text().splitlines()) for path in modules) < lines_max
 
@@ -61,7 +60,7 @@ def test_an_example_is_as_short_as_the_guide_says(example: str, lines_max: int) 
 def test_an_example_takes_no_more_of_holdfast_than_is_for_authors(
     example: str, names: set[str]
 ) -> None:
-    """What it imports is what the guide names."""
+    """The examples import only modules that the guide names."""
     lines = [
         line
         for path in EXAMPLES.glob(f"{example}/*/*.py")

@@ -91,7 +91,7 @@ RecordedUpload: Any = type(
 
 
 async def use(driver: Driver) -> list[Any]:
-    """Call every method once; return what they returned."""
+    """Call every method once; return the results."""
     upload = await driver.create("up", 3)
     await upload.write(0, memoryview(b"abc"))
     taken = []
@@ -134,7 +134,7 @@ def test_without_options_a_local_driver_is_bare(tmp_path: Path) -> None:
 
 
 def test_the_order_is_the_documented_one() -> None:
-    """With every option set, the layers stand as the package docstring lists them."""
+    """With every option set, the layers are in the order of the package docstring."""
     order, driver = [], open_driver(f"memory://?{EVERYTHING}")
     while isinstance(driver, Layer):
         order.append(type(driver).__name__.removesuffix("Layer").lower())

@@ -174,7 +174,7 @@ def test_the_last_ones_are_listed_with_folders_that_cannot_be_read(
 
 
 def unreadable_old_lock(data: Path) -> None:
-    """Add a lock that cannot be read, whose age is that of its file."""
+    """Add an old lock that cannot be read."""
     lock = data / "pruning"
     lock.write_bytes(b"0" * 16)
     lock.chmod(0)

@@ -1,4 +1,4 @@
-"""URIs: what parses to what, what is refused, and what is never printed."""
+"""Test the parsing, joining and redacting of URIs."""
 
 from __future__ import annotations
 
