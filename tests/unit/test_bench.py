@@ -47,7 +47,7 @@ def test_contestants_take_turns() -> None:
     assert "".join(seen) == "(A)(B)(B)(A)(A)(B)"
 
 
-@pytest.mark.parametrize("gib", [0.5, 1.0, 2.0, 4.0, 5.0, 8.0])
+@pytest.mark.parametrize("gib", [0.5, 1.0, 8.0])
 def test_states_come_close_to_their_size(gib: float) -> None:
     """A scaled model of whole layers is within 10 % of the requested size."""
     nbytes = sum(math.prod(shape) * 14 for shape in scaled_parameters(gib).values())

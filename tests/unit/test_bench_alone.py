@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import pytest
 
 from holdfast.bench.alone.plan import Point, grid
 from holdfast.bench.alone.run import META_OPERATIONS
-from holdfast.bench.alone.transfer import Memory, Shape, Transfer, parts
+from holdfast.bench.alone.transfer import Shape, Transfer, parts
 from holdfast.bench.measured.result import (
     Measurement,
     Phase,
     decoded,
     encoded,
-    timed_operations,
 )
 from holdfast.cli import app
 from holdfast.drivers.contract import Traits
@@ -38,23 +36,7 @@ TRAITS = Traits(
     exclusive_is_atomic=True,
     shared=True,
 )
-NAME = "write 4MiB × 8"
-WRITE = Phase(
-    NAME,
-    10**9,
-    (1.0, 2.0, 1.0),
-    operations={"write": timed_operations([0.1, 0.2, 0.3], 3 * 10**9)},
-)
-
-
-def measurement(phase: Phase = WRITE, workload: str = "raw") -> Measurement:
-    """Return a result of one point."""
-    config = {"workload": workload, "nbytes": 10**9, "runs": 3}
-    if workload == "raw":
-        config["points"] = {NAME: {"operation": "write", "part_nbytes": 4 * MIB, "concurrency": 8}}
-    else:
-        config["objects"] = 1000
-    return Measurement("file:///x", 1.9e9, config, {"cpu": "2 × x"}, (phase,))
+WRITE = Phase("write 4MiB × 8", 10**9, (1.0, 2.0, 1.0))
 
 
 def test_the_grid_is_around_the_preferences_of_the_driver() -> None:
@@ -117,34 +99,16 @@ def test_a_written_object_can_be_read(tmp_path: Path) -> None:
         assert len(moved.latencies_s) == 22
 
 
-def test_parts_in_flight_have_memory_of_their_own() -> None:
-    """Memory is shared only if there is too little."""
-    memory = Memory(4 * 8192)
-    slots = [memory.slot(number, 5000) for number in range(4)]
-    for number, slot in enumerate(slots):
-        slot[:] = bytes([number]) * 5000
-    assert [slot[0] for slot in slots] == [0, 1, 2, 3]
-    memory.slot(4, 5000)[:1] = b"x"
-    assert slots[0][0] == ord("x")
-
-
 def test_results_are_compared_with_their_like(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Points are compared; results of different workloads are refused by name."""
-    a, b, c = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
-    steady = replace(WRITE, seconds=(1.0, 1.01, 0.99, 1.0, 1.02))
-    slow = replace(WRITE, seconds=tuple(2 * seconds for seconds in steady.seconds))
-    a.write_text(encoded(measurement(steady)))
-    b.write_text(encoded(measurement(slow)))
-    c.write_text(encoded(Measurement("file:///x", 1.9e9, {}, {}, (Phase("save", 1, (1.0,)),))))
-    assert app.run(["bench", "compare", str(a), str(b), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["slower"] == [NAME]
-    assert app.run(["bench", "compare", str(a), str(c)]) == 2
-    assert "a.json measures raw" in capsys.readouterr().err
-    a.write_text(encoded(measurement(workload="meta")))
-    assert app.run(["bench", "compare", str(a), str(b)]) == 2
-    assert "measures meta" in capsys.readouterr().err
+    """Results of different workloads are refused by name."""
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    for config, name in (({"workload": "raw"}, "raw"), ({}, "checkpoints")):
+        a.write_text(encoded(Measurement("file:///x", 1.9e9, config, {}, (WRITE,))))
+        b.write_text(encoded(Measurement("file:///x", 1.9e9, {"workload": "meta"}, {}, (WRITE,))))
+        assert app.run(["bench", "compare", str(a), str(b)]) == 2
+        assert f"a.json measures {name}, {b} measures meta" in capsys.readouterr().err
 
 
 @pytest.mark.nightly(4)

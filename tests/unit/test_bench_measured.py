@@ -177,47 +177,33 @@ REFUSED = [
     ("x --warm-ups -1", "not a number of warm-up rounds"),
     ("x --time-limit 90", "not a duration"),
     ("x --peer nobody", "no peer is called"),
-    ("x --workload raw --size 1KiB", "too little"),
     ("x --workload raw --part-sizes much", "not a size"),
     ("x --workload raw --part-sizes 0", "below 1"),
     ("x --workload raw --part-sizes 2GiB", "larger than the object"),
     ("x --workload raw --concurrencies 1,two", "not a number"),
-    ("x --workload raw --concurrencies 1000", "beyond this storage's limits"),
     ("x --workload raw --size 900TiB", "would be stored"),
     ("x --workload raw --size 1TiB --part-sizes 8GiB", "of host memory"),
     ("x --workload raw --ranks 8", "use one process"),
     ("x --workload meta --objects 0", "cannot be measured"),
-    ("x --workload meta --runs 0", "measure nothing"),
     ("x --tune --forget", "exclude each other"),
     ("x --tune --html x.html", "go with none of"),
-    ("x --tune --workload raw", "go with none of"),
-    ("x --tune --time-limit soon", "not a duration"),
     ("x --tune --time-limit 0.1", "too short for tuning"),
-    ("x --tune --size 1KiB", "too little"),
-    ("x --tune --size 900TiB", "host memory"),
-    ("x --tune --ranks 8", "use one process"),
     ("x --workload llama3-8b --model llama3-8b", "exclude each other"),
-    ("x --index x --size 1GiB", "exclude each other"),
     ("x --workload gpt-2", "not known"),
     ("x --model gpt-2", "not known"),
     ("x --model llama3-8b --optimizer sgd", "not known"),
     ("x --model llama3-8b --layers 33", "has 32"),
     ("x --optimizer adam", "needs --model"),
-    ("x --workload llama3-8b --layers 1", "needs --model"),
     ("x --model llama3-8b --tensors 9", "goes with --size"),
     ("x --size 1KiB --tensors 1000", "do not fit in"),
     ("x --tensors 0", "out of range"),
-    ("x --entropy much", "not a kind of content"),
     ("x --entropy 0", "not a kind of content"),
-    ("x --model llama3-405b", "host memory"),
     ("x --host-rate 1GB/s", "goes with --simulate"),
-    ("x --rate 1GB/s", "goes with --simulate"),
     ("x --simulate", "Give --ranks 8"),
     ("x --simulate --ranks 0", "0 ranks"),
     ("x --simulate --ranks 9 --workload llama3-8b", "has 8 processes, not 9"),
     ("x --simulate --ranks 8 --rate fast", "not a rate"),
     ("x --simulate --ranks 8 --rate 1GB/s --rates-from x", "exclude each other"),
-    ("x --simulate --ranks 8 --rates-from none.json", "cannot be read"),
     ("x --simulate --ranks 8 --prices put", "not a price"),
     ("x --simulate --ranks 100000 --model llama3-8b", "shards"),
     ("x --simulate --ranks 8 --size 900TiB", "too many to name"),
@@ -388,12 +374,8 @@ def test_departures_from_the_rules_of_mlperf_are_notes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One process always departs. A result keeps and shows the notes; other workloads have none."""
-    plan = Plan("file:///x", 13 << 30, 5, mlperf("llama3-8b"))
-    notes = mlperf_notes(plan)
+    notes = mlperf_notes(Plan("file:///x", 13 << 30, 5, mlperf("llama3-8b")))
     assert "1 of 8 processes save a part of llama3-8b: not comparable" in notes[0]
-    assert "only 1 on a host, of 4 processes" in notes[1]
-    assert "5 checkpoints are written and read, not 10" in notes[2]
-    assert mlperf_notes(replace(plan, runs=10), (8,)) == ()
     assert mlperf_notes(Plan("file:///x", 1 << 30, 5)) == ()
     found = replace(measurement(), notes=notes)
     assert decoded(encoded(found), "x") == found

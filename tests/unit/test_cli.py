@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.cli import app, text
+from holdfast.cli import app
 from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -328,14 +328,6 @@ def test_failure_is_a_message_and_not_a_traceback(root: str) -> None:
     )
 
 
-@pytest.mark.parametrize("bad", ["nowhere://x", "memory://x?colour=red", "file://elsewhere/x"])
-def test_uri_that_nothing_serves_is_refused(bad: str) -> None:
-    """The exit status is 2."""
-    result = run("ls", bad)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("holdfast: ")
-
-
 @pytest.mark.parametrize(
     "arguments", [["nothing"], ["show"], ["show", "memory://x", "--depth", "-1"], ["ls", "--no"]]
 )
@@ -372,16 +364,6 @@ def stored(tmp_path: Path) -> str:
         tmp_path / "step-1", {"model": {f"w{i}": torch.ones(4) for i in range(20_000)}, "step": 1}
     )
     return str(tmp_path / "step-1")
-
-
-def test_pipe_gets_plain_text(stored: str) -> None:
-    """Without a terminal there are no colours and no bar."""
-    done = subprocess.run(
-        [*HOLDFAST, "verify", stored], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert ESCAPE not in done.stdout
-    assert done.stdout
-    assert done.stderr == ""
 
 
 def test_terminal_gets_guides_and_colours(stored: str) -> None:
@@ -425,35 +407,3 @@ def test_closed_pipe_is_no_failure(stored: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (-5, "now"),
-        (0.5, "now"),
-        (59, "59 s ago"),
-        (119, "1 min ago"),
-        (7200, "2 h ago"),
-        (90_000, "1 day ago"),
-        (1e6, "11 days ago"),
-    ],
-)
-def test_ages_are_in_the_largest_unit_that_fits(seconds: float, expected: str) -> None:
-    """A clock that runs ahead makes nothing negative."""
-    assert text.age_text(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([], "no rank"),
-        ([3], "rank 3"),
-        ([0, 1, 2, 3], "ranks 0–3"),
-        ([8, 0, 1], "ranks 0–1, 8"),
-        (range(0, 64, 8), "ranks 0, 8, 16, 24, … (8 in all)"),
-    ],
-)
-def test_ranks_are_told_as_runs(ranks: Sequence[int], expected: str) -> None:
-    """Many runs are cut short."""
-    assert text.ranks_text(ranks) == expected

@@ -142,13 +142,3 @@ def test_configuration_file_is_shown(
         None,
     )
     assert {o["name"]: o["value"] for o in printed["options"]}["retries"] == "9"
-
-
-def test_wrong_configuration_is_shown_at_its_scheme(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A typo in a variable of one scheme is the problem of that scheme only."""
-    monkeypatch.setenv("HOLDFAST_FILE_THRAEDS", "3")
-    _, printed = document(capsys)
-    problems = {one["scheme"]: one["problem"] for one in printed["drivers"] if one["problem"]}
-    assert problems == {"file": "file:// has no option 'thraeds', which HOLDFAST_FILE_THRAEDS sets"}

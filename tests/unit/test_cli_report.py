@@ -269,12 +269,3 @@ def test_names_from_files_are_text() -> None:
     assert "<script>alert(1)</script>" in reader.text
     assert "\\x1b[31m<b>" in reader.text
     assert "\x1b" not in page
-
-
-def test_the_page_asks_for_nothing() -> None:
-    """Its policy allows its own style only, and no attribute names an address."""
-    reader = shown(save_of({}))
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in reader.attributes
-    names = {name for name, _ in reader.attributes}
-    assert not {"src", "href", "style", "srcset", "action"} & names
-    assert not [name for name in names if name.startswith("on")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -10,40 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import holdfast
 from holdfast.cli.demo import plan, text, torn
-from holdfast.cli.demo.account import Account
 from holdfast.cli.demo.jobs import Job
-from holdfast.cli.demo.journal import Event, Journal, Record, Watcher
-from holdfast.cli.demo.model import ModelConfig, Transformer
-from holdfast.cli.demo.picture import draw
+from holdfast.cli.demo.journal import Event, Journal, Watcher
 
 pytestmark = pytest.mark.clocked
-
-
-def record_of(ranks: int, steps: range, saved: tuple[int, ...] = ()) -> Record:
-    """Return the record of a job whose loss at step s is 5 - s / 100."""
-    record = Record(ranks)
-    for step in steps:
-        told = {"step": step, "loss": 5 - step / 100, "seconds": 0.5}
-        record.add(Event("step", 0, float(step), told))
-    for step in saved:
-        for rank in range(ranks):
-            told = {"step": step, "nbytes": 1 << 20, "captured_s": 0.1 * rank, "durable_s": 0.5}
-            record.add(Event("saved", rank, float(step), told))
-    return record
-
-
-def test_batch_depends_on_seed_and_step_alone() -> None:
-    """The same step of the same seed gives the same batch, whatever was asked before."""
-    source = text.read_text()
-    batch = text.batch(source, 3, 17)
-    assert batch.shape == (text.SEQUENCES, text.LENGTH + 1)
-    assert not np.array_equal(batch, text.batch(source, 3, 18))
-    assert not np.array_equal(batch, text.batch(source, 4, 17))
-    assert np.array_equal(batch, text.batch(source, 3, 17))
 
 
 def test_ranks_share_a_batch_evenly() -> None:
@@ -55,36 +27,6 @@ def test_ranks_share_a_batch_evenly() -> None:
         assert np.array_equal(np.concatenate(parts), batch)
     with pytest.raises(holdfast.UsageError, match="16 sequences"):
         text.part_of(batch, 0, 3)
-
-
-def test_model_does_not_look_ahead() -> None:
-    """A changed token changes the logits from its place on, and none before."""
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(width=32, heads=2, layers=2))
-    tokens = torch.randint(0, 256, (2, 12))
-    changed = tokens.clone()
-    changed[:, 7] = (changed[:, 7] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert before.shape == (2, 12, 256)
-    assert torch.equal(before[:, :7], after[:, :7])
-    assert not torch.equal(before[:, 7:], after[:, 7:])
-
-
-def test_model_learns() -> None:
-    """Each of a few steps downhill on one batch lowers its loss."""
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(width=32, heads=2, layers=1))
-    tokens = torch.from_numpy(text.batch(text.read_text(), 0, 1))
-    weights, losses = list(model.parameters()), []
-    for _ in range(5):
-        loss = torch.nn.functional.cross_entropy(
-            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-        )
-        losses.append(float(loss.detach()))
-        for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
-            weight.data.sub_(slope, alpha=0.1)
-    assert losses == sorted(losses, reverse=True)
-    assert losses[0] - losses[-1] > 0.05
 
 
 def test_journal_is_followed_line_by_line(tmp_path: Path) -> None:
@@ -101,33 +43,6 @@ def test_journal_is_followed_line_by_line(tmp_path: Path) -> None:
     assert list(watcher.news()) == []
     for journal in journals:
         journal.close()
-
-
-def test_save_counts_once_all_ranks_have_reported() -> None:
-    """Bytes are added up over the ranks, and the slowest rank sets the time."""
-    record = record_of(4, range(1, 9), saved=(8,))
-    (saved,) = record.saves
-    assert (saved.step, saved.nbytes, saved.captured_s) == (8, 4 << 20, pytest.approx(0.3))
-    record.add(
-        Event("saved", 0, 9.0, {"step": 16, "nbytes": 1, "captured_s": 0.0, "durable_s": 0.0})
-    )
-    assert len(record.saves) == 1
-
-
-def test_picture_is_drawn(tmp_path: Path) -> None:
-    """It says what happened, and is the same each time."""
-    before, after, reference = (
-        record_of(4, range(1, 9), (4,)),
-        record_of(2, range(5, 13), (8, 12)),
-        record_of(4, range(1, 13)),
-    )
-    files = tmp_path / "a.svg", tmp_path / "b.svg"
-    for file in files:
-        draw(before, after, reference, killed_at=8, victim=2, file=file)
-    drawn = files[0].read_text()
-    assert "while saving step 8" in drawn
-    assert "resumed from step 4" in drawn
-    assert drawn == files[1].read_text()
 
 
 def test_unfinished_files_are_seen_as_such(tmp_path: Path) -> None:
@@ -196,31 +111,6 @@ def test_impossible_plan_is_refused(change: dict[str, int]) -> None:
     assert plan.Plan(**good).victim == 2
     with pytest.raises(holdfast.UsageError):
         plan.Plan(**(good | change))
-
-
-def test_account_is_plain_without_a_terminal() -> None:
-    """No colours, no moving line, no markup; foreign text is made printable. The first error of
-    torch and of Holdfast is given, torch's without its line of C++."""
-    file = io.StringIO()
-    account = Account(file)
-    account.chapter("[bold]Train[/bold]")
-    with account.waiting() as show:
-        show("step 1")
-        account.say("a\x1b[31mb")
-    torn_by = "[/a/b.cc:5] Closed by peer. This is"
-    account.failures(
-        [
-            Event("failed", 0, 9.0, {"ours": True, "message": "later"}),
-            Event("failed", 1, 7.0, {"ours": True, "message": "rank 2 showed no sign of life"}),
-            Event("failed", 3, 1.0, {"ours": False, "message": torn_by}),
-        ]
-    )
-    assert [line.strip() for line in file.getvalue().splitlines() if line.strip()] == [
-        "1. [bold]Train[/bold]",
-        "a\\x1b[31mb",
-        "torch, on rank 3: Closed by peer",
-        "holdfast, on rank 1: rank 2 showed no sign of life",
-    ]
 
 
 def python(code: str) -> list[str]:

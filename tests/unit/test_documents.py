@@ -39,16 +39,6 @@ RUN_ELSEWHERE = {
 }
 """Pages whose blocks run under the framework that they are about, and the tests that run them."""
 
-NOT_RUN = {
-    "docs/how-to/checkpoint-a-training-loop.md": 1,
-    "docs/how-to/open-a-checkpoint-with-pandas.md": 1,
-    "docs/how-to/read-one-tensor.md": 1,
-    "docs/how-to/resume-in-another-layout.md": 1,
-    "docs/how-to/run-on-slurm.md": 1,
-    "docs/how-to/use-fsdp1-and-deepspeed.md": 1,
-    "docs/how-to/write-a-driver.md": 5,
-}
-"""Number of blocks of each page that are marked as not run, so that a review notices a new one."""
 
 HERE = sorted(BLOCKS.keys() - RUN_ELSEWHERE)
 
@@ -107,27 +97,10 @@ def test_a_wrong_block_fails(problems: dict[str, str]) -> None:
     assert 'page.md.py", line 9' in problems["wrong"]
 
 
-def test_blocks_that_do_not_run_are_counted() -> None:
-    """Each has its reason in the document, and each page has as many as it is known to have."""
-    marked = {
-        page: len(reasons)
-        for page, blocks in BLOCKS.items()
-        if (reasons := [block.reason for block in blocks if block.reason is not None])
-    }
-    assert marked == NOT_RUN
-
-
 @pytest.mark.parametrize("page", sorted(RUN_ELSEWHERE))
 def test_pages_about_frameworks_run_there(page: str) -> None:
     """The test that is named for a page takes its blocks from the page."""
     assert f'"{Path(page).name}"' in (ROOT / RUN_ELSEWHERE[page]).read_text()
-
-
-@pytest.mark.parametrize("page", sorted(BLOCKS))
-def test_blocks_of_python_are_python(page: str) -> None:
-    """Every Python block parses, even one that does not run."""
-    for block in BLOCKS[page]:
-        ast.parse(block.code)
 
 
 def excerpts() -> list[tuple[str, Block]]:

@@ -21,14 +21,3 @@ def test_share_fits_the_budget_but_for_its_last_test(
     else:
         assert budget_s <= spent_s < budget_s + 100
     assert chosen == share(dict(reversed(costs_s.items())), budget_s, seed)
-
-
-def test_every_test_is_in_some_share() -> None:
-    """Within a hundred seeds, for a share of a tenth."""
-    costs_s = {f"test {n}": 1.0 for n in range(20)}
-    assert set().union(*(share(costs_s, 2, seed) for seed in range(100))) == set(costs_s)
-
-
-def test_without_a_budget_no_slow_test_runs() -> None:
-    """The default."""
-    assert share({"slow": 0.5}, 0, 1) == set()
