@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from support.rank_tasks import (
     halting_save,
     hide_folder,
     interrupted_save,
-    load_with,
     save_with,
     unsavable,
 )
@@ -68,49 +66,6 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
         assert files(uri) == []
         pair.run(save_with, uri, {0: OLD, 1: OLD})
     assert untouched(uri)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ({2: {"x": torch.ones(9), "y": [1]}, 1: {"x": torch.ones(9), "y": {0: 1}}}, 'state["y"]'),
-        ({2: [torch.arange(100.0)]}, "state"),
-    ],
-    ids=["kind of container", "kind of state"],
-)
-def test_ranks_that_disagree_are_told_where(
-    overrides: dict[int, Any], text: str, uri: str, ranks: RankProcesses
-) -> None:
-    """Every rank raises the same error, and the old checkpoint stays."""
-    raised = errors(ranks.outcomes(ranks.begin(save_with, uri, overrides)))
-    assert [isinstance(e, holdfast.SaveError) for e in raised] == [True] * 4
-    assert len({str(e) for e in raised}) == 1
-    assert text in str(raised[0])
-    assert untouched(uri)
-
-
-def test_a_mismatch_on_one_rank_is_raised_on_all(uri: str, ranks: RankProcesses) -> None:
-    """All ranks raise a mismatch that names the rank, and no tensor is touched."""
-    into = {2: {"x": torch.zeros(5), "y": 0}, 3: {"x": torch.zeros(100), "y": 0, "z": 1}}
-    raised = errors(ranks.outcomes(ranks.begin(load_with, uri, into)))
-    assert [type(e) for e in raised] == [holdfast.MismatchError] * 4
-    expected = (
-        'state["x"]: shape [100] in the checkpoint, [5] in the state (rank 2)',
-        'state["z"]: no such value in the checkpoint (rank 3)',
-    )
-    assert [e.differences for e in raised] == [expected] * 4
-
-
-def test_a_rank_needs_a_place_for_its_part_only(uri: str, ranks: RankProcesses) -> None:
-    """Each rank may load only its own part, as pipeline stages do.
-
-    An entry is unexpected only if no rank has a place for it.
-    """
-    into = {0: {"x": torch.zeros(100)}, 1: {"y": 0}, 2: {}, 3: {"x": torch.zeros(100), "y": 0}}
-    loaded = ranks.run(load_with, uri, into)
-    assert difference({"x": OLD["x"]}, loaded[0]) is None
-    assert loaded[1:3] == [{"y": 1}, {}]
-    assert difference(OLD, loaded[3]) is None
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(2, "create"), (0, "put")])

@@ -1,4 +1,4 @@
-"""More tasks for rank processes: plain tensors, random states, and what goes wrong."""
+"""Tasks for rank processes: random states, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -16,70 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 
-from .bits import difference
 from .jobs import sharded, train
-
-__all__ = ["plain_load", "plain_save"]
-
-
-def plain_state(rank: int, world: int) -> dict[str, Any]:
-    """Return tensors and values that are equal, different, partial or tied on the ranks."""
-    tied = torch.arange(700.0)
-    state: dict[str, Any] = {
-        "same": torch.arange(30_000.0), "turned": torch.arange(12.0).reshape(3, 4).t(), "own": torch.full((5,), float(rank)),
-        "z": {"first": tied}, "a": {"second": tied}, "array": np.arange(4), "empty": torch.zeros(0, 2),
-        "step": 7, "who": rank, "parity": ["even", "odd"][rank % 2], "list": [1, (2, float(rank))],
-    }  # fmt: skip
-    shared = torch.arange(6.0)
-    state["tied on some"] = {
-        "p": shared,
-        "q": shared if rank % 2 else shared + rank + 1,
-        "r": shared if rank % 2 else shared.clone(),
-    }
-    if rank == 1:
-        state["only"] = {"t": torch.full((3,), 5.0), "v": "here"}
-    if rank >= 2:
-        state["some"] = torch.arange(9)
-    return state
-
-
-def plain_save(uri: str) -> tuple[int, list[str]]:
-    """Save it; return the bytes of this rank's image and the names in it."""
-    from safetensors import safe_open
-
-    report = holdfast.save(uri, plain_state(dist.get_rank(), dist.get_world_size()))
-    path = Path(uri) / "data" / report.attempt / f"{dist.get_rank()}.safetensors"
-    if not report.nbytes:
-        return 0, []
-    with safe_open(path, "numpy") as image:
-        return report.nbytes, sorted(name for name in image.keys() if not name.startswith("__"))
-
-
-def plain_load(uri: str, saved_world: int) -> list[str]:
-    """Load it into a state of this rank's own, and without one; return differences."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    expected = plain_state(rank, saved_world)
-    into = plain_state(rank + 10, saved_world) | (
-        {"only": {"t": torch.zeros(3), "v": ""}} if rank == 1 else {}
-    )
-    into = {key: into[key] for key in expected if key in into}
-    into["same"], into["turned"] = torch.zeros(30_000), torch.zeros(3, 4).t()
-    if rank >= 2:
-        into["some"] = torch.zeros(9, dtype=torch.int64)
-    found = [] if world == saved_world else ["strict"]
-    holdfast.load(uri, into=into, strict=world == saved_world)
-    if text := difference(expected, into):
-        found.append(text)
-    built = holdfast.load(uri)
-    if text := difference(expected, {key: built[key] for key in expected}):
-        found.append(f"built: {text}")
-    return [text for text in found if text != "strict"]
 
 
 def draw() -> list[Any]:
@@ -114,13 +55,6 @@ def save_with(uri: str, overrides: dict[int, Any]) -> Any:
     """Save, with other states on some ranks; return the time, or raise with it in ``took_s``."""
     state = overrides.get(dist.get_rank(), {"x": torch.arange(100.0), "y": 1})
     return _timed(lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=30))
-
-
-def load_with(uri: str, overrides: dict[int, Any]) -> Any:
-    """Load, with other targets on some ranks."""
-    into = overrides.get(dist.get_rank(), {"x": torch.zeros(100), "y": 0})
-    holdfast.load(uri, into=into)
-    return into
 
 
 def unsavable() -> Any:
@@ -228,49 +162,6 @@ def _recording(function: Any, name: str, called: list[str]) -> Any:
         return function(*args, **kwargs)
 
     return record
-
-
-def meshes_of_one_name(uri: str, how: str) -> Any:
-    """Save and load tensors of one name on two mesh lines, or on one only."""
-    rank = dist.get_rank()
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("line", "dp"))
-    full = torch.arange(35.0).reshape(7, 5)
-    here = how != "one line" or rank < 2
-    state: dict[str, Any] = {"w": distribute_tensor(full, whole["dp"], [Shard(0)])} if here else {}
-    state["v"] = distribute_tensor(torch.arange(9.0), whole["dp"], [Replicate()])
-    into = {
-        name: distribute_tensor(torch.full(t.shape, -1.0), whole["dp"], [Shard(0)])
-        for name, t in state.items()
-    }
-    holdfast.save(uri, state)
-    holdfast.load(uri, into=into)
-    return {name: t.full_tensor() for name, t in into.items()}
-
-
-class Holder:
-    """An object with a state that is all small values."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it holds."""
-        return {"held": self.held}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold that."""
-        self.held = state["held"]
-
-
-def own_lists(uri: str) -> list[Any]:
-    """Lists and tuples that are longer on some ranks, also within each other, in an object's state."""
-    rank = dist.get_rank()
-    held = [list(range(rank)), tuple("abc"[:rank]), [[{"of": rank}]] * rank, [7] * (4 - rank)]
-    holder = Holder(held)
-    holdfast.save(uri, {"holder": holder})
-    holder.held = None
-    holdfast.load(uri, into={"holder": holder})
-    return [] if holder.held == held else [holder.held, held]
 
 
 def partial_loads(uri: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

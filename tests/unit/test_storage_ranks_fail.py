@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import as_ranks
-from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import holdfast
 from holdfast import errors
 from holdfast.core.lru import LruCache
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations.saving.global_plan import GlobalPlans, agree
 from holdfast.storage.operations.saving.handle import SaveHandle
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -105,116 +103,6 @@ def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
 
     assert holders(2) == [(0, 1)] * 2
     assert holders(3) == [(0, 1, 2)] * 3
-
-
-FULL = {"w": torch.ones(2), "v": torch.ones(1, 3)}
-EMPTY = {"w": torch.empty(0), "v": torch.zeros(0, 3)}
-
-
-@pytest.mark.parametrize(
-    ("states", "is_hollow"),
-    [
-        ([EMPTY, EMPTY], True),
-        ([EMPTY, {}], True),
-        ([EMPTY, {"step": 3}], True),
-        ([{"step": 3}, {"step": 3}], False),
-        ([FULL, EMPTY], False),
-        ([EMPTY, FULL], False),
-    ],
-)
-def test_a_state_is_hollow_only_if_all_ranks_have_no_element(
-    states: list[Any], is_hollow: bool
-) -> None:
-    """All ranks then refuse to save it."""
-    jobs = [SaveJob(flatten(state), 1, BUDGET_NBYTES) for state in states]
-    driver = MemoryDriver()
-    found = as_ranks(2, lambda team: run_save(driver, team, jobs[team.rank]))
-    assert [isinstance(one, holdfast.StateError) for one in found] == [is_hollow] * 2
-    assert (MANIFEST_KEY in driver.objects) == (not is_hollow)
-
-
-class Diverged(nn.Module):
-    """A parameter and a buffer with values of the rank."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((3,), float(rank)))
-        self.alike = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.tensor([rank]))
-
-
-class Loader:
-    """An object with a state of the rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"worker": {"seed": torch.tensor([self.rank])}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Accept anything."""
-
-
-def diverged(rank: int) -> dict[str, Any]:
-    """Return a state whose tensors differ between ranks, expected or not."""
-    model = Diverged(rank)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optim.state[model.weight]["momentum_buffer"] = torch.full((3,), float(rank))
-    second = {"second": torch.full((2,), float(rank))} if rank else {}
-    return second | {
-        "model": model,
-        "optim": optim,
-        "dict": {"weight": model.weight.detach() + 0},
-        "shape": torch.ones(2 + rank),
-        "dtype": torch.ones(2, dtype=[torch.float32, torch.float16, torch.float64][rank]),
-        "late": torch.ones(2),
-        "generator": torch.Generator().manual_seed(rank),
-        "data": holdfast.PerRank({"at": torch.tensor(rank)}),
-        "loader": Loader(rank),
-        "values": rank,
-    }
-
-
-def test_plain_tensors_that_differ_between_ranks_are_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The first rank that holds them warns of them, at the first save in which they differ."""
-    driver, plans = MemoryDriver(), [LruCache(8) for _ in range(3)]
-    states = [diverged(rank) for rank in range(3)]
-
-    def warnings_of_a_save() -> list[str]:
-        caplog.clear()
-        flats = [flatten({"warned": state}) for state in states]
-        jobs = [
-            SaveJob(flat, 1, BUDGET_NBYTES, plans=kept)
-            for flat, kept in zip(flats, plans, strict=True)
-        ]
-        found = as_ranks(3, lambda team: run_save(driver, team, jobs[team.rank]))
-        assert not [one for one in found if isinstance(one, BaseException)]
-        return sorted(record.getMessage() for record in caplog.records)
-
-    first, second = warnings_of_a_save()
-    if "second" in first:
-        first, second = second, first
-    named = [
-        '["model"]["weight"] (float32 [3] on rank 0, held by 3)',
-        '["optim"]["state"]["weight"]["momentum_buffer"] (float32 [3] on rank 0, held by 3)',
-        '["dict"]["weight"] (float32 [3] on rank 0, held by 3)',
-        '["shape"] (float32 [2] on rank 0, held by 3)',
-        '["dtype"] (float32 [2] on rank 0, held by 3)',
-    ]
-    assert all('state["warned"]' + name in first for name in named)
-    assert first.count("on rank 0") == len(named)
-    assert all(way in first for way in ("DTensor", "PerRank", "broadcast"))
-    assert 'state["warned"]["second"] (float32 [2] on rank 1, held by 2)' in second
-    assert warnings_of_a_save() == []
-    for rank, state in enumerate(states):
-        state["late"] += rank
-    (late,) = warnings_of_a_save()
-    assert 'state["warned"]["late"]' in late
-    assert late.count("on rank 0") == 1
-    assert warnings_of_a_save() == []
 
 
 def test_no_stage_of_a_save_that_fails_is_waited_for_in_vain() -> None:

@@ -54,7 +54,7 @@ MUTANTS = [
         file="storage/state/flattening/placeholders.py",
         old="    on_all = set.intersection(*(set(of_rank) for of_rank in found))\n",
         new="    on_all = set.union(*(set(of_rank) for of_rank in found))\n",
-        tests="tests/unit/test_storage_ranks_fail.py",
+        tests="tests/unit/test_storage_several_ranks.py",
     ),
     Mutant(
         says="placeholders beside whole tensors are saved",
@@ -68,7 +68,7 @@ MUTANTS = [
         file="storage/state/divergence.py",
         old="        if container in parameters and text not in parameters[container]:\n",
         new="        if False:\n",
-        tests="tests/unit/test_storage_ranks_fail.py",
+        tests="tests/unit/test_storage_several_ranks.py",
     ),
     Mutant(
         says="the second box of a flat range is put over the first",

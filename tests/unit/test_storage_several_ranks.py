@@ -1,0 +1,254 @@
+"""Test plain tensors and values on several ranks: equal ones are stored once, others per rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from support.copies import run
+from support.ranks import as_ranks, load_as_ranks, save_as_ranks
+from support.wrapped import Given
+from torch import nn
+
+import holdfast
+from holdfast.core.lru import LruCache
+from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.saving.save import SaveJob, run_save
+from holdfast.storage.state.flattening.flatten import flatten
+
+BUDGET_NBYTES = 64 << 20
+WORLD = 4
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Return tensors and values that are equal, different, partial or tied on the ranks."""
+    tied, shared = torch.arange(700.0), torch.arange(6.0)
+    state: dict[str, Any] = {
+        "same": torch.arange(30_000.0),
+        "turned": torch.arange(12.0).reshape(3, 4).t(),
+        "own": torch.full((5,), float(rank)),
+        "z": {"first": tied},
+        "a": {"second": tied},
+        "array": np.arange(4),
+        "empty": torch.zeros(0, 2),
+        "who": rank,
+        "parity": ["even", "odd"][rank % 2],
+        "list": [1, (2, float(rank))],
+        "lists": Given({"of": [list(range(rank)), tuple("abc"[:rank]), [7] * (4 - rank)]}),
+        "tied on some": {
+            "p": shared,
+            "q": shared if rank % 2 else shared + rank + 1,
+            "r": shared if rank % 2 else shared.clone(),
+        },
+    }
+    if rank == 1:
+        state["only"] = {"t": torch.full((3,), 5.0), "v": "here"}
+    return state
+
+
+def target_of(rank: int) -> dict[str, Any]:
+    """Return a state like that of ``rank`` with other contents."""
+    into = state_of(rank) | {"own": torch.full((5,), -1.0), "who": -1, "lists": Given({"of": None})}
+    into["same"], into["turned"] = torch.zeros(30_000), torch.zeros(3, 4).t()
+    return into
+
+
+def compared(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with its object replaced by the object's state."""
+    return {key: of.state if isinstance(of, Given) else of for key, of in state.items()}
+
+
+@pytest.fixture(scope="module")
+def driver() -> MemoryDriver:
+    """Storage with a checkpoint of four ranks."""
+    storage = MemoryDriver(fresh_uri().removeprefix("memory://"))
+    save_as_ranks(storage, [state_of(rank) for rank in range(WORLD)])
+    return storage
+
+
+@pytest.mark.parametrize("world", [4, 3])
+def test_each_rank_gets_back_what_the_rank_of_its_number_saved(
+    world: int, driver: MemoryDriver
+) -> None:
+    """Shared, own, partial and tied tensors, arrays and values load, with and without a target."""
+    into = [target_of(rank) for rank in range(world)]
+    if world < WORLD:  # an object's state is not dealt out anew without a rule
+        for state in into:
+            del state["lists"]
+    found = load_as_ranks(driver, into, strict=world == WORLD or "state")
+    for rank, loaded in enumerate(found):
+        expected = compared({key: value for key, value in state_of(rank).items() if key in loaded})
+        assert difference(expected, compared(loaded)) is None
+        built, *_ = run(run_build(driver, rank, BUDGET_NBYTES))
+        assert difference(expected, {key: built[key] for key in expected}) is None
+
+
+def test_what_all_have_alike_is_stored_once(driver: MemoryDriver) -> None:
+    """The ranks divide it evenly; each stores what differs, and what it alone has."""
+    with holdfast.open(driver.uri) as c:
+        total = 30_000 * 4
+        assert total < sum(c.images.values()) < total + 4 * 16384
+        assert max(c.images.values()) < total / 4 * 1.05 + 16384
+        assert (c.world, c.tensors["same"].owners, c.tensors["own"].owners) == (4, (), (0, 1, 2, 3))
+        assert c.tensors["same"].ranks == (0, 1, 2, 3)
+        assert c.tensors["only.t"].ranks == (1,)
+        for rank in range(WORLD):
+            assert c.read("own", rank=rank).tolist() == [float(rank)] * 5
+            values = dict(c.values(rank))
+            assert (values['state["who"]'], values['state["parity"]']) == (
+                rank,
+                ["even", "odd"][rank % 2],
+            )
+        assert c.verify().ok
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [({"x": torch.ones(9), "y": [1]}, 'state["y"]'), ([torch.ones(9)], "state")],
+    ids=["kind of container", "kind of state"],
+)
+def test_ranks_that_disagree_are_told_where(other: Any, text: str) -> None:
+    """The error names the place."""
+    state = {"x": torch.ones(9), "y": {0: 1}}
+    with pytest.raises(holdfast.SaveError) as caught:
+        save_as_ranks(MemoryDriver(), [state, state, other])
+    assert text in str(caught.value)
+
+
+def test_a_mismatch_names_the_ranks_that_see_it() -> None:
+    """No tensor is touched."""
+    driver = MemoryDriver()
+    save_as_ranks(driver, [{"x": torch.ones(100), "y": 1}])
+    into = [{"x": torch.zeros(100), "y": 0} for _ in range(4)]
+    into[2]["x"], into[3]["z"] = torch.zeros(5), 1
+    with pytest.raises(holdfast.MismatchError) as caught:
+        load_as_ranks(driver, into)
+    assert caught.value.differences == (
+        'state["x"]: shape [100] in the checkpoint, [5] in the state (rank 2)',
+        'state["z"]: no such value in the checkpoint (rank 3)',
+    )
+    assert not any(state["x"].any() for state in into)
+
+
+def test_a_rank_needs_a_place_for_its_part_only() -> None:
+    """An entry is unexpected only if no rank has a place for it, as with pipeline stages."""
+    driver = MemoryDriver()
+    save_as_ranks(driver, [{"x": torch.ones(100), "y": 1}])
+    into = [{"x": torch.zeros(100)}, {"y": 0}, {}]
+    expected = [{"x": torch.ones(100)}, {"y": 1}, {}]
+    assert difference(expected, load_as_ranks(driver, into)) is None
+
+
+FULL = {"w": torch.ones(2), "v": torch.ones(1, 3)}
+EMPTY = {"w": torch.empty(0), "v": torch.zeros(0, 3)}
+
+
+@pytest.mark.parametrize(
+    ("states", "is_hollow"),
+    [
+        ([EMPTY, EMPTY], True),
+        ([EMPTY, {}], True),
+        ([EMPTY, {"step": 3}], True),
+        ([{"step": 3}, {"step": 3}], False),
+        ([FULL, EMPTY], False),
+        ([EMPTY, FULL], False),
+    ],
+)
+def test_a_state_is_hollow_only_if_all_ranks_have_no_element(
+    states: list[Any], is_hollow: bool
+) -> None:
+    """All ranks then refuse to save it."""
+    jobs = [SaveJob(flatten(state), 1, BUDGET_NBYTES) for state in states]
+    driver = MemoryDriver()
+    found = as_ranks(2, lambda team: run_save(driver, team, jobs[team.rank]))
+    assert [isinstance(one, holdfast.StateError) for one in found] == [is_hollow] * 2
+    assert (MANIFEST_KEY in driver.objects) == (not is_hollow)
+
+
+class Diverged(nn.Module):
+    """A parameter and a buffer with values of the rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), float(rank)))
+        self.alike = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.tensor([rank]))
+
+
+class Loader:
+    """An object with a state of the rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {"seed": torch.tensor([self.rank])}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Accept anything."""
+
+
+def diverged(rank: int) -> dict[str, Any]:
+    """Return a state whose tensors differ between ranks, expected or not."""
+    model = Diverged(rank)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optim.state[model.weight]["momentum_buffer"] = torch.full((3,), float(rank))
+    second = {"second": torch.full((2,), float(rank))} if rank else {}
+    return second | {
+        "model": model,
+        "optim": optim,
+        "dict": {"weight": model.weight.detach() + 0},
+        "shape": torch.ones(2 + rank),
+        "dtype": torch.ones(2, dtype=[torch.float32, torch.float16, torch.float64][rank]),
+        "late": torch.ones(2),
+        "generator": torch.Generator().manual_seed(rank),
+        "data": holdfast.PerRank({"at": torch.tensor(rank)}),
+        "loader": Loader(rank),
+        "values": rank,
+    }
+
+
+def test_plain_tensors_that_differ_between_ranks_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first rank that holds them warns of them, at the first save in which they differ."""
+    driver, plans = MemoryDriver(), [LruCache(8) for _ in range(3)]
+    states = [diverged(rank) for rank in range(3)]
+
+    def warnings_of_a_save() -> list[str]:
+        caplog.clear()
+        flats = [flatten({"warned": state}) for state in states]
+        jobs = [
+            SaveJob(flat, 1, BUDGET_NBYTES, plans=kept)
+            for flat, kept in zip(flats, plans, strict=True)
+        ]
+        found = as_ranks(3, lambda team: run_save(driver, team, jobs[team.rank]))
+        assert not [one for one in found if isinstance(one, BaseException)]
+        return sorted(record.getMessage() for record in caplog.records)
+
+    first, second = warnings_of_a_save()
+    if "second" in first:
+        first, second = second, first
+    named = [
+        '["model"]["weight"] (float32 [3] on rank 0, held by 3)',
+        '["optim"]["state"]["weight"]["momentum_buffer"] (float32 [3] on rank 0, held by 3)',
+        '["dict"]["weight"] (float32 [3] on rank 0, held by 3)',
+        '["shape"] (float32 [2] on rank 0, held by 3)',
+        '["dtype"] (float32 [2] on rank 0, held by 3)',
+    ]
+    assert all('state["warned"]' + name in first for name in named)
+    assert first.count("on rank 0") == len(named)
+    assert all(way in first for way in ("DTensor", "PerRank", "broadcast"))
+    assert 'state["warned"]["second"] (float32 [2] on rank 1, held by 2)' in second
+    assert warnings_of_a_save() == []
+    for rank, state in enumerate(states):
+        state["late"] += rank
+    (late,) = warnings_of_a_save()
+    assert 'state["warned"]["late"]' in late
+    assert late.count("on rank 0") == 1
+    assert warnings_of_a_save() == []
