@@ -7,21 +7,16 @@ from pathlib import Path
 import pytest
 from support.bits import difference
 from support.jobs import fsdp_train
-from support.rank_processes import Failed, RankProcesses
+from support.rank_processes import RankProcesses
 from support.wrapped import (
     WRAPPERS,
-    dealt,
     factored,
     local_states,
     own_optimizer,
-    per_rank_of_plain,
     sharded_of_an_object,
-    uneven,
     wrapped_load,
     wrapped_save,
 )
-
-import holdfast
 
 
 @pytest.mark.nightly(7)
@@ -99,53 +94,3 @@ def test_numbers_of_parameters_are_those_of_the_rank(ranks: RankProcesses, tmp_p
     assert ranks.run(own_optimizer, uri, True, False, world=2) == [
         [(1.0, 1, True), (2.0, n, True)] for n in (1, 2)
     ]
-
-
-def test_the_state_of_an_object_is_not_dealt_out_unsaid(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """The per-rank state of an object is refused by another number of ranks.
-
-    The positions of two ranks in the data do not fit three ranks or one.
-    """
-    uri = str(tmp_path / "c")
-    ranks.run(dealt, uri, False, world=2)
-    assert ranks.run(dealt, uri, True, world=2) == [0, 10]
-    for world in (1, 3):
-        with pytest.raises(Failed) as caught:
-            ranks.run(dealt, uri, True, world=world)
-        assert isinstance(caught.value.error, holdfast.MismatchError)
-        assert len(caught.value.error.differences) == 1
-        assert caught.value.error.differences[0].startswith(
-            'state["loader"]: each of 2 ranks saved its own state'
-        )
-    assert ranks.run(dealt, uri, True, False, world=3) == [0, 10, 0]
-
-
-def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """A state of another structure on each rank is one that differs."""
-    uri = str(tmp_path / "c")
-    ranks.run(uneven, uri, False, world=2)
-    ranks.run(uneven, uri, True, world=2)
-    with pytest.raises(Failed) as caught:
-        ranks.run(uneven, uri, True, world=3)
-    assert isinstance(caught.value.error, holdfast.MismatchError)
-    assert [text.partition(":")[0] for text in caught.value.error.differences] == [
-        'state["uneven"]',
-        'state["tensor"]',
-    ]
-
-
-def test_what_was_saved_without_a_rule_is_loaded_with_one(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """A PerRank in the loaded state receives each rank's state, even if it was saved without a
-    rule.
-    """
-    uri = str(tmp_path / "c")
-    ranks.run(dealt, uri, False, world=2)
-    assert ranks.run(per_rank_of_plain, uri, world=3) == [10 + 3, 1010 + 3, 2010 + 3]
-    assert ranks.run(per_rank_of_plain, uri, world=1) == [10 + 1]
-    assert ranks.run(per_rank_of_plain, uri, world=2) == [0, 10]

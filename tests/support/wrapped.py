@@ -24,13 +24,10 @@ from .jobs import sharded, state_of, train
 
 __all__ = [
     "WRAPPERS",
-    "dealt",
     "factored",
     "local_states",
     "own_optimizer",
-    "per_rank_of_plain",
     "sharded_of_an_object",
-    "uneven",
     "wrapped_load",
     "wrapped_save",
 ]
@@ -334,68 +331,3 @@ def sharded_of_an_object(uri: str) -> list[str]:
     alone = Given({"there": p.double()})
     holdfast.load(uri, into={"object": alone}, strict="state")
     return [f"{t.dtype} {t.placements}" for t in [*found, alone.state["there"]]]
-
-
-class Uneven:
-    """A state whose items only some ranks have."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """One item."""
-        return {f"item {dist.get_rank()}": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Any."""
-
-
-def uneven(uri: str, load: bool) -> None:
-    """A state of :class:`Uneven`, and one of a tensor that differs between ranks."""
-    state = {"uneven": Uneven(), "tensor": Given({"t": torch.tensor([dist.get_rank()])})}
-    if load:
-        holdfast.load(uri, into=state)
-    else:
-        holdfast.save(uri, state)
-
-
-class Loader:
-    """Where a rank stands in its data."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position."""
-        return {"position": self.position, "left": [self.position] * 2}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
-        self.position = state["position"]
-
-
-def dealt(uri: str, load: bool, strict: Any = True) -> int:
-    """A loader that is saved plainly, with a position of each rank; beside it what is alike, and a
-    random generator."""
-    loader = Loader(10 * dist.get_rank() if not load else -1)
-    state = {
-        "loader": loader,
-        "alike": Loader(5),
-        "rng": holdfast.RNGState(),
-        "t": torch.Generator(),
-    }
-    state["t"].manual_seed(dist.get_rank())  # type: ignore[attr-defined]
-    if load:
-        holdfast.load(uri, into=state, strict=strict)
-    else:
-        holdfast.save(uri, state)
-    return loader.position
-
-
-def per_rank_of_plain(uri: str) -> int:
-    """What was saved plainly, with a rule that is given at the load."""
-    loader = Loader(-1)
-
-    def rule(values: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        assert all(value["left"] == [value["position"]] * 2 for value in values)
-        return {"position": sum(value["position"] for value in values) + 1000 * rank + world}
-
-    holdfast.load(uri, into={"loader": holdfast.PerRank(loader, rule)}, strict=False)
-    return loader.position

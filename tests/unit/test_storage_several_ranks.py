@@ -180,19 +180,6 @@ class Diverged(nn.Module):
         self.register_buffer("seen", torch.tensor([rank]))
 
 
-class Loader:
-    """An object with a state of the rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"worker": {"seed": torch.tensor([self.rank])}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Accept anything."""
-
-
 def diverged(rank: int) -> dict[str, Any]:
     """Return a state whose tensors differ between ranks, expected or not."""
     model = Diverged(rank)
@@ -208,7 +195,7 @@ def diverged(rank: int) -> dict[str, Any]:
         "late": torch.ones(2),
         "generator": torch.Generator().manual_seed(rank),
         "data": holdfast.PerRank({"at": torch.tensor(rank)}),
-        "loader": Loader(rank),
+        "loader": Given({"worker": {"seed": torch.tensor([rank])}}),
         "values": rank,
     }
 
@@ -252,3 +239,72 @@ def test_plain_tensors_that_differ_between_ranks_are_named_once(
     assert 'state["warned"]["late"]' in late
     assert late.count("on rank 0") == 1
     assert warnings_of_a_save() == []
+
+
+class Position:
+    """An object that knows where a rank stands in its data."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "left": [self.position] * 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.fixture
+def positions() -> MemoryDriver:
+    """A checkpoint of two ranks, each with a position of its own, and one that is the same."""
+    storage = MemoryDriver()
+    save_as_ranks(storage, [{"own": Position(10 * rank), "alike": Position(5)} for rank in (0, 1)])
+    return storage
+
+
+def test_the_state_of_an_object_is_not_dealt_out_unsaid(positions: MemoryDriver) -> None:
+    """Another number of ranks refuses a state per rank, which fits neither three ranks nor one."""
+
+    def loaded(world: int, strict: Any = True) -> list[int]:
+        into = [{"own": Position(-1), "alike": Position(-1)} for _ in range(world)]
+        load_as_ranks(positions, into, strict=strict)
+        assert [state["alike"].position for state in into] == [5] * world
+        return [state["own"].position for state in into]
+
+    assert loaded(2) == [0, 10]
+    assert loaded(3, strict=False) == [0, 10, 0]
+    for world in (1, 3):
+        with pytest.raises(holdfast.MismatchError) as caught:
+            loaded(world)
+        (text,) = caught.value.differences
+        assert text.startswith('state["own"]: each of 2 ranks saved its own state')
+
+
+def test_what_was_saved_without_a_rule_is_loaded_with_one(positions: MemoryDriver) -> None:
+    """A PerRank in the target loads what its rule makes of all saved states."""
+
+    def rule(values: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+        assert all(value["left"] == [value["position"]] * 2 for value in values)
+        return {"position": sum(value["position"] for value in values) + 1000 * rank + world}
+
+    own = Position(-1)
+    load_as_ranks(positions, [{"own": holdfast.PerRank(own, rule)}], strict=False)
+    assert own.position == 11
+
+
+def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid() -> None:
+    """A state of another structure on each rank counts as one that differs."""
+
+    def states(world: int) -> list[Any]:
+        return [
+            {"uneven": Given({f"item {rank}": 1}), "tensor": Given({"t": torch.tensor([rank])})}
+            for rank in range(world)
+        ]
+
+    driver = MemoryDriver()
+    save_as_ranks(driver, states(2))
+    load_as_ranks(driver, states(2))
+    with pytest.raises(holdfast.MismatchError) as caught:
+        load_as_ranks(driver, states(3))
+    places = [text.partition(":")[0] for text in caught.value.differences]
+    assert places == ['state["uneven"]', 'state["tensor"]']
