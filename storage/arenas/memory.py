@@ -13,7 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -218,17 +218,18 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def available_nbytes(proc: Path = Path("/proc"), groups: Path = _GROUPS) -> int:
-    """Return the number of bytes that this process can allocate without swapping or being killed.
-    Limits of control groups version 1 are not seen."""
+    """Return the number of bytes that this process can allocate without swapping or being
+    killed, also within the limits of its control groups, version 1 or 2."""
     found = [_system_nbytes(proc)]
-    folder = groups / _group_of_this_process(proc)
-    while folder.is_relative_to(groups):
-        left = _left_in_group(folder)
-        if left is not None:
-            found.append(left)
-        if folder == groups:
-            break
-        folder = folder.parent
+    for root, path, files in _groups_of_this_process(proc, groups):
+        folder = root / path
+        while folder.is_relative_to(root):
+            left = _left_in_group(folder, files)
+            if left is not None:
+                found.append(left)
+            if folder == root:
+                break
+            folder = folder.parent
     return max(0, min(found))
 
 
@@ -240,30 +241,36 @@ def _system_nbytes(proc: Path) -> int:
     raise OSError("/proc/meminfo does not say how much memory is available")
 
 
-def _group_of_this_process(proc: Path) -> str:
-    """Return the path of this process's version 2 control group below the root, "" if there is
-    none."""
+def _groups_of_this_process(
+    proc: Path, groups: Path
+) -> Iterator[tuple[Path, str, tuple[str, str, str]]]:
+    """Yield the hierarchies of control groups that limit memory, each as its root, the path of
+    this process's group below it, and the names of files and statistics there."""
     try:
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            number, _, rest = line.partition(":")
-            if number == "0":
-                return rest.partition(":")[2].lstrip("/")
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
-        pass  # no control groups
-    return ""
+        return  # no control groups
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            yield groups, path.lstrip("/"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield groups / "memory", path.lstrip("/"), files
 
 
-def _left_in_group(folder: Path) -> int | None:
+def _left_in_group(folder: Path, files: tuple[str, str, str]) -> int | None:
     """Return the memory left in a group, None without a limit. Reclaimable file cache counts as
     free."""
+    limit_file, used_file, reclaimable = files
     try:
-        limit = (folder / "memory.max").read_text().strip()
+        limit = (folder / limit_file).read_text().strip()
         if limit == "max":
             return None
-        used = int((folder / "memory.current").read_text())
+        used = int((folder / used_file).read_text())
         statistics = dict(
             line.split() for line in (folder / "memory.stat").read_text().splitlines()
         )
     except (OSError, ValueError):
         return None
-    return int(limit) - used + int(statistics.get("inactive_file", "0"))
+    return int(limit) - used + int(statistics.get(reclaimable, "0"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,22 +174,62 @@ def test_unusable_folders_of_keepers_are_refused(tmp_path: Path) -> None:
         KeeperFolder.of(RUN, tmp_path / ("x" * 80))
 
 
-def test_a_control_group_limits_what_there_is(tmp_path: Path) -> None:
-    """And so does each one that it is in."""
+@pytest.mark.parametrize(
+    ("line", "root", "names"),
+    [
+        ("0::/job/step", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:cpu,memory:/job/step",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_control_groups_limit_memory(
+    tmp_path: Path, line: str, root: str, names: tuple[str, str, str]
+) -> None:
+    """A process has what the tightest of its groups has left; file cache counts as free."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   4000 kB\n")
-    inner = groups / "job" / "step"
+    inner = groups / root / "job" / "step"
     inner.mkdir(parents=True)
     assert available_nbytes(proc, groups) == 4000 << 10
-    (proc / "self" / "cgroup").write_text("0::/job/step\n")
-    for folder, limit in ((inner, "max"), (inner.parent, str(3 << 20))):
-        (folder / "memory.max").write_text(limit + "\n")
-        (folder / "memory.current").write_text(f"{2 << 20}\n")
-        (folder / "memory.stat").write_text("anon 5\ninactive_file 4096\n")
+    (proc / "self" / "cgroup").write_text(f"9:pids:/job\n{line}\n")
+    limit_file, used_file, reclaimable = names
+    for folder, limit in ((inner, str(1 << 62)), (inner.parent, str(3 << 20))):
+        (folder / limit_file).write_text(limit + "\n")
+        (folder / used_file).write_text(f"{2 << 20}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{reclaimable} 4096\n")
     assert available_nbytes(proc, groups) == (1 << 20) + 4096
-    (inner / "memory.max").write_text("5\n")
+    (inner / limit_file).write_text("5\n")
     assert available_nbytes(proc, groups) == 0
+
+
+def test_a_real_control_group_limits_memory() -> None:
+    """A process in a group of 64 MiB, of either version, sees that limit."""
+    code = (
+        "import sys; open(sys.argv[1] + '/cgroup.procs', 'w').write('0');"
+        "from holdfast.storage.arenas.memory import available_nbytes; print(available_nbytes())"
+    )
+    for root, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
+        group = Path("/sys/fs/cgroup", root, f"holdfast-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if not (group / limit).exists():
+                continue
+            (group / limit).write_text(str(64 << 20))
+            command = [sys.executable, "-c", code, str(group)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert 0 < int(done.stdout) < 64 << 20, done.stderr
+            return
+        finally:
+            group.rmdir()
+    pytest.skip("no control group can be made here")
 
 
 def test_a_run_that_cannot_join_its_keepers_trains_on_without(
