@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from typing import Any
 
@@ -81,29 +82,26 @@ def _statuses(uri: str | None) -> list[dict[str, Any]]:
 
 
 def status(uri: str | None, *, watch: bool, json_output: bool) -> int:
-    """Print the status of one run's keeper, or of all. Returns 0 even without any."""
-    if watch and not json_output:
-        return _watch(uri)
-    return _show(_statuses(uri), json_output=json_output)
+    """Print the status of one run's keeper, or of all; with ``watch``, every second until
+    interrupted. Returns 0 even without any."""
+    while True:
+        statuses = _statuses(uri)
+        if watch and not json_output and is_terminal():
+            print(_CLEAR, end="")
+        _show(statuses, json_output=json_output)
+        if not watch:
+            return 0
+        sys.stdout.flush()
+        time.sleep(_WATCH_S)
 
 
-def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> int:
+def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> None:
     if json_output:
         print_json({"keepers": statuses})
     elif not statuses:
         print("no keeper is running on this host")
     else:
         print_table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",))
-    return 0
-
-
-def _watch(uri: str | None) -> int:
-    while True:
-        statuses = _statuses(uri)
-        if is_terminal():
-            print(_CLEAR, end="")
-        _show(statuses, json_output=False)
-        time.sleep(_WATCH_S)
 
 
 def _cells(status: dict[str, Any]) -> tuple[str, ...]:
@@ -127,8 +125,14 @@ def _cells(status: dict[str, Any]) -> tuple[str, ...]:
 
 
 def stop(uri: str | None) -> int:
-    """Stop the keeper of one run, or all. Returns 1 if there was none."""
-    stopped = sum(client.stop(folder) for folder in _folders(uri))
+    """Stop the keeper of one run, or all, and print which. Returns 1 if there was none."""
+    stopped = 0
+    for folder in _folders(uri):
+        found = client.status_of(folder)
+        if found is not None and client.stop(folder):
+            stopped += 1
+            size = size_text(found["held_nbytes"])
+            print(f"run {found['run'][:12]}: process {found['pid']} stops and frees {size}")
     if not stopped:
         complain("no keeper is running on this host")
     return int(not stopped)

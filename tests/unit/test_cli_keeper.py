@@ -81,7 +81,15 @@ def test_the_keeper_of_a_run_is_started_by_hand(
     assert main(["keeper", "status", str(tmp_path)]) == 0
     assert str(keeper.pid) in capsys.readouterr().out
 
+    watch = [*command[:3], "keeper", "status", "--watch", "--json"]
+    with subprocess.Popen(watch, stdout=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        lines = [json.loads(watching.stdout.readline()) for _ in range(2)]
+        watching.kill()
+    assert [line["keepers"][0]["pid"] for line in lines] == [keeper.pid] * 2
+
     assert main(["keeper", "stop", str(tmp_path)]) == 0
+    assert f"process {keeper.pid} stops and frees" in capsys.readouterr().out
     assert keeper.wait(30) == 0
     assert keeper.stderr is not None
     keeper.stderr.close()
