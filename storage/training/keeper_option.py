@@ -155,10 +155,10 @@ async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
     """Start a detached keeper of the run; of several, one remains. Raises CoordinationError."""
     options = json.dumps(asdict(option.of_process(run)))
     arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", options]
-    folder.make()
     try:
+        folder.make()
         await offload(_run, arguments, folder)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (UsageError, OSError, subprocess.SubprocessError) as error:
         raise CoordinationError(f"a keeper cannot be started: {error}") from error
 
 

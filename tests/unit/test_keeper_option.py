@@ -252,6 +252,23 @@ def test_a_run_that_cannot_join_its_keepers_trains_on_without(
     assert tried == [1, 2, 4, 8, 16]
 
 
+def test_a_folder_of_keepers_that_others_can_write_to_does_not_stop_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anyone may have made it in /tmp. The job resumes and saves without a keeper, and says why."""
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        os.chmod(base, 0o777)
+        monkeypatch.setenv(KEEPER_DIR_VARIABLE, base)
+        with holdfast.Checkpointer(tmp_path, every=2, keeper="auto", grace_s=None) as run_:
+            assert run_.resume({"step": 0}) == 0
+            for step in (1, 2):
+                run_.step(step, {"step": step})
+                run_.wait()
+            assert (run_.counters.saved, run_.counters.kept) == (1, 0)
+        assert os.listdir(base) == []
+    assert "is open to others (mode 0777)" in caplog.text
+
+
 def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> None:
     """And training goes on."""
     with tempfile.TemporaryDirectory(prefix="hk") as base, pytest.MonkeyPatch.context() as patch:
