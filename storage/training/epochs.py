@@ -9,16 +9,19 @@ memory are checked against this record before a run resumes from them.
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import dataclass
 
 from ...core.decoded_json import int_in, object_in, rows_in
 from ...drivers.contract import Driver
-from ...errors import DamagedError, NotFoundError, UnsupportedFormatError
+from ...errors import CoordinationError, DamagedError, ExistsError, UnsupportedFormatError
 from ..arenas.label import GenerationId
 
-__all__ = ["EPOCHS_KEY", "Epochs", "put_epochs", "read_epochs"]
+__all__ = ["EPOCHS_FOLDER", "Epochs", "put_epochs", "read_epochs"]
 
-EPOCHS_KEY = "epochs.json"
+EPOCHS_FOLDER = "epochs"
+"""Folder of the records, one for each of the newest epochs, named by its number."""
+_KEPT = 2
 _VERSION = 1
 
 
@@ -44,9 +47,9 @@ class Epochs:
             epoch > generation.epoch and step < generation.step for epoch, step in self.begun
         )
 
-    def encode(self) -> bytes:
-        """Encode the record as JSON."""
-        return json.dumps({"version": _VERSION, "begun": self.begun}).encode()
+    def encode(self, job: str) -> bytes:
+        """Encode the record as JSON. ``job``: a unique name of the job that writes it."""
+        return json.dumps({"version": _VERSION, "job": job, "begun": self.begun}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Epochs:
@@ -64,19 +67,39 @@ class Epochs:
 
 
 async def read_epochs(driver: Driver) -> Epochs:
-    """Read the record of the run in this folder; empty if there is none."""
-    try:
-        data = await driver.get(EPOCHS_KEY)
-    except NotFoundError:
+    """Read the newest record of the run in this folder; empty if there is none."""
+    keys = await _keys(driver)
+    if not keys:
         return Epochs()
     try:
-        return Epochs.decode(data)
+        return Epochs.decode(await driver.get(keys[-1]))
     except (DamagedError, UnsupportedFormatError) as error:
         error.uri = driver.uri
-        error.key = EPOCHS_KEY
+        error.key = keys[-1]
         raise
 
 
 async def put_epochs(driver: Driver, epochs: Epochs) -> None:
-    """Write the record durably. Raises StorageError."""
-    await driver.put(EPOCHS_KEY, epochs.encode())
+    """Write the record of a new epoch durably. Of several jobs that begin one at the same time,
+    one succeeds; the others raise CoordinationError. Also raises StorageError."""
+    key = f"{EPOCHS_FOLDER}/{epochs.newest:08d}.json"
+    data = epochs.encode(secrets.token_hex(8))
+    try:
+        await driver.put(key, data, exclusive=True)
+        is_ours = True
+    except ExistsError:
+        is_ours = await driver.get(key) == data  # a repeated request finds its own result
+    keys = await _keys(driver)
+    if not is_ours or keys[-1] != key:
+        raise CoordinationError(
+            f"another job has begun epoch {epochs.newest} of this run at the same time",
+            uri=driver.uri,
+            key=key,
+            advice="One job at a time can use the folder of a run. Stop one of the two.",
+        )
+    for old in keys[:-_KEPT]:
+        await driver.delete(old)
+
+
+async def _keys(driver: Driver) -> list[str]:
+    return sorted([info.key async for info in driver.list(EPOCHS_FOLDER)])

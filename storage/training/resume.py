@@ -202,10 +202,10 @@ class _Leader:
             resumed_from = self._tried[taken.chosen]
         elif taken.step is not None and self._tried:
             resumed_from = self._tried[0]  # memory continues the newest checkpoint
-        await self._lineage.take_up(resumed_from, self._survey, record=self._back.asked)
         if self._guards is not None:
             async with self._root.opened() as driver:
                 await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))
+        await self._lineage.take_up(resumed_from, self._survey, record=self._back.asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from holdfast.storage.keeper.options import cpus_of
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer
-from holdfast.storage.training.epochs import EPOCHS_KEY, Epochs, put_epochs, read_epochs
+from holdfast.storage.training.epochs import EPOCHS_FOLDER, Epochs, put_epochs, read_epochs
 from holdfast.storage.training.memory_level import MemoryLevel
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
 
@@ -113,6 +113,23 @@ def test_the_record_of_epochs_is_read_as_it_was_put(driver: MemoryDriver) -> Non
     epochs = Epochs().with_next(4, 7)
     run(put_epochs(driver, epochs))
     assert run(read_epochs(driver)) == epochs
+    for epoch in (5, 6, 7):
+        run(put_epochs(driver, epochs.with_next(epoch, 9)))
+    assert run(read_epochs(driver)) == epochs.with_next(7, 9)
+    assert len(driver.objects) == 2
+
+
+@pytest.mark.parametrize("other", [5, 6])
+def test_of_two_jobs_that_resume_at_once_the_second_is_told(
+    driver: MemoryDriver, other: int
+) -> None:
+    """Both have read the same record. Their keepers may know of different epochs, too."""
+    begun = Epochs().with_next(4, 7)
+    run(put_epochs(driver, begun))
+    run(put_epochs(driver, begun.with_next(other, 7)))
+    with pytest.raises(holdfast.CoordinationError, match="another job has begun epoch 5"):
+        run(put_epochs(driver, begun.with_next(5, 6)))
+    assert run(read_epochs(driver)) == begun.with_next(other, 7)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +150,7 @@ def test_damaged_and_newer_records_of_a_run_are_refused(
 ) -> None:
     """The id of the run and its epochs are never guessed."""
     run(driver.put(RUN_KEY, data))
-    run(driver.put(EPOCHS_KEY, data))
+    run(driver.put(f"{EPOCHS_FOLDER}/00000001.json", data))
     with pytest.raises(error):
         run(run_id(driver))
     with pytest.raises(error):
