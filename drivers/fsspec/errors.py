@@ -10,7 +10,6 @@ import email.utils
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ...errors import (
@@ -26,7 +25,7 @@ from ...errors import (
 from ..local.errors import storage_errors
 from ..uri import redact
 
-__all__ = ["Answer", "answer_of", "causes", "fsspec_errors"]
+__all__ = ["fsspec_errors"]
 
 _VAGUE = (StorageError, NotFoundError)
 """Classes that are too vague to trust if a cause of the error is more specific."""
@@ -54,8 +53,7 @@ failures."""
 
 @contextmanager
 def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Translate any error of the body into the best-matching StorageError, with ``uri`` (redacted),
-    ``key`` and cause. ``doing`` starts the message. Holdfast's own errors pass unchanged."""
+    """Translate errors of the body into StorageErrors. ``doing`` starts the message."""
     try:
         with storage_errors(doing, uri, key):
             yield
@@ -75,11 +73,11 @@ def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
 
 
 def _kind_of(error: BaseException) -> type[StorageError] | None:
-    answer = answer_of(error)
-    if answer is not None and (kind := _of_status(answer.status)):
+    answer = _answer_of(error)
+    if answer is not None and (kind := _of_status(answer[0])):
         return kind
     if isinstance(error, FileNotFoundError) and any(
-        _by_kind(one) is StorageDownError for one in causes(error)
+        _by_kind(one) is StorageDownError for one in _causes(error)
     ):
         return StorageDownError  # some file systems report every failed lookup as absence
     return _by_kind(error)
@@ -113,37 +111,27 @@ def _made(
     text = redact(str(error)).strip().partition("\n")[0]
     message = f"{doing} failed: {type(error).__name__}" + (f": {text}" if text else "")
     if kind is BusyError:
-        answer = answer_of(error)
-        return BusyError(
-            message, uri=uri, key=key, retry_after_s=answer.retry_after_s if answer else None
-        )
+        answer = _answer_of(error)
+        retry_after_s = answer[1] if answer else None
+        return BusyError(message, uri=uri, key=key, retry_after_s=retry_after_s)
     return kind(message, uri=uri, key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An HTTP error response. ``retry_after_s`` is the delay the server asks for; None if it does
-    not."""
-
-    status: int
-    retry_after_s: float | None = None
-
-
-def answer_of(error: BaseException) -> Answer | None:
-    """Return the response behind ``error`` or the nearest of its causes that has one; 4xx and 5xx
-    only."""
-    for one in causes(error):
+def _answer_of(error: BaseException) -> tuple[int, float | None] | None:
+    """Return the status and the requested delay in seconds of the HTTP error (4xx or 5xx) behind
+    ``error`` or its nearest cause that has one."""
+    for one in _causes(error):
         answer = getattr(one, "response", None)
         if isinstance(answer, Mapping):  # botocore
             answer = answer.get("ResponseMetadata")
         for source in (answer, one):
             status, headers = _status_and_headers(source)
             if isinstance(status, int) and 400 <= status < 600:
-                return Answer(status, _retry_after_s(headers))
+                return status, _retry_after_s(headers)
     return None
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error and its chain of causes."""
     seen: set[int] = set()
     one: BaseException | None = error

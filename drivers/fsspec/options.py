@@ -35,16 +35,12 @@ _OURS = {
 
 
 def options_of(protocol: str, cls: type) -> dict[str, Option]:
-    """Return the options of a file system: the named arguments of its constructor, typed by their
-    defaults."""
+    """Return the named arguments of a file system's constructor, typed by their defaults."""
     found = dict(_MORE.get(protocol, {}))
     for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.name not in _OURS:
-            if parameter.default is parameter.empty:
-                default = None
-            else:
-                default = parameter.default
+            default = None if parameter.default is parameter.empty else parameter.default
             found[parameter.name] = Option(
                 _parser(default), default, f"see fsspec's {protocol} file system"
             )

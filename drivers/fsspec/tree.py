@@ -17,40 +17,7 @@ from ..contract import ObjectInfo, check_small
 from ..local.names import is_temporary
 from .kinds import Kind, modified_s
 
-__all__ = ["Tree", "connected", "disconnect"]
-
-
-def connected(
-    cls: type[AbstractFileSystem], kind: Kind, arguments: Mapping[str, Any]
-) -> AbstractFileSystem:
-    """Return a new, unshared file system that does not cache listings. Raises the errors of its
-    library."""
-    if kind.listings:
-        uncached = {"use_listings_cache": False}
-    else:
-        uncached = {}
-    fs = cls(skip_instance_cache=True, **uncached, **arguments)
-    if _is_sftp(fs):
-        # paramiko waits for the reply to each 32 KiB that it writes. With Nagle's algorithm, the
-        # kernel holds back the end of each request until the previous one is acknowledged: 30 ms
-        # per request, 1 MB/s.
-        fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return fs
-
-
-def disconnect(fs: AbstractFileSystem) -> None:
-    """Close a file system's connections immediately. fsspec has no method for this and relies on
-    garbage collection."""
-    if _is_sftp(fs):  # closes a thread, too
-        fs.client.close()
-    session = getattr(fs, "_s3", None) or getattr(fs, "_session", None)
-    if session is not None and hasattr(fs, "close_session"):  # s3fs, gcsfs, http
-        with contextlib.suppress(Exception):
-            fs.close_session(fs.loop, session)
-
-
-def _is_sftp(fs: AbstractFileSystem) -> bool:
-    return hasattr(fs, "client") and hasattr(fs, "ftp")
+__all__ = ["Tree"]
 
 
 QUIET_S = 24 * 3600.0
@@ -80,10 +47,18 @@ class Tree:
 
     @property
     def fs(self) -> AbstractFileSystem:
-        """The connected file system."""
+        """The file system, connected on first use, and shared with no other driver."""
         with self._making:
             if self._fs_made is None:
-                self._fs_made = connected(self._fs_class, self.kind, self._arguments)
+                uncached = {"use_listings_cache": False} if self.kind.listings else {}
+                fs = self._fs_class(skip_instance_cache=True, **uncached, **self._arguments)
+                if _is_sftp(fs):
+                    # paramiko waits for the reply to each 32 KiB that it writes. With Nagle's
+                    # algorithm, the kernel holds back the end of each request until the previous
+                    # one is acknowledged: 30 ms per request, 1 MB/s.
+                    transport = fs.client.get_transport()
+                    transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._fs_made = fs
             return self._fs_made
 
     @property
@@ -92,11 +67,15 @@ class Tree:
         return self._fs_made is not None
 
     def disconnect(self) -> None:
-        """Close the connection if there is one."""
-        fs = self._fs_made
+        """Close the connection. fsspec has no method for this and relies on garbage collection."""
+        fs: Any = self._fs_made
         self._fs_made = None
-        if fs is not None:
-            disconnect(fs)
+        if _is_sftp(fs):  # closes a thread, too
+            fs.client.close()
+        session = getattr(fs, "_s3", None) or getattr(fs, "_session", None)
+        if session is not None and hasattr(fs, "close_session"):  # s3fs, gcsfs, http
+            with contextlib.suppress(Exception):
+                fs.close_session(fs.loop, session)
 
     def path(self, key: str) -> str:
         """Return the path of the object ``key`` on the file system."""
@@ -105,8 +84,7 @@ class Tree:
         return self.root or "/"
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return the file system's information about a file. Raises FileNotFoundError, also for a
-        folder."""
+        """Return information about a file. Raises FileNotFoundError, also for a folder."""
         try:
             info: dict[str, Any] = self.fs.info(self.path(key))
         except NotADirectoryError as error:
@@ -121,15 +99,11 @@ class Tree:
         return ObjectInfo(key, int(info["size"] or 0), modified_s(info))
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes from ``start``. Raises DamagedError if they exceed the end of the
-        object."""
+        """Return a range of an object. Raises DamagedError if it exceeds the end."""
         stop = start + nbytes
         if start < 0:
             raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)
-        if nbytes:
-            data = self._cat(key, start, stop)
-        else:
-            data = b""
+        data = self._cat(key, start, stop) if nbytes else b""
         if len(data) != nbytes or not data:
             if (reached := self.stat(key).nbytes) < stop:
                 raise DamagedError(
@@ -173,16 +147,14 @@ class Tree:
             below = self._walk(path)
         else:
             below = self.fs.find(path, detail=True).items()
-        found = {name: info for name, info in below if self._is_at(name, path)}
+        inside = path.rstrip("/") + "/"
+        found = {name: info for name, info in below if name == path or name.startswith(inside)}
         if prefix and path not in found:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 info = self.fs.info(path)
                 if self.kind.folders or info["type"] == "file":
                     found = {path: info, **found}
         return tuple(found.items())
-
-    def _is_at(self, name: str, path: str) -> bool:
-        return name == path or name.startswith(path.rstrip("/") + "/")
 
     def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         pending = [path]
@@ -205,10 +177,9 @@ class Tree:
             return  # unfinished files have no name there
         folder, _, name = prefix.rpartition("/")
         own = f".{name[:48]}."
-        if self._exists(folder):
+        beside: list[dict[str, Any]] = []
+        if self.fs.isdir(self.path(folder)):
             beside = self.fs.ls(self.path(folder), detail=True)
-        else:
-            beside = ()
         found = (
             *((i["name"], i) for i in beside if i["name"].rpartition("/")[2].startswith(own)),
             *self.find(prefix),
@@ -225,9 +196,6 @@ class Tree:
             [self.path(prefix), *(path for path, info in found if info["type"] == "directory")]
         )
 
-    def _exists(self, folder: str) -> bool:
-        return bool(self.fs.isdir(self.path(folder)))
-
     def remove(self, path: str) -> None:
         """Remove the file at a path. A missing file is not an error."""
         with contextlib.suppress(FileNotFoundError):
@@ -238,3 +206,7 @@ class Tree:
         for folder in sorted(folders, key=lambda path: path.count("/"), reverse=True):
             with contextlib.suppress(OSError):  # not empty, or gone
                 self.fs.rmdir(folder)
+
+
+def _is_sftp(fs: Any) -> bool:
+    return hasattr(fs, "client") and hasattr(fs, "ftp")

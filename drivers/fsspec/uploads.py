@@ -31,8 +31,7 @@ class FsspecUpload(Upload):
         *,
         part_nbytes: int,
     ) -> None:
-        """Take the target's ``key`` and the number of bytes ``written``. The upload leaves ``live``
-        when it ends."""
+        """Take the target's ``key``. The upload leaves ``live`` when it ends."""
         self._key = key
         self._tree = tree
         self._written = written
@@ -42,10 +41,7 @@ class FsspecUpload(Upload):
         self._target = tree.path(key)
         self._folder, _, name = self._target.rpartition("/")
         self._staged = tree.kind.appears != "closed"
-        if self._staged:
-            self._path = f"{self._folder}/{temporary_name(name)}"
-        else:
-            self._path = self._target
+        self._path = f"{self._folder}/{temporary_name(name)}" if self._staged else self._target
         self._position = 0
         self._file: Any = None
 

@@ -73,22 +73,9 @@ def offered(address: str) -> list[str]:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CHECK_S) as connection:
             connection.sendall(_PREAMBLE + len(message).to_bytes(4, "big") + message)
-            answer = _answer(connection)
+            with connection.makefile("rb") as stream:
+                nbytes = int.from_bytes(stream.read(4), "big")
+                answer = stream.read(min(nbytes, _ANSWER_NBYTES_MAX))
     except (OSError, ValueError):
         return []
     return [method for method in _METHODS if bytes([0x0A, len(method)]) + method.encode() in answer]
-
-
-def _answer(connection: socket.socket) -> bytes:
-    nbytes = min(int.from_bytes(_exactly(connection, 4), "big"), _ANSWER_NBYTES_MAX)
-    return _exactly(connection, nbytes)
-
-
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
-    found = b""
-    while len(found) < nbytes:
-        piece = connection.recv(nbytes - len(found))
-        if not piece:
-            raise OSError("the name node hung up")
-        found += piece
-    return found

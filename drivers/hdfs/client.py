@@ -83,8 +83,7 @@ class Client:
                 f"hdfs-native rejects the configuration: {error}",
                 uri=uri,
                 advice="Name a host and port, or a name service that HADOOP_CONF_DIR or "
-                "?namenodes= defines. "
-                "A mount table of ViewFS needs a linkFallback.",
+                "?namenodes= defines. A mount table of ViewFS needs a linkFallback.",
             ) from error
 
     @property
@@ -99,8 +98,7 @@ class Client:
         self._inner = None
 
     async def call(self, doing: str, key: str, function: Callable[[Call], T]) -> T:
-        """Run ``function`` in a thread and return its result. Raises a StorageError:
-        StorageDownError at the deadline."""
+        """Run ``function`` in a thread. Raises a StorageError: StorageDownError at the deadline."""
         try:
             async with self._gate:
                 began_s = time.monotonic()
@@ -114,10 +112,8 @@ class Client:
                 f"{doing}: no answer for {self.timeout_s:g} s",
                 uri=self.uri,
                 key=key,
-                advice=(
-                    "Are name node and DataNodes up, and can this host reach them? ?timeout= "
-                    "allows more."
-                ),
+                advice="Are name node and DataNodes up, and can this host reach them? ?timeout= "
+                "allows more.",
             ) from error
         except Exception as error:
             raise storage_error(error, doing, self.uri, key) from error
@@ -144,37 +140,28 @@ class Client:
         return await self.call(doing, key, lambda call: inner.get_file_info(path))
 
     async def rename(self, source: str, target: str, key: str, *, overwrite: bool) -> None:
-        """Rename atomically on the name node. Raises ExistsError if ``target`` exists and
-        ``overwrite`` is false."""
+        """Rename atomically. Raises ExistsError if ``target`` exists, unless ``overwrite``."""
         inner = self.inner
         await self.call("rename", key, lambda call: inner.rename(source, target, overwrite))
 
     async def delete(self, path: str, key: str, *, recursive: bool = False) -> None:
-        """Delete a file, an empty folder, or with ``recursive`` a whole tree. A missing path is not
-        an error."""
+        """Delete a file, an empty folder, or a whole tree. It may be missing."""
         inner = self.inner
-        try:
+        with suppress(NotFoundError):
             await self.call("delete", key, lambda call: inner.delete(path, recursive))
-        except NotFoundError:
-            return
 
     async def entries(self, path: str, key: str) -> AsyncIterator[hdfs_native.FileStatus]:
-        """Yield the entries of a folder, or a file itself; nothing if the path does not exist (any
-        more)."""
+        """Yield the entries of a folder, or a file itself; nothing for a missing path."""
         listing = self.inner.list_status(path, False)
         while True:
             try:
-                batch = await self.call("list", key, lambda call: _batch(listing))
+                batch = await self.call("list", key, lambda call: list(islice(listing, LISTING)))
             except NotFoundError:
                 return
             for status in batch:
                 yield status
             if len(batch) < LISTING:
                 return
-
-
-def _batch(listing: Iterator[hdfs_native.FileStatus]) -> list[hdfs_native.FileStatus]:
-    return list(islice(listing, LISTING))
 
 
 def _timeouts(timeout_s: float) -> dict[str, str]:
@@ -206,8 +193,7 @@ def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
 
 
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
-    """Return ``nbytes`` of a file from ``start`` in pieces of about 64 KiB: the fastest way, with
-    the fewest copies."""
+    """Return a range of a file in pieces of about 64 KiB, the fastest way."""
     if nbytes:
         return reader.read_range_stream(start, nbytes)
     return iter(())

@@ -39,10 +39,7 @@ def site(conf_dir: str | None) -> dict[str, str]:
     folder = conf_dir or os.environ.get("HADOOP_CONF_DIR") or (home and f"{home}/etc/hadoop")
     found: dict[str, str] = {}
     for name in ("core-site.xml", "hdfs-site.xml"):
-        if folder:
-            file = Path(folder, name)
-        else:
-            file = None
+        file = Path(folder, name) if folder else None
         if file is not None and file.is_file():
             for entry in ElementTree.parse(file).iter("property"):
                 key = entry.findtext("name")
@@ -53,8 +50,7 @@ def site(conf_dir: str | None) -> dict[str, str]:
 
 
 def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
-    """Return properties that define the name service ``name`` with these name nodes, each
-    ``host:port``."""
+    """Return properties that define a name service of these name nodes (``host:port``)."""
     ids = [f"nn{n}" for n in range(len(namenodes))]
     addresses = {
         f"{_RPC_ADDRESS}.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)
@@ -116,23 +112,19 @@ def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
     """Return the HTTP addresses (``http://host:port``) of the name nodes of ``authority``: as
     configured, else at Hadoop's default port."""
     secure = properties.get("dfs.http.policy", "HTTP_ONLY") == "HTTPS_ONLY"
-    if secure:
-        scheme = "https"
-    else:
-        scheme = "http"
+    scheme = "https" if secure else "http"
     found = []
     for suffix in _suffixes(authority, properties):
         rpc = properties.get(_RPC_ADDRESS + suffix, authority)
         host, _, port = rpc.rpartition(":")
         host = host or rpc
-        if port == _ROUTER_PORT:
-            ports = _ROUTER_WEB_PORTS
-        else:
-            ports = _WEB_PORTS
+        ports = _ROUTER_WEB_PORTS if port == _ROUTER_PORT else _WEB_PORTS
         configured = properties.get(
             f"dfs.namenode.{scheme}-address{suffix}", f"{host}:{ports[scheme]}"
         )
-        found.append(f"{scheme}://{_reachable(configured, host)}")
+        if configured.startswith("0.0.0.0:"):  # where it listens, not where it is
+            configured = configured.replace("0.0.0.0", host, 1)
+        found.append(f"{scheme}://{configured}")
     return found
 
 
@@ -156,10 +148,3 @@ def _suffixes(authority: str, properties: Mapping[str, str]) -> list[str]:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _reachable(address: str, host: str) -> str:
-    """Replace the listening address ``0.0.0.0`` with the server's host."""
-    if address.startswith("0.0.0.0:"):
-        return address.replace("0.0.0.0", host, 1)
-    return address

@@ -44,21 +44,16 @@ from ..schemes import check_installed
 from ..uri import Uri, root_key
 from .client import Client, pieces, whole_reader
 from .config import Served, name_service, rpc_addresses, served, site, web_addresses
-from .names import Names
+from .names import Names, belongs_to, is_temporary
 from .tokens import VARIABLE, Token, service_address, token_of, tokens, url_form
 from .uploads import FileOptions, HdfsUpload
 from .webhdfs import WebHdfs
 
 if TYPE_CHECKING:
     import hdfs_native
-from typing import TYPE_CHECKING
-
-from .names import belongs_to, is_temporary
-
-if TYPE_CHECKING:
     from hdfs_native import FileStatus
 
-__all__ = ["HdfsDriver", "sweep", "walk"]
+__all__ = ["HdfsDriver"]
 
 QUIET_S = 3600.0
 """Age without changes after which a temporary file is swept. Live uploads touch their files more
@@ -82,10 +77,8 @@ class HdfsDriver(Driver):
         "webhdfs": Option(
             str,
             "auto",
-            (
-                "server that joins them: auto, http://host:port, or off (large objects then use "
-                "one stream)"
-            ),
+            "server that joins them: auto, http://host:port, or off (large objects then use one "
+            "stream)",
         ),
         "timeout": Option(duration(0.1, 3600), 60.0, "time limit of an operation without progress"),
         "block_size": Option(
@@ -104,28 +97,20 @@ class HdfsDriver(Driver):
     }
 
     deviations: ClassVar[Mapping[str, str]] = {
-        "nothing_outlives_close": "hdfs-native keeps idle connections to DataNodes, and the "
-        "client that they "
-        "belong to, until the process reads again, three seconds or more later"
+        "nothing_outlives_close": "hdfs-native keeps idle connections to DataNodes, and the client "
+        "that they belong to, until the process reads again, three seconds or more later"
     }
 
     def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
-        """Take a value for each of OPTIONS. Raises UriError if they do not identify a file
-        system."""
+        """Take a value for each of OPTIONS. Raises UriError for an unknown file system."""
         self.uri = uri
         namenodes = [address for address in options["namenodes"].split(",") if address]
-        if namenodes:
-            config = name_service(authority, namenodes)
-        else:
-            config = {}
+        config = name_service(authority, namenodes) if namenodes else {}
         properties = _properties(config, options, uri)
         found = _tokens(uri)
         authority = service_address(authority, found)
         place = served(authority, root, properties)
-        if place:
-            token = token_of(place.authority, found)
-        else:
-            token = None
+        token = token_of(place.authority, found) if place else None
         self._webhdfs = _webhdfs(place, root, properties, options, token)
         self.traits = Traits(
             part_nbytes=16 << 20,
@@ -155,8 +140,7 @@ class HdfsDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> HdfsDriver:
-        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
-        value."""
+        """Return the driver for ``uri``. Raises UriError for a wrong option."""
         authority, _, path = uri.location.partition("/")
         if "@" in authority:
             raise UriError(
@@ -196,8 +180,7 @@ class HdfsDriver(Driver):
             await self._read(key, read)
 
     async def _read(self, key: str, read: Callable[[Call, _Arriving], None]) -> None:
-        """Run ``read`` in a thread. If the object is replaced, its blocks vanish during the read,
-        so it is retried."""
+        """Run ``read`` in a thread, again if blocks vanish because the object is replaced."""
         path = self._names.path(key)
         inner = self._client.inner
 
@@ -217,8 +200,7 @@ class HdfsDriver(Driver):
     def _arriving(
         self, inner: hdfs_native.Client, path: str, key: str, start: int, nbytes: int
     ) -> Iterator[bytes]:
-        """Yield a range of a file in pieces from the library. Blocks. Raises if the range is
-        incomplete."""
+        """Yield a range of a file in pieces. Blocks. Raises if the range is incomplete."""
         reader = whole_reader(inner, path, start + nbytes)
         if start + nbytes > len(reader):  # the library would panic
             message = f"object ends at byte {len(reader)}, before {start + nbytes}"
@@ -256,8 +238,7 @@ class HdfsDriver(Driver):
         return await self._client.call("get", key, get)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. The rename decides. An exclusive put first checks the key, to
-        avoid writing a file in vain."""
+        """See :meth:`Driver.put`. The rename decides, but an exclusive put first checks the key."""
         if exclusive:
             await self._check_free(key)
         upload = await self._begin(key, self._names.path(key), [(0, len(data))])
@@ -281,30 +262,21 @@ class HdfsDriver(Driver):
         return ObjectInfo(key, status.length, status.modification_time / 1000)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for status in walk(self._client, self._names.folder(prefix), prefix):
-            if status.isdir:
-                key = None
-            else:
-                key = self._names.key(status.path)
+        async for status in _walk(self._client, self._names.folder(prefix), prefix):
+            key = None if status.isdir else self._names.key(status.path)
             if key is not None:
                 yield ObjectInfo(key, status.length, status.modification_time / 1000)
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Driver.delete`. Also removes an empty folder of this name, which is not an
-        object."""
-        try:
-            await self._client.delete(self._names.path(key), key)
-        except StorageError as error:
-            if "PathIsNotEmptyDirectoryException" not in str(error.__cause__):
-                raise
+        """See :meth:`Driver.delete`. Also removes an empty folder of this name."""
+        await _removed(self._client, self._names.path(key), key)
 
     async def delete_all(self, prefix: str) -> None:
         await self._client.delete(self._names.path(prefix), prefix, recursive=True)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. Files without changes for an hour are dead, because live
-        uploads touch theirs."""
-        await sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
+        """See :meth:`Driver.sweep`. Live uploads touch their files within the hour."""
+        await _sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Abandoned
@@ -348,8 +320,7 @@ def _tokens(uri: str) -> list[Token]:
 
 
 def _authentication(properties: Mapping[str, str], token: Token | None) -> str:
-    """Return ``hadoop.security.authentication``, or ``token`` if that is ``kerberos`` and there is
-    a token for this file system."""
+    """Return the configured authentication; ``token`` where a token stands for Kerberos."""
     configured = properties.get("hadoop.security.authentication", "simple").lower()
     if token and configured == "kerberos":
         return "token"
@@ -363,8 +334,7 @@ def _webhdfs(
     options: Mapping[str, Any],
     token: Token | None,
 ) -> WebHdfs | None:
-    """Return the client that joins the parts of uploads below ``root``; None if it is switched off,
-    or no name node's address is known."""
+    """Return the client that joins parts below ``root``; None if switched off or unknown."""
     given: str = options["webhdfs"]
     if given == "off":
         return None
@@ -374,18 +344,14 @@ def _webhdfs(
         addresses = web_addresses(place.authority, properties)
     else:
         return None
-    if place:
-        moved = (root.rstrip("/"), place.root.rstrip("/"))
-    else:
-        moved = ("", "")
+    moved = (root.rstrip("/"), place.root.rstrip("/")) if place else ("", "")
     return WebHdfs(
         addresses, options["timeout"], moved=moved, delegation=url_form(token) if token else None
     )
 
 
-async def walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
-    """Yield every file and folder below ``top``, or ``top`` itself if it is a file. Omits entries
-    that vanish meanwhile."""
+async def _walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
+    """Yield every file and folder below ``top`` that exists, or ``top`` itself if it is a file."""
     folders = [top]
     while folders:
         async for status in client.entries(folders.pop(), key):
@@ -394,7 +360,7 @@ async def walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
             yield status
 
 
-async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
+async def _sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
     """Remove temporary files of dead uploads to ``path`` and below it, and folders that are then
     empty.
 
@@ -405,7 +371,7 @@ async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
     above, _, name = path.rpartition("/")
     beside = [status async for status in client.entries(above or "/", key)]
     if any(s.path == path for s in beside):
-        below = [status async for status in walk(client, path, key)]
+        below = [status async for status in _walk(client, path, key)]
     else:
         below = []
     newest_ms = max((status.modification_time for status in beside + below), default=0)
@@ -433,6 +399,7 @@ async def sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
 
 
 async def _removed(client: Client, folder: str, key: str) -> bool:
+    """Delete a file or an empty folder; return False for a folder that is not empty."""
     try:
         await client.delete(folder, key)
         return True

@@ -24,8 +24,7 @@ _OF_MECHANISM = 2
 
 
 class NoTicket(Exception):
-    """No token is available: the library is missing, or there is no valid ticket. The message says
-    which."""
+    """The library is missing, or there is no valid ticket; the message says which."""
 
 
 class _Buffer(ctypes.Structure):
@@ -117,9 +116,6 @@ def _message(gss: Any, major: int, minor: int) -> str:
 
 
 def _taken(gss: Any, buffer: _Buffer) -> bytes:
-    if buffer.value:
-        content = ctypes.string_at(buffer.value, buffer.length)
-    else:
-        content = b""
+    content = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
     gss.gss_release_buffer(ctypes.byref(ctypes.c_uint32()), ctypes.byref(buffer))
     return content

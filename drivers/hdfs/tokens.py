@@ -29,8 +29,7 @@ _HIGH_AVAILABILITY = "ha-hdfs:"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token for one ``service``: ``address:port`` of a name node, or ``ha-hdfs:name`` of a name
-    service."""
+    """A token for an ``address:port`` or for ``ha-hdfs:nameservice``."""
 
     identifier: bytes
     password: bytes = field(repr=False)
@@ -39,8 +38,7 @@ class Token:
 
 
 def tokens() -> list[Token]:
-    """Return the HDFS tokens named by the environment. Raises OSError, and ValueError if the file
-    is not a token file."""
+    """Return the HDFS tokens named by the environment. Raises OSError and ValueError."""
     location = os.environ.get(VARIABLE)
     if not location:
         return []
@@ -54,8 +52,7 @@ def token_of(authority: str, found: Sequence[Token]) -> Token | None:
 
 
 def service_address(authority: str, found: Sequence[Token]) -> str:
-    """Return ``authority`` as the tokens spell it, mostly with the host's IP address; unchanged if
-    no token matches."""
+    """Return ``authority`` as a token spells it, mostly with an IP address."""
     host, _, port = authority.rpartition(":")
     if not host or not found or token_of(authority, found) is not None:
         return authority
@@ -70,8 +67,7 @@ def service_address(authority: str, found: Sequence[Token]) -> str:
 
 
 def url_form(token: Token) -> str:
-    """Encode a token for a WebHDFS request. Kind and service are left empty: the server knows
-    them."""
+    """Encode a token for a WebHDFS request, without kind and service."""
     content = b"".join(_counted(part) for part in (token.identifier, token.password, b"", b""))
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
@@ -100,8 +96,7 @@ class _Reader:
         return self._content[self._at - nbytes : self._at]
 
     def writable(self) -> int:
-        """Read a number in the format of Hadoop's WritableUtils.writeVLong. Raises ValueError for
-        negative ones: lengths never are."""
+        """Read a number as Hadoop's WritableUtils does. Raises ValueError for a negative one."""
         first = int.from_bytes(self.take(1), signed=True)
         if first >= -112:
             return first
@@ -119,8 +114,7 @@ class _Reader:
         raise ValueError("the token file contains a number without end")
 
     def fields(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and content of each field of a protobuf message. Token messages only have
-        length-delimited fields."""
+        """Yield number and content of each field of a protobuf message."""
         while self.more:
             tag = self.varint()
             if tag & 7 != 2:

@@ -79,8 +79,7 @@ class _File:
         """True if the name node has answered the request to create the file."""
 
     async def write(self, start: int, data: Buffer) -> None:
-        """Append ``data`` once everything before ``start`` is written; those writes have already
-        started."""
+        """Append ``data`` after everything before ``start``, which must be under way."""
         if self._at != start:
             turn = self._turns[start] = asyncio.get_running_loop().create_future()
             await turn
@@ -118,8 +117,7 @@ class _File:
         self._writer = None
 
     def spoil(self, error: BaseException) -> None:
-        """Make every further call fail, and release connections and lease. The file's length is
-        then unknown and irrelevant."""
+        """Make every further call fail, and release connections and lease."""
         self._broken = self._broken or error
         self._writer = None
         for turn in self._turns.values():
@@ -137,8 +135,16 @@ class _File:
         return self._writer
 
     def _create(self, call: Call, *, inner: hdfs_native.Client) -> RawFileWriter:
+        from hdfs_native import WriteOptions
+
+        options = WriteOptions(
+            block_size=self._options.block_nbytes,
+            replication=self._options.replication,
+            overwrite=False,
+            create_parent=True,
+        )
         try:
-            writer = creating(inner, self.path, write_options(self._options))
+            writer = creating(inner, self.path, options)
         finally:
             self.answered = True
         try:
@@ -155,18 +161,6 @@ class _File:
             ) from self._broken
 
 
-def write_options(options: FileOptions) -> hdfs_native.WriteOptions:
-    """Return options for a file that must not exist yet."""
-    from hdfs_native import WriteOptions
-
-    return WriteOptions(
-        block_size=options.block_nbytes,
-        replication=options.replication,
-        overwrite=False,
-        create_parent=True,
-    )
-
-
 def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
     for start in range(0, len(data), PIECE_NBYTES):
         with call:
@@ -175,8 +169,7 @@ def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
 
 
 class HdfsUpload(Upload):
-    """An upload in segments. Segments may be written concurrently; within each, writes are
-    ascending."""
+    """An upload in concurrent segments. Within each, writes are ascending."""
 
     def __init__(
         self,
@@ -188,8 +181,7 @@ class HdfsUpload(Upload):
         options: FileOptions,
         on_over: Callable[[HdfsUpload], None],
     ) -> None:
-        """Take (start, stop) of each segment as ``cuts``. ``on_over`` is called when nothing is
-        left to drop."""
+        """Take (start, stop) of each segment. ``on_over`` is called when all is dropped."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
         self._client = client
@@ -212,8 +204,7 @@ class HdfsUpload(Upload):
         await self._files[0].opened()
 
     async def write(self, start: int, data: Buffer) -> None:
-        """See :meth:`Upload.write`. Raises StorageError for bytes that are not next in their
-        segment."""
+        """See :meth:`Upload.write`. Raises StorageError for bytes out of order."""
         self._check_open()
         self._written.check(start, len(data))
         # Assign offsets before the first await, so that writes keep their order.
@@ -338,8 +329,7 @@ class HdfsUpload(Upload):
                 raise
 
     async def _renamed(self, path: str, ours: hdfs_native.FileStatus) -> bool:
-        """Return whether the file formerly at ``path``, with status ``ours``, now has the key. A
-        rename keeps time and length."""
+        """Return whether the file once at ``path`` has the key: renames keep time and length."""
         with contextlib.suppress(StorageError):
             await self._client.status(path, self._key, "commit")
             return False
@@ -349,8 +339,7 @@ class HdfsUpload(Upload):
         return False
 
     async def _touch(self) -> None:
-        """Touch the files to mark the upload as live: the name node does not update their times
-        while they grow."""
+        """Touch the files now and then: the name node does not, while they grow."""
         now_s = time.monotonic()
         if now_s - self._touched_s < TOUCH_S:
             return

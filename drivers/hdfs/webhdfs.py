@@ -100,8 +100,7 @@ class WebHdfs:
         return self._post(address, path, {"Authorization": f"Negotiate {token}"})
 
     def _post(self, address: str, path: str, headers: Mapping[str, str]) -> _Answer:
-        """Send one POST request. Does not follow redirects. Blocks. Raises OSError, HTTPException
-        for a response that is not HTTP, and ValueError for an invalid address."""
+        """Send one POST request without following redirects. Blocks."""
         parts = urlsplit(address)
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -136,8 +135,7 @@ class _Answer:
 
     @property
     def reason(self) -> str:
-        """The body if WebHDFS explains itself in JSON, else the status phrase; HTML pages are
-        skipped."""
+        """The body if WebHDFS explains itself in JSON, else the status phrase."""
         if self.body and not self.body.startswith("<"):
             return self.body[:_REASON_MAX]
         return self.phrase

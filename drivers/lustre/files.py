@@ -39,8 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """Properties of a whole file system: the number of OSTs, and the layout of folders without
-    their own."""
+    """The number of OSTs of a file system, and the layout of folders without their own."""
 
     ost_count: int
     default: Layout = Layout()
@@ -75,12 +74,8 @@ class Striper:
         self._logged: set[str] = set()
 
     def create(self, folder: int, name: str, nbytes: int) -> int:
-        """Create a file, as a :data:`CreateFile`. Raises OSError; raises StorageError if a
-        requested layout is refused."""
-        if nbytes >= STRIPED_MIN_NBYTES:
-            wanted = self._wanted(folder, nbytes)
-        else:
-            wanted = None
+        """Create a file. Raises OSError, and StorageError for a refused layout."""
+        wanted = self._wanted(folder, nbytes) if nbytes >= STRIPED_MIN_NBYTES else None
         if wanted is None:
             return create_file(folder, name, nbytes)
         fd = os.open(name, _CREATE, 0o666, dir_fd=folder)
@@ -134,10 +129,7 @@ class Striper:
         """Compare layouts, because Lustre silently ignores one that is set too late."""
         if found is None:
             return  # already reported by _set, or unreadable
-        if wanted.stripe_count == ALL_OSTS:
-            count = found.stripe_count
-        else:
-            count = wanted.stripe_count
+        count = found.stripe_count if wanted.stripe_count == ALL_OSTS else wanted.stripe_count
         if found != dataclasses.replace(wanted, stripe_count=count):
             self._warn_once(
                 f"a file has {found}, not {wanted}: it was ignored, or there are not that "
@@ -154,8 +146,7 @@ class Striper:
 
 
 def layout_of(fd: int) -> Layout | None:
-    """Return the layout of a file or the default of a folder; None if it has none or cannot be
-    read."""
+    """Return the layout of a file or the default of a folder; None if unknown."""
     try:
         return decode(os.getxattr(fd, _LOV))
     except OSError as error:
@@ -165,8 +156,7 @@ def layout_of(fd: int) -> Layout | None:
 
 
 def facts_of(path: str, ost_count: int | None = None) -> Facts:
-    """Return the facts of the file system that holds ``path``. With ``ost_count``, does not count
-    targets."""
+    """Return the facts of the file system that holds ``path``."""
     fd = os.open(mount_of(path).point or "/", os.O_RDONLY | os.O_DIRECTORY)
     try:
         default = layout_of(fd) or Layout()
@@ -176,8 +166,7 @@ def facts_of(path: str, ost_count: int | None = None) -> Facts:
 
 
 def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
-    """Return the number of OSTs of the file system that holds ``path``: from the kernel, else `lfs
-    df`, else a guess."""
+    """Return the number of OSTs: from the kernel, else from ``lfs df``, else a guess."""
     fs_name = mount_of(path).source.rpartition("/")[2]
     for folder in parameters:
         for file in folder.glob(f"lov/{fs_name or '*'}-clilov-*/activeobd"):
@@ -188,10 +177,7 @@ def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
 
 
 def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
-    if wanted.pool:
-        pool = ["--pool", wanted.pool]
-    else:
-        pool = []
+    pool = ["--pool", wanted.pool] if wanted.pool else []
     count = str(wanted.stripe_count)
     size = str(wanted.stripe_nbytes)
     path = f"/proc/{os.getpid()}/fd/{folder}/{name}"

@@ -66,35 +66,25 @@ class Layout:
             count = str(self.stripe_count)
         else:
             count = "the default number of"
-        if self.stripe_nbytes:
-            size = f"{self.stripe_nbytes >> 10:,} KiB"
-        else:
-            size = "the default size"
+        size = f"{self.stripe_nbytes >> 10:,} KiB" if self.stripe_nbytes else "the default size"
         return f"{count} stripes of {size}" + (f" in pool {self.pool}" if self.pool else "")
 
 
 def encode(layout: Layout) -> bytes:
     """Encode ``layout``, which is not composite, as a value of ``lustre.lov``."""
-    if layout.pool:
-        magic = _MAGIC_V3
-    else:
-        magic = _MAGIC_V1
+    magic = _MAGIC_V3 if layout.pool else _MAGIC_V1
     head = _V1.pack(magic, 0, 0, 0, layout.stripe_nbytes, layout.stripe_count & 0xFFFF, _ANY_OST)
     return head + (layout.pool.encode().ljust(_POOL_NBYTES, b"\0") if layout.pool else b"")
 
 
 def decode(value: bytes) -> Layout:
-    """Decode a value of ``lustre.lov``. Anything other than version 1 or 3 is composite, or newer
-    than this code."""
+    """Decode a value of ``lustre.lov``. Newer versions count as composite."""
     if len(value) < _V1.size:
         return Layout(composite=True)
     magic, _, _, _, stripe_nbytes, count, _ = _V1.unpack_from(value)
     if magic not in (_MAGIC_V1, _MAGIC_V3):
         return Layout(composite=True)
-    if magic == _MAGIC_V3:
-        name = value[_V1.size : _V1.size + _POOL_NBYTES]
-    else:
-        name = b""
+    name = value[_V1.size : _V1.size + _POOL_NBYTES] if magic == _MAGIC_V3 else b""
     pool = name.partition(b"\0")[0].decode("ascii", "replace")
     return Layout(ALL_OSTS if count == 0xFFFF else count, stripe_nbytes, pool)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ...core.forks.renewal import new_lock
@@ -29,28 +28,22 @@ def made_without(
     then restored; Python's ``os.environ`` is not changed. Usually none is set and nothing happens.
     Only list variables that nothing but obstore reads.
     """
-    with _hidden({name.upper() for name in variables}):
-        return make(*args, **kwargs)
-
-
-@contextmanager
-def _hidden(names: Collection[str]) -> Iterator[None]:
+    hidden = {name.upper() for name in variables}
     with _hiding:
         found = {
-            name: os.environ.get(name, "") for name in list(os.environ) if name.upper() in names
+            name: os.environ.get(name, "") for name in list(os.environ) if name.upper() in hidden
         }
         for name in found:
             os.unsetenv(name)
         try:
-            yield
+            return make(*args, **kwargs)
         finally:
             for name, value in found.items():
                 os.putenv(name, value)
 
 
 class Connections:
-    """Connects with ``connect``, which blocks, in a thread. Nothing else references the stores, so
-    dropping them closes their sockets."""
+    """Connects stores in a thread. Dropping the stores closes their sockets."""
 
     def __init__(self, uri: str, connect: Callable[[Requests], Any], threads: Threads) -> None:
         """Take ``uri``, redacted, for messages."""
@@ -62,8 +55,7 @@ class Connections:
         self._closed = False
 
     async def open(self, requests: Requests) -> None:
-        """Connect the store for this kind of request if needed. Raises StorageError and
-        UriError."""
+        """Connect the store for this kind of request if needed."""
         runtime.use(self._uri)
         async with self._connecting:
             self.check_open()
@@ -74,8 +66,7 @@ class Connections:
                 self._stores[requests] = store
 
     def ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore with the store for this kind of request, which must be
-        open."""
+        """Call a function of obstore with the open store for this kind of request."""
         import obstore
 
         self.check_open()

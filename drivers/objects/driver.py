@@ -130,8 +130,7 @@ class ObjectDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid value,
-        and if obstore is not installed."""
+        """Return the driver for ``uri``. Raises UriError, also without obstore."""
         values = option_values(cls.OPTIONS, uri)
         check_installed(uri.scheme, uri.redacted)
         return cls(uri, values)
@@ -147,8 +146,7 @@ class ObjectDriver(Driver):
 
     @abstractmethod
     def _connect(self, requests: Requests) -> Any:
-        """Return an obstore store of the bucket for one kind of request. Blocks. Raises
-        StorageError, UriError, and obstore's errors."""
+        """Return an obstore store of the bucket for one kind of request. Blocks."""
 
     @property
     def _ca(self) -> str:
@@ -166,8 +164,7 @@ class ObjectDriver(Driver):
         return {"client_options": options, "retry_config": self._settings.retry(requests)}
 
     def _disconnect(self) -> None:
-        """Release everything else that :meth:`_connect` opened. Does not block; safe to call
-        twice."""
+        """Release everything else that :meth:`_connect` opened. Does not block."""
 
     async def _drop_unfinished(
         self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
@@ -199,8 +196,7 @@ class ObjectDriver(Driver):
         return data
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`. One request, whose response is passed on by a thread as
-        it arrives, so that no more than a piece of it is in memory."""
+        """See :meth:`Driver.read_pieces`. A thread passes on one response as it arrives."""
         path = self._path(key)
         self._check_start(key, start)
         if not nbytes or start > _NBYTES_MAX:
@@ -232,8 +228,7 @@ class ObjectDriver(Driver):
 
     @contextlib.asynccontextmanager
     async def _reaching(self, key: str, stop: int) -> AsyncIterator[None]:
-        """If the body fails, raise DamagedError if the object ends before ``stop``: stores reject
-        ranges beyond the end."""
+        """Raise DamagedError if the body fails for an object that ends before ``stop``."""
         try:
             yield
         except StorageError as error:
@@ -304,7 +299,9 @@ class ObjectDriver(Driver):
         path = self._path(key)
         conditional = self._settings.conditional
         if exclusive and not conditional:
-            await self._look(key)
+            with contextlib.suppress(NotFoundError):
+                await self.stat(key)
+                raise ExistsError("the object already exists", uri=self.uri, key=key)
         if exclusive and conditional:
             mode = "create"
             requests = Requests.ONCE
@@ -322,11 +319,6 @@ class ObjectDriver(Driver):
         except NotFoundError as error:  # only the bucket can be missing
             raise missing_container(self.uri, key) from error
         self._container_seen = True
-
-    async def _look(self, key: str) -> None:
-        with contextlib.suppress(NotFoundError):
-            await self.stat(key)
-            raise ExistsError("the object already exists", uri=self.uri, key=key)
 
     async def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -363,10 +355,7 @@ class ObjectDriver(Driver):
         raise no_store(self.uri, key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        if prefix:
-            path = self._path(prefix)
-        else:
-            path = self._root
+        path = self._path(prefix) if prefix else self._root
         if prefix:
             # One after the other: concurrent requests that are cancelled leave connections open.
             with contextlib.suppress(NotFoundError):
@@ -386,18 +375,15 @@ class ObjectDriver(Driver):
                     self._key(found["path"]), found["size"], found["last_modified"].timestamp()
                 )
             if in_vain == _REPEATED:
-                raise self._endless(prefix)
+                raise StorageError(
+                    f"the listing does not end: it only repeats {_REPEATED * _LISTED} objects",
+                    uri=self.uri,
+                    key=prefix or None,
+                    advice="Does the store, or a gateway before it, honour continuation tokens?",
+                )
         if not shown:
             await self._check_store(prefix)
         self._container_seen = True
-
-    def _endless(self, prefix: str) -> StorageError:
-        return StorageError(
-            f"the listing does not end: its last {_REPEATED * _LISTED} objects were repeats",
-            uri=self.uri,
-            key=prefix or None,
-            advice="Does the store, or a gateway before it, honour continuation tokens?",
-        )
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
@@ -405,8 +391,7 @@ class ObjectDriver(Driver):
             await to_the_end(self._call("delete", key, "delete_async", path))
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Deletes in bulk if the store can, including live
-        unfinished uploads below the prefix."""
+        """See :meth:`Driver.delete_all`. Also drops live unfinished uploads."""
         path = self._path(prefix)
         keys = [info.key async for info in self.list(prefix)]
         lanes = self._settings.concurrency
@@ -435,17 +420,12 @@ class ObjectDriver(Driver):
                 refusal = error
         try:
             await to_the_end(self._call("delete", prefix, "delete_async", paths))
-        except (
-            NotFoundError
-        ):  # another process is deleting too, and the store rejects missing keys: delete one by one
+        except NotFoundError:
+            # Another process is deleting too, and the store rejects missing keys.
             for key in keys:
                 await self.delete(key)
-        if refusal is not None and not isinstance(refusal, NotFoundError):
-            self._remember_refusal(refusal)
-
-    def _remember_refusal(self, refusal: StorageError) -> None:
-        """Stop sending bulk deletes to this store in this process: it rejected one, but deleting
-        one by one worked."""
+        if refusal is None or isinstance(refusal, NotFoundError):
+            return
         if self._container not in KNOWN.no_bulk_delete:
             KNOWN.no_bulk_delete.add(self._container)
             _log.warning(
@@ -456,8 +436,7 @@ class ObjectDriver(Driver):
             )
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. An unfinished upload without activity for an hour, by the
-        store's clock, counts as dead."""
+        """See :meth:`Driver.sweep`. An upload that rests for an hour is dead."""
         path = self._path(prefix)
         await self._drop_unfinished(
             path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf")
@@ -474,8 +453,7 @@ class ObjectDriver(Driver):
         await self._threads.close(CLOSE_TIMEOUT_S)
 
     def _path(self, key: str) -> str:
-        """Return the object's name in the bucket. Raises UriError for an unsafe key, and
-        StorageError after close()."""
+        """Return the object's name in the bucket. Raises UriError for an unsafe key."""
         check_key(key, uri=self.uri)
         self._connections.check_open()
         try:
@@ -504,8 +482,7 @@ class ObjectDriver(Driver):
         return await self._timed(doing, key, work)
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:
-        """Await ``work`` of obstore within the time limit and return its result. Raises
-        StorageError."""
+        """Await ``work`` of obstore within the time limit. Raises StorageError."""
         limit_s = self._settings.limit_s
         with failures(doing, self.uri, key):
             try:

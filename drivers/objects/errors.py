@@ -4,8 +4,8 @@ removed."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ...errors import (
@@ -111,40 +111,46 @@ _TOO_SLOW = (
 )
 
 
-@contextmanager
-def failures(doing: str, uri: str, key: str) -> Iterator[None]:
+def failures(doing: str, uri: str, key: str) -> AbstractContextManager[None]:
     """Translate obstore's errors in the body into Holdfast's. ``doing`` starts the message, for
     example "read". Holdfast's own errors, and those of other libraries, pass unchanged."""
-    from obstore.exceptions import BaseError
+    return _translating(lambda error: translated(error, doing, uri, key), doing, uri, key)
 
-    try:
-        yield
-    except HoldfastError:
-        raise
-    except (BaseError, OSError, NotImplementedError, ValueError) as error:
-        raise translated(error, doing, uri, key) from _clean(error)
-    except BaseException as error:
-        if is_panic(error):
-            raise _panicked(error, doing, uri, key) from error
-        raise
+
+def connecting(uri: str) -> AbstractContextManager[None]:
+    """Translate obstore's errors in a body that creates a client without sending requests:
+    AccessError if it concerns credentials, else UriError."""
+    return _translating(lambda error: _unusable(error, uri), "connecting", uri, None, (TypeError,))
 
 
 @contextmanager
-def connecting(uri: str) -> Iterator[None]:
-    """Translate obstore's errors in a body that creates a client without sending requests:
-    AccessError if it concerns credentials, else UriError. Holdfast's own errors pass unchanged."""
+def _translating(
+    translate: Callable[[BaseException], HoldfastError],
+    doing: str,
+    uri: str,
+    key: str | None,
+    more: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
     from obstore.exceptions import BaseError
 
+    known: tuple[type[Exception], ...] = (BaseError, OSError, NotImplementedError, ValueError)
     try:
         yield
     except HoldfastError:
         raise
-    except (BaseError, OSError, NotImplementedError, ValueError, TypeError) as error:
-        raise _unusable(error, uri) from _clean(error)
+    except known + more as error:
+        raise translate(error) from _clean(error)
     except BaseException as error:
-        if is_panic(error):
-            raise _panicked(error, "connecting", uri, None) from error
-        raise
+        if not is_panic(error):
+            raise
+        # Mostly caused by a name that forms no valid URL.
+        reason = " ".join(_QUERY.sub(r"\1?…", str(error)).split())[:200]
+        raise StorageError(
+            f"{doing} failed: the store's client panicked: {reason}",
+            uri=uri,
+            key=key,
+            advice="Are the names of the bucket and the endpoint valid in a URL?",
+        ) from error
 
 
 def _unusable(error: BaseException, uri: str) -> HoldfastError:
@@ -164,18 +170,6 @@ def _unusable(error: BaseException, uri: str) -> HoldfastError:
     return UriError(f"the store's client cannot be set up: {reason}", uri=uri, advice=advice)
 
 
-def _panicked(error: BaseException, doing: str, uri: str, key: str | None) -> StorageError:
-    """Return the error for a panic of the client, mostly caused by a name that forms no valid
-    URL."""
-    reason = " ".join(_QUERY.sub(r"\1?…", str(error)).split())[:200]
-    return StorageError(
-        f"{doing} failed: the store's client panicked: {reason}",
-        uri=uri,
-        key=key,
-        advice="Are the names of the bucket and the endpoint valid in a URL?",
-    )
-
-
 def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
     """Return the Holdfast error for ``error``, raised by obstore. The caller sets its cause."""
     text = str(error)
@@ -185,7 +179,12 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
     if code in _MISSING:
         return missing_container(uri, key)
     if code == "NoSuchUpload":
-        return _dropped_upload(doing, **where)
+        advice = (
+            "Does a life-cycle rule of the bucket abort uploads too early, or has somebody "
+            "deleted this checkpoint?"
+        )
+        message = f"{doing} failed: the store has dropped the unfinished upload"
+        return NotFoundError(message, **where, advice=advice)
     if status == 404 and _WEB_PAGE.search(text) and not uri.startswith("http"):
         return no_store(uri, key)
     if isinstance(error, FileNotFoundError) or name == "NotFoundError":
@@ -202,35 +201,24 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
 
 def _answer(text: str) -> tuple[str, int]:
     """Return the code and status of the store's response; "" and 0 if not stated."""
-    if match := _CODE.search(text):
-        code = match[1]
-    else:
-        code = ""
-    if match := _STATUS.search(text):
-        status = int(match[1])
-    else:
-        status = 0
+    code = match[1] if (match := _CODE.search(text)) else ""
+    status = int(match[1]) if (match := _STATUS.search(text)) else 0
     if not code and not status and (match := _OF_ONE.search(text)):
         if match[1].isdigit():
             status = int(match[1])
         else:
             code = match[1]
-            if code == "InternalError":
-                status = 500
-            else:
-                status = 0
+            status = 500 if code == "InternalError" else 0
     return code, status
 
 
 def _is_taken(code: str, status: int) -> bool:
-    """Return whether a failed precondition means that the object exists. Status 409 also has other
-    meanings."""
+    """Return whether a failed precondition means that the object exists; 409 need not."""
     return status != 409 or not code or "Exists" in code or code == "PreconditionFailed"
 
 
 def missing_container(uri: str, key: str | None = None) -> StorageError:
-    """Return the error for a missing bucket or container, which does not mean that nothing was
-    saved."""
+    """Return the error for a missing bucket, which is not an empty one."""
     advice = "Create it, or check its name, the endpoint, the region, or the account."
     return StorageError("the bucket (or container) does not exist", uri=uri, key=key, advice=advice)
 
@@ -246,20 +234,10 @@ def no_store(uri: str, key: str | None = None) -> StorageError:
     return StorageError(message, uri=uri, key=key or None, advice=_NO_STORE)
 
 
-def _dropped_upload(doing: str, **where: Any) -> NotFoundError:
-    return NotFoundError(
-        f"{doing} failed: the store has dropped the unfinished upload",
-        **where,
-        advice="Does a life-cycle rule of the bucket abort uploads too early, or has somebody "
-        "deleted this checkpoint?",
-    )
-
-
 def _refusal(
     message: str, text: str, name: str, code: str, status: int, where: dict[str, Any]
 ) -> StorageError:
-    """Return the error for a response, or for a failure of the connection or the client. The first
-    row that applies decides."""
+    """Return the error for a refusal or a failure. The first row that applies decides."""
     if not status and not code and (refusal := untrusted(text, where["uri"], where["key"])):
         return refusal
     too_slow = not status and "kind: Timeout" in text
@@ -292,18 +270,14 @@ def _elsewhere(text: str) -> str:
 
 def _reason(text: str, code: str, status: int) -> str:
     """Return a short reason, in the store's own words if it sent any."""
-    if match := _MESSAGE.search(text):
-        message = match[1].strip()
-    else:
-        message = ""
+    message = match[1].strip() if (match := _MESSAGE.search(text)) else ""
     stated = ", ".join(filter(None, [code, f"status {status}" if status else "", message]))
     reason = stated or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
     return " ".join(_QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", reason)).split())[:300]
 
 
 def _clean(error: BaseException) -> BaseException:
-    """Return the error without URL queries, which may contain signatures, and without secrets that
-    the store repeated."""
+    """Return the error without signatures in URLs, and without repeated secrets."""
     text = _QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
     try:
         return type(error)(text)

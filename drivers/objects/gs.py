@@ -70,8 +70,7 @@ class GcsDriver(ObjectDriver):
 
 
 def _nobody() -> dict[str, Any]:
-    """Return an empty token for anonymous requests. Without it, obstore would ask the metadata
-    server before it writes."""
+    """Return an empty token, or obstore would ask the metadata server before it writes."""
     return {"token": "", "expires_at": None}
 
 
@@ -87,8 +86,7 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.full_control"
 
 
 def credentials_file() -> str | None:
-    """Return the file of application default credentials if it takes effect and its type is unknown
-    to obstore."""
+    """Return the file of default credentials if obstore does not know its type."""
     if any(os.environ.get(name) for name in _FIRST):
         return None
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
@@ -98,10 +96,7 @@ def credentials_file() -> str | None:
         content = json.loads(path.read_text())
     except (OSError, ValueError):  # obstore reports the problem
         return None
-    if isinstance(content, dict):
-        kind = content.get("type")
-    else:
-        kind = None
+    kind = content.get("type") if isinstance(content, dict) else None
     if isinstance(kind, str) and kind not in _KNOWN_TO_OBSTORE:
         return str(path)
     return None
@@ -145,8 +140,7 @@ def token_provider(
 
 
 def _credentials(content: dict[str, Any]) -> Any:
-    """Return google-auth credentials for a file's content. Raises many kinds of errors if it is
-    malformed."""
+    """Return google-auth's credentials. Raises many kinds of errors."""
     from google.auth import (
         aws,
         external_account_authorized_user,

@@ -43,8 +43,7 @@ COMMON_OPTIONS: Mapping[str, Option] = {
 
 
 class Requests(Enum):
-    """Kind of a request. Each kind has its own HTTP client, because timeout and retries are set per
-    client."""
+    """Kind of a request, each with its own HTTP client, timeout and retries."""
 
     READING = "reading"
     """Requests that send almost nothing. Retried by the client; ended by silence."""
@@ -93,23 +92,18 @@ class Settings:
         return options
 
     def retry(self, requests: Requests) -> dict[str, Any]:
-        """Return obstore's retry settings. Retries are limited by time, not number, so that a
-        server may restart."""
+        """Return obstore's retry settings: limited by time, so that a server may restart."""
         if requests is Requests.ONCE:
             return {"max_retries": 0}
         limit_s = self.deadline_s
         if requests is Requests.SENDING and limit_s:
             # A request on a dead connection takes that long to fail.
             limit_s += self.timeout_s
-        backoff = {
-            "init_backoff": timedelta(seconds=0.1),
-            "max_backoff": timedelta(seconds=5),
-            "base": 2,
-        }
+        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
         return {
             "max_retries": 10_000,
             "retry_timeout": timedelta(seconds=limit_s),
-            "backoff": backoff,
+            "backoff": {**backoff, "base": 2},
         }
 
 

@@ -23,12 +23,13 @@ from .connections import made_without
 from .driver import ObjectDriver
 from .known_stores import KNOWN
 from .options import COMMON_OPTIONS, Requests
-from .s3_options import STORING_OPTIONS, check_storing, is_express, labels, store_config
+from .s3_options import STORING_OPTIONS, check_storing, labels, store_config
 from .s3_place import (
     Place,
     bucket_and_root,
     bucket_region,
     forget_sessions,
+    is_express,
     make_client,
     may_be_elsewhere,
     place_of,
@@ -84,10 +85,10 @@ class S3Driver(ObjectDriver):
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "endpoint": Option(
-            url, "", ("URL of a store other than AWS; http:// sends data, not secrets, in clear")
+            url, "", "URL of a store other than AWS; http:// sends data, not secrets, in clear"
         ),
         "region": Option(
-            str, "", ("region of the bucket; else from environment or profile, else us-east-1")
+            str, "", "region of the bucket; else from environment or profile, else us-east-1"
         ),
         "profile": Option(str, "", "name of a shared profile"),
         "style": Option(
@@ -103,7 +104,7 @@ class S3Driver(ObjectDriver):
         ),
         **STORING_OPTIONS,
         "bulk_delete": Option(
-            switch, True, ("delete many objects with one request, where the store can")
+            switch, True, "delete many objects with one request, where the store can"
         ),
     }
 
@@ -116,8 +117,7 @@ class S3Driver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """See :meth:`ObjectDriver.open`. Also raises UriError for storage options that the bucket
-        does not support."""
+        """See :meth:`ObjectDriver.open`. Also checks the storage options."""
         driver = super().open(uri)
         check_storing(driver._bucket, driver._values, uri)
         return driver
@@ -141,8 +141,7 @@ class S3Driver(ObjectDriver):
 
     @cached_property
     def _place(self) -> Place:
-        """Place that requests are sent to. Unless the URI sets the region, asks AWS for the
-        bucket's region, once per process."""
+        """Where requests go. Asks AWS, once per process, for a region that nobody names."""
         place = self._place_in(self._region)
         if self._values["region"] or place.endpoint or not may_be_elsewhere(self._bucket):
             return place
@@ -189,7 +188,8 @@ class S3Driver(ObjectDriver):
             **store_config(self._bucket, self._values),
         }
         http = self._http(requests, place.bucket_url)
-        if place.clear and not self._values["anonymous"] and not self._proxied:
+        proxied = self._settings.proxy or getproxies()  # a proxy may require TLS
+        if place.clear and not self._values["anonymous"] and not proxied:
             # Without encryption, skip reading the host's certificates, which takes 5 to 10 ms for
             # each of up to three clients. A redirect to https:// would lose the signature, so
             # signed requests never follow one.
@@ -203,11 +203,6 @@ class S3Driver(ObjectDriver):
             credential_provider=_nobody if self._values["anonymous"] else self._credentials(),
             **http,
         )
-
-    @property
-    def _proxied(self) -> bool:
-        """True if requests go through a proxy, which may require TLS."""
-        return bool(self._settings.proxy or getproxies())
 
     def _checksum(self) -> dict[str, Any]:
         chosen = self._values["checksum"]
@@ -225,8 +220,7 @@ class S3Driver(ObjectDriver):
         return {"unsigned_payload": chosen == "none"}
 
     def _credentials(self) -> Callable[[], dict[str, Any]]:
-        """Return a callback that provides credentials to obstore, from the current state of the
-        shared files. Raises AccessError if there are no credentials."""
+        """Return a callback that reads the credentials anew. Raises AccessError without any."""
         if self._session.get_credentials() is None:
             raise AccessError(
                 "no credentials found",
@@ -280,8 +274,7 @@ class S3Driver(ObjectDriver):
             ) from error
 
     async def _with_renewal(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call ``call``, and repeat it once with renewed credentials if it fails and they have
-        changed."""
+        """Call ``call``, and once more if credentials have changed since."""
         try:
             return await call()
         except Exception as error:
@@ -322,7 +315,7 @@ class S3Driver(ObjectDriver):
         if self._values["requester_pays"]:
             for operation in _OF_UPLOADS:
                 client.meta.events.register(f"provide-client-params.s3.{operation}", _pay)
-        by_folder = is_express(self._bucket, self._values)
+        by_folder = is_express(self._bucket)
         container = self._container
 
         def is_ours(path: str) -> bool:
@@ -370,6 +363,5 @@ def _pay(params: Mapping[str, Any], **_: Any) -> dict[str, Any]:
 
 
 def _nobody() -> dict[str, Any]:
-    """Return dummy credentials for anonymous access; without any, obstore would look for its
-    own."""
+    """Return no credentials, or obstore would look for its own."""
     return {"access_key_id": "", "secret_access_key": "", "token": None, "expires_at": None}

@@ -11,9 +11,9 @@ from typing import Any
 from ...errors import UriError
 from ..options import Option, choice, switch
 from ..uri import Uri
-from .s3_place import DIRECTORY_BUCKET
+from .s3_place import is_express
 
-__all__ = ["STORING_OPTIONS", "check_storing", "is_express", "labels", "store_config"]
+__all__ = ["STORING_OPTIONS", "check_storing", "labels", "store_config"]
 
 _KMS = ("aws:kms", "aws:kms:dsse")
 _SLOW = ("GLACIER", "DEEP_ARCHIVE")
@@ -62,19 +62,8 @@ STORING_OPTIONS: Mapping[str, Option] = {
     ),
     "tags": Option(_tags, "", "tags of each object: team=ml,run=7"),
     "requester_pays": Option(switch, False, "pay for requests to somebody else's bucket"),
-    "express": Option(
-        choice("auto", "on", "off"),
-        "auto",
-        "whether the bucket is an S3 Express directory bucket; auto: by name",
-    ),
 }
 """Further options of ``s3://``."""
-
-
-def is_express(bucket: str, values: Mapping[str, Any]) -> bool:
-    """Return whether to treat ``bucket`` as a directory bucket of S3 Express."""
-    chosen = values["express"]
-    return chosen == "on" or (chosen == "auto" and bucket.endswith(DIRECTORY_BUCKET))
 
 
 def check_storing(bucket: str, values: Mapping[str, Any], uri: Uri) -> None:
@@ -86,7 +75,6 @@ def check_storing(bucket: str, values: Mapping[str, Any], uri: Uri) -> None:
 
 def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
     sse = values["sse"]
-    express = is_express(bucket, values)
     own = bool(values["kms"] or values["tags"] or values["storage_class"] or sse != "bucket")
     kms_options = bool(values["kms"]) or values["bucket_kms"] != "bucket"
     return [
@@ -114,12 +102,7 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
             ),
         ),
         (
-            express and not bucket.endswith(DIRECTORY_BUCKET),
-            f"directory buckets of S3 Express have names that end with {DIRECTORY_BUCKET}",
-            "Leave express out.",
-        ),
-        (
-            express and own,
+            is_express(bucket) and own,
             (
                 "directory buckets of S3 Express have no tags, storage classes or encryption of "
                 "single objects"
@@ -137,18 +120,14 @@ def _is_key(text: str) -> bool:
 
 
 def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return obstore's configuration for these options. Unset options follow the bucket's
-    defaults."""
+    """Return obstore's configuration for these options."""
     config: dict[str, Any] = {
         "request_payer": values["requester_pays"],
-        "s3_express": is_express(bucket, values),
+        "s3_express": is_express(bucket),
     }
     sse = values["sse"]
     if sse != "bucket":
-        if sse == "customer":
-            config["server_side_encryption"] = "sse-c"
-        else:
-            config["server_side_encryption"] = sse
+        config["server_side_encryption"] = "sse-c" if sse == "customer" else sse
     if values["sse_customer_key"]:
         config["sse_customer_key_base64"] = values["sse_customer_key"]
     if values["kms"]:

@@ -25,11 +25,11 @@ from .known_stores import KNOWN
 from .names import split_location
 
 __all__ = [
-    "DIRECTORY_BUCKET",
     "Place",
     "bucket_and_root",
     "bucket_region",
     "forget_sessions",
+    "is_express",
     "make_client",
     "may_be_elsewhere",
     "place_of",
@@ -38,9 +38,6 @@ __all__ = [
 
 # Threads may share a session, but must not create clients concurrently.
 _making = new_lock()
-
-DIRECTORY_BUCKET = "--x-s3"
-"""Suffix that the names of S3 Express buckets have, and no others."""
 
 _ARN = re.compile(r"arn:aws[a-z-]*:s3:[a-z0-9-]+:[0-9]{12}:accesspoint[:/][A-Za-z0-9.-]{1,63}")
 _ARN_LOCATION = re.compile(rf"({_ARN.pattern})((?:/.*)?)", re.DOTALL)
@@ -69,6 +66,11 @@ class Place:
         return self.bucket_url.startswith("http://")
 
 
+def is_express(bucket: str) -> bool:
+    """Return whether this is the name of a directory bucket of S3 Express."""
+    return bucket.endswith("--x-s3")
+
+
 def session_for(profile: str) -> Any:
     """Return a shared botocore session. The first client of a session takes a third of a second,
     later ones almost nothing.
@@ -95,8 +97,7 @@ def forget_sessions() -> None:
 def _session(
     profile: str, environment: frozenset[tuple[str, str]], files: tuple[tuple[Any, ...], ...]
 ) -> Any:
-    """Create a session. ``environment`` and ``files`` only serve as cache keys: botocore reads both
-    itself."""
+    """Create a session; ``environment`` and ``files`` are only cache keys."""
     import botocore.session
 
     session = botocore.session.Session(profile=profile or None)
@@ -115,8 +116,7 @@ def _state(file: str) -> tuple[Any, ...]:
 
 
 def make_client(session: Any, region: str, endpoint: str, verify: str | None, **how: Any) -> Any:
-    """Return botocore's S3 client. ``how`` goes to its ``Config``. Without an ``endpoint``,
-    botocore determines it."""
+    """Return botocore's S3 client. ``how`` goes to its ``Config``."""
     from botocore.config import Config
 
     s3 = {"us_east_1_regional_endpoint": "regional", **how.pop("s3", {})}
@@ -159,8 +159,7 @@ def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, 
 def _resolved(
     session: Any, bucket: str, region: str, endpoint: str, style: str
 ) -> tuple[Place, str]:
-    """Return the place, and the service that requests are signed for. Cached: sessions do not
-    change."""
+    """Return the place, and the service that requests are signed for."""
     named = endpoint.rstrip("/") or _named_endpoint(session, region)
     if style == "auto":
         style = _profile_style(session) or ("path" if named else "auto")
@@ -172,8 +171,7 @@ def _resolved(
 
 
 def _named_endpoint(session: Any, region: str) -> str:
-    """Return the endpoint set by environment or profile; "" if none. Raises ValueError if it is not
-    a plain URL."""
+    """Return the endpoint set by environment or profile; "" if none."""
     found = make_client(session, region, "", None).meta.endpoint_url
     usual = make_client(
         session, region, "", None, ignore_configured_endpoint_urls=True
@@ -192,8 +190,7 @@ def _profile_style(session: Any) -> str:
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the URL of ``bucket`` and the signing parameters, from a botocore request intercepted
-    before it is sent."""
+    """Return the URL of ``bucket`` and the signing parameters, as botocore has them."""
     from botocore.awsrequest import AWSResponse
 
     asked: list[tuple[str, Mapping[str, Any]]] = []
@@ -211,9 +208,8 @@ def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def may_be_elsewhere(bucket: str) -> bool:
-    """Return whether the region of ``bucket`` may differ from the configured one. ARNs and names of
-    directory buckets state theirs."""
-    return not _ARN.fullmatch(bucket) and not bucket.endswith(DIRECTORY_BUCKET)
+    """Return whether the region of ``bucket`` may differ from the configured one."""
+    return not _ARN.fullmatch(bucket) and not is_express(bucket)
 
 
 def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], Any]) -> str:
@@ -221,25 +217,21 @@ def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], 
 
     Sends one request, which needs no permission, and caches a known region for the process.
     """
-    if place.bucket_url not in KNOWN.regions:
-        with contextlib.closing(make_unsigned_client()) as client:
-            found = _asked_region(client, bucket)
-        if not found:
-            return ""
-        KNOWN.regions[place.bucket_url] = found
-    return KNOWN.regions[place.bucket_url]
-
-
-def _asked_region(client: Any, bucket: str) -> str:
     from botocore.exceptions import BotoCoreError, ClientError
 
-    try:
-        answer = client.head_bucket(Bucket=bucket)
-    except ClientError as error:
-        answer = error.response
-    except BotoCoreError:  # the first operation will report whether the server is reachable
-        return ""
-    return str(answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region") or "")
+    if place.bucket_url in KNOWN.regions:
+        return KNOWN.regions[place.bucket_url]
+    with contextlib.closing(make_unsigned_client()) as client:
+        try:
+            answer = client.head_bucket(Bucket=bucket)
+        except ClientError as error:
+            answer = error.response
+        except BotoCoreError:  # the first operation will report whether the server is reachable
+            return ""
+    found = str(answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region") or "")
+    if found:
+        KNOWN.regions[place.bucket_url] = found
+    return found
 
 
 def bucket_and_root(uri: Uri) -> tuple[str, str]:

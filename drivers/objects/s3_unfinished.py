@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ...errors import StorageDownError, StorageError
@@ -92,7 +93,7 @@ class Unfinished:
             return False
         if now_s - _seconds(upload["Initiated"]) < quiet_s:
             return False
-        if self._quiet_s(upload, now_s) < quiet_s:
+        if min(self._ages_s(upload, now_s)) < quiet_s:
             return False
         if not self._dates_are_right(path):
             KNOWN.wrong_dates.add(self._place)
@@ -149,16 +150,10 @@ class Unfinished:
             more = {name: marker for name, marker in markers.items() if marker}
 
     def _page(self, path: str, more: dict[str, str]) -> dict[str, Any] | None:
-        """Return one page of the list; None if the server cannot list uploads. Raises ClientError.
-
-        ``more``: the position after the previous page; empty for the first one.
-        """
+        """Return the page after ``more``; None if the server cannot list uploads."""
         from botocore.exceptions import ClientError
 
-        if self.by_folder:
-            prefix = path[: path.rfind("/") + 1]
-        else:
-            prefix = path
+        prefix = path[: path.rfind("/") + 1] if self.by_folder else path
         try:
             page: dict[str, Any] = self.client.list_multipart_uploads(
                 Bucket=self.bucket, Prefix=prefix, **more
@@ -182,9 +177,6 @@ class Unfinished:
     @property
     def _place(self) -> tuple[str, str]:
         return self.client.meta.endpoint_url, self.bucket
-
-    def _quiet_s(self, upload: dict[str, Any], now_s: float) -> float:
-        return min(self._ages_s(upload, now_s))
 
     def _ages_s(self, upload: dict[str, Any], now_s: float) -> list[float]:
         """Return the ages in seconds of an upload and of each of its parts."""
@@ -229,8 +221,6 @@ class Unfinished:
 
 
 def _server_time_s(page: dict[str, Any]) -> float:
-    from email.utils import parsedate_to_datetime
-
     date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
     if date:
         return parsedate_to_datetime(date).timestamp()

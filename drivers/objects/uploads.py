@@ -49,16 +49,14 @@ class Part(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:
-    """Return the size of all parts but the last: the smallest multiple of ``preferred_nbytes`` that
-    needs at most :data:`PARTS_MAX` parts."""
+    """Return the smallest multiple of the preferred size with at most PARTS_MAX parts."""
     multiple = ceil_div(nbytes, PARTS_MAX * preferred_nbytes)
     return max(1, multiple) * preferred_nbytes
 
 
 @dataclass
 class Cutter:
-    """Splits an object of at most ``nbytes`` into parts of ``part_nbytes``; the last may be
-    shorter."""
+    """Splits an object of at most ``nbytes`` into parts of ``part_nbytes``."""
 
     nbytes: int
     part_nbytes: int
@@ -84,8 +82,7 @@ class Cutter:
                 yield whole.view(Part)
 
     def rest(self) -> Part | None:
-        """Return the unfinished last part of an object that ends here, before ``nbytes``; None if
-        nothing is left over."""
+        """Return the last part of an object that ends early; None if nothing is left."""
         rest = self._gathered
         self._gathered = None
         if rest is None:
@@ -95,8 +92,7 @@ class Cutter:
     def _add(
         self, piece: npt.NDArray[np.uint8], offset: int, room: int
     ) -> npt.NDArray[np.uint8] | None:
-        """Add ``piece`` at ``offset`` of the current part and return the part if it is now
-        complete."""
+        """Add ``piece`` to the current part; return the part if it is complete."""
         full_nbytes = offset + room
         if offset == 0 and len(piece) == room == self.part_nbytes:
             return piece
@@ -140,8 +136,7 @@ class Target:
 
 
 async def _check_stored(target: Target, nbytes: int) -> None:
-    """Raise StorageError if the stored size differs: some stores acknowledge data that they did not
-    keep."""
+    """Raise StorageError if the store has not kept the bytes that it acknowledged."""
     stored_nbytes = (await target.stat()).nbytes
     if stored_nbytes != nbytes:
         raise StorageError(
@@ -191,8 +186,7 @@ class WholeUpload(Upload):
 
 @dataclass
 class _Place:
-    """Uploads of this process to one object: the number in progress, and since when there may be
-    leftovers."""
+    """This process's live uploads to one object, and since when some left parts behind."""
 
     live: int = 0
     left_since_s: float | None = None
@@ -445,19 +439,14 @@ class PartsUpload(Upload):
         is_first = not self._given_up
         self._given_up = True
         self._stop()
-        if not is_first:
-            await to_the_end(self._wait_for_release(stored))
-            await self._first_returned.wait()
-            return
         try:
-            await to_the_end(self._wait_for_release(stored))
+            if stored:
+                await to_the_end(asyncio.wait(stored, timeout=_RELEASE_S))
         finally:
-            self._first_returned.set()
-
-    @staticmethod
-    async def _wait_for_release(stored: Collection[asyncio.Future[None]]) -> None:
-        if stored:
-            await asyncio.wait(stored, timeout=_RELEASE_S)
+            if is_first:
+                self._first_returned.set()
+        if not is_first:
+            await self._first_returned.wait()
 
     def _check_open(self) -> None:
         if not self._open:

@@ -167,7 +167,6 @@ def test_a_key_is_not_sent_in_clear() -> None:
         ("storage_class=a%20b", {}, "storage class"),
         ("tags=team", {}, "must be a list of tags"),
         ("tags=a=1,a=2", {}, "distinct names"),
-        ("express=on", {}, "--x-s3"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
