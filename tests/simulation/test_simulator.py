@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.simulation.broken import BROKEN, Broken, seeds_until_caught
+from support.simulation.engine import installed
+from support.simulation.found import SCHEDULES
 from support.simulation.run import Failure, Tally, run
 from support.simulation.schedule import Schedule, drawn, packed
 from support.simulation.states import PACKED
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "36"))
+TELLING = (103,)
+"""Further seeds, each of which shows what few others do."""
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "4"))
 """Seconds to spend on fresh seeds."""
 MOST = 300
@@ -24,7 +29,14 @@ QUICK = [broken for broken in BROKEN if broken.seed is not None]
 """The others take hundreds of schedules: `make sim-broken`."""
 
 
-pytestmark = pytest.mark.usefixtures("engine")
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    """Run the engine in simulations only, without its warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with installed():
+        yield
+    logging.disable(before)
 
 
 def told(failure: Failure | None) -> str:
@@ -38,7 +50,7 @@ def test_promises_hold_in_known_and_in_fresh_schedules(
     """A reader finds an earlier or the new checkpoint, whole. Acknowledged saves survive. No process
     hangs. The next save works and leaves no other files."""
     tally = Tally()
-    for seed in range(FIXED):
+    for seed in (*range(FIXED), *TELLING):
         assert told(run(drawn(seed), tally)) == ""
     first = int.from_bytes(os.urandom(4), "big")
     end_s, fresh = time.monotonic() + FRESH_S, 0
@@ -96,3 +108,12 @@ def test_a_broken_engine_is_caught(broken: Broken) -> None:
         _, _, failure = seeds_until_caught(broken, MOST)
     assert failure is not None, f"{broken.name}: not caught in {MOST} schedules"
     assert run(failure.schedule) is None, "an engine that is not broken fails likewise"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rare_schedule_catches_the_engine_that_it_was_found_for(name: str) -> None:
+    """The correct engine keeps its promises in it."""
+    broken = next(one for one in BROKEN if one.name == name)
+    assert run(SCHEDULES[name]) is None
+    with broken.engine():
+        assert run(SCHEDULES[name]) is not None

@@ -22,7 +22,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import collect, commit, limits, prune_lock, records
-from holdfast.storage.protocol.attempt import Attempt
+from holdfast.storage.protocol.attempt import Attempt, delete_attempt
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.flattening.flatten import flatten
@@ -204,6 +204,24 @@ def test_the_hour_of_an_unsettled_attempt_begins_with_its_commit_record() -> Non
     aged(storage, f"data/{attempt}/fate", 2 * HOUR_S)
     run(save(storage, NEW))
     assert attempt not in attempts(storage)
+
+
+def test_a_deletion_that_dies_halfway_leaves_no_marker() -> None:
+    """A save whose images are being deleted finds its marker gone, and does not commit."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    attempt = Attempt(next(iter(attempts(storage))))
+    run(storage.put(attempt.marker_key, b"{}"))
+    deleted: list[str] = []
+
+    async def die(operation: str, key: str) -> None:
+        if operation.startswith("delete"):
+            if deleted:
+                raise holdfast.StorageDownError("the process has died")
+            deleted.append(key)
+
+    run(delete_attempt(HookedDriver(storage, before=die), attempt))
+    assert deleted == [attempt.marker_key]
 
 
 def test_under_a_damaged_manifest_no_attempt_with_a_commit_record_is_collected() -> None:

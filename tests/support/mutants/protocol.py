@@ -85,7 +85,7 @@ MUTANTS = [
         file="storage/protocol/commit.py",
         old="        if await _is_kept(driver, data, {before, attempt.id}):\n            return obsolete\n",
         new="        return obsolete\n",
-        tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
+        tests="tests/simulation/test_simulator.py::test_a_rare_schedule_catches_the_engine_that_it_was_found_for",
     ),
     Mutant(
         says="commit: the manifest of the checkpoint before counts as the one that was put",
@@ -103,7 +103,7 @@ MUTANTS = [
             "        is_current = await current_attempt(driver) == attempt.id\n"
         ),
         new=("    is_current = True\n    try:\n        pass\n"),
-        tests="tests/simulation/test_turns.py::test_a_save_is_not_deleted_by_a_pruning_that_began_before_it",
+        tests="tests/simulation/test_simulator.py::test_promises_hold_in_known_and_in_fresh_schedules",
     ),
     Mutant(
         says="two saves of one process to one URI do not take turns",
@@ -127,7 +127,7 @@ MUTANTS = [
             "        await driver.delete_all(attempt.prefix)\n"
             "        await driver.delete(attempt.marker_key)\n"
         ),
-        tests="tests/simulation/test_turns.py::test_two_saves_that_take_turns_leave_one_whole_checkpoint",
+        tests="tests/unit/test_storage_commit_records.py::test_a_deletion_that_dies_halfway_leaves_no_marker",
     ),
     Mutant(
         says="layouts are sent each time (perf only)",
@@ -166,7 +166,7 @@ MUTANTS = [
         file="storage/protocol/prune_lock.py",
         old="        if await now_s() - since_s > limits.GRACE_S:\n",
         new="        if await now_s() - since_s >= 0:\n",
-        tests="tests/simulation/test_found.py::test_a_schedule_catches_the_engine_that_it_was_found_for",
+        tests="tests/simulation/test_simulator.py::test_a_rare_schedule_catches_the_engine_that_it_was_found_for",
     ),
     Mutant(
         says="copy: another one that was faster is replaced / not-overwrite not asked again",
