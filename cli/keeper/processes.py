@@ -128,7 +128,7 @@ def stop(uri: str | None) -> int:
     """Stop the keeper of one run, or all, and print which. Returns 1 if there was none."""
     stopped = 0
     for folder in _folders(uri):
-        found = client.status_of(folder)
+        found: dict[str, Any] | None = client.status_of(folder)
         if found is not None and client.stop(folder):
             stopped += 1
             size = size_text(found["held_nbytes"])
