@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,17 @@ from support.forgery import (
 )  # fmt: skip
 
 import holdfast
+from holdfast.drivers import contract
+from holdfast.drivers.local.driver import LocalDriver
+from holdfast.planner.coverage import ROUNDS_MAX, flawed
+from holdfast.storage.format import columns as format_columns
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.format.tree import Container, Tree
+from holdfast.storage.runtime.engine import start
 
 MEMORY_NBYTES = 1 << 30
+TOP = (1 << 63) - 1
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -89,10 +98,117 @@ def spliced(text: str) -> Alter:
     return alter
 
 
+def shards_that_wrap(columns: Columns, fields: Head) -> None:
+    """Set shard counts so that their sum wraps around to the right total."""
+    counts = columns["tensor.shards"].astype(np.uint64)
+    counts[:] = [1 << 62, 1 << 62, 1 << 62, 1 << 62, int(counts.sum())]
+    columns["tensor.shards"] = counts
+
+
+def names_that_wrap(columns: Columns, fields: Head) -> None:
+    """Set lengths of names that wrap around thousands of times, so that all names coincide."""
+    rounds, blob = 20_000, np.full(1 << 20, 65, np.uint8)
+    n, one = (
+        4 * rounds,
+        [len(blob), TOP - len(blob), TOP - len(blob), 2 * len(blob) + 2 - len(blob)],
+    )
+    columns["tensor.name"], columns["tensor.name_nbytes"] = blob, np.array(one * rounds, np.uint64)
+    for name in ("tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards"):
+        columns[name] = np.resize(columns[name], n)
+
+
+def images_that_wrap(columns: Columns, fields: Head) -> None:
+    """Set chunk counts of images so that, in 64 bits, they match the number of digests."""
+    fields["chunk_nbytes"] = fields["block_nbytes"] = 4096
+    n = 1 << 13
+    columns["image.rank"] = np.arange(n, dtype=np.uint16)
+    columns["image.hashed_nbytes"] = np.full(n, TOP, np.uint64)
+    fields["world"] = n
+    columns["chunk.digest"] = np.zeros((0, 16), np.uint8)
+
+
+def pages_of_terabytes(columns: Columns, fields: Head) -> None:
+    """Declare a 4 TiB image in 16,384 large chunks of small blocks: 16 GiB of digests."""
+    fields["chunk_nbytes"], fields["block_nbytes"] = 256 << 20, 4096
+    columns["image.hashed_nbytes"] = np.array([1 << 42], np.uint64)
+    columns["chunk.digest"] = np.zeros((1 << 14, 16), np.uint8)
+
+
+def index_of_gigabytes(columns: Columns, fields: Head) -> None:
+    """Declare the same image compressed: its block index would take 4 GiB."""
+    pages_of_terabytes(columns, fields)
+    fields["version"], fields["compression"] = 2, "lz4"
+    columns["image.stored_nbytes"] = np.array([1 << 42], np.uint64)
+
+
+def large_tensor(columns: Columns, fields: Head) -> None:
+    """Declare a tensor of a terabyte with the matching number of digests."""
+    fields["chunk_nbytes"], fields["block_nbytes"] = 256 << 20, 1 << 20
+    columns["image.hashed_nbytes"] = np.array([(1 << 40) + (1 << 20)], np.uint64)
+    columns["chunk.digest"] = np.zeros((4097, 16), np.uint8)
+    shape = columns["tensor.shape"].astype(np.uint64)
+    rows = (shape[:2] == shape[1]).all(axis=1)
+    shape[:2][rows] = [1 << 36, 4]
+    columns["tensor.shape"] = shape
+    columns["shard.lengths"] = columns["shard.lengths"].astype(np.uint64)
+    columns["shard.lengths"][0] = [1 << 36, 4]
+    columns["shard.start"] = columns["shard.start"].astype(np.uint64)
+
+
+def chain(columns: Columns, fields: Head) -> None:
+    """Nest eight thousand containers; their prefixes grow quadratically, to 64 megabytes."""
+    known = fields["tree"]["containers"]
+    fields["tree"]["containers"] = known + [[max(0, n - 1) if n > len(known) else 0, "k", "dict"] for n in range(len(known), 8_000)]  # fmt: skip
+
+
+def long_key(columns: Columns, fields: Head) -> None:
+    """Put five thousand containers under a key of a million letters."""
+    known = fields["tree"]["containers"]
+    below = [[len(known), str(n), "dict"] for n in range(5_000)]
+    fields["tree"]["containers"] = [*known, [0, "k" * 1_000_000, "dict"], *below]
+
+
+def billions(columns: Columns, fields: Head) -> None:
+    """Declare tables of a billion rows without columns, which take no bytes."""
+    for name in ("tensor.shape", "shard.offsets", "shard.lengths"):
+        columns[name] = np.zeros((10**9, 0), np.uint8)
+
+
+def owners(columns: Columns, fields: Head) -> None:
+    """Let five thousand ranks each own a tensor of the same name."""
+    n, fields["world"] = 5_000, 5_000
+    columns["tensor.name"], columns["tensor.name_nbytes"] = (
+        np.full(n, 65, np.uint8),
+        np.ones(n, np.uint8),
+    )
+    for name in ("tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards"):
+        columns[name] = np.zeros(n, np.uint8)
+    columns["tensor.ndim"][:] = 1
+    columns["tensor.shape"] = np.zeros((n, 1), np.uint8)
+    columns["tensor.owner"] = np.arange(1, n + 1).astype(np.uint32)
+    columns.pop("tensor.alias", None)
+    for name in ("shard.image", "shard.start"):
+        columns[name] = columns[name][:0]
+    columns["shard.offsets"] = columns["shard.lengths"] = np.zeros((0, 1), np.uint8)
+
+
 HUGE = 2**64 - 1
 BIG = 1 << 50
 
 FORGERIES: dict[str, Alter] = {
+    "shards that wrap round": shards_that_wrap,
+    "names that wrap round": names_that_wrap,
+    "images that wrap round": images_that_wrap,
+    "pages of terabytes": pages_of_terabytes,
+    "an index of gigabytes": index_of_gigabytes,
+    "a tensor of a terabyte": large_tensor,
+    "a chain of containers": chain,
+    "a key of a million letters": long_key,
+    "tables of a billion rows": billions,
+    "five thousand owners": owners,
+    "a world of 2^60 ranks": head("world", 1 << 60),
+    "a run of 2^30 items": tree("orders", [[0, [["t", 1 << 30]]]]),
+    "a shape of 2^62": entry("tensor.shape", (1, 0), 1 << 62),
     "huge tensor": entry("tensor.shape", (1, 0), BIG), "huge alias": entry("tensor.shape", (0, 0), BIG), "tensor beyond 63 bits": entry("tensor.shape", (1, 0), HUGE),
     "two huge dimensions": lambda c, h: (entry("tensor.shape", (1, 0), 1 << 32)(c, h), c["tensor.shape"].__setitem__((1, 1), 1 << 32)) and None,
     "dimension of zero": entry("tensor.shape", (1, 0), 0), "fewer dimensions": entry("tensor.ndim", 1, 1),
@@ -100,7 +216,7 @@ FORGERIES: dict[str, Alter] = {
     "index of 5000 digits": renamed("list.0", "list." + "1" * 5000), "index in other digits": renamed("list.0", "list.٣"),
     "value nested deeply": spliced('{"$x":' + "[" * 900 + "]" * 900 + "}"), "value nested too deeply": spliced(DEEP),
     "more dimensions": entry("tensor.ndim", 0, 3), "ndim of a million": entry("tensor.ndim", 0, 1_000_000),
-    "unknown dtype code": entry("tensor.dtype", 0, 200), "dtype code too wide": put("tensor.dtype", [0, 0, 1, 1, 0]),
+    "unknown dtype code": entry("tensor.dtype", 0, 200),
     "alias of nobody": put("tensor.alias", [9, 0, 0, 0, 0]), "alias of itself": put("tensor.alias", [1, 0, 0, 0, 0]),
     "aliases in a circle": put("tensor.alias", [2, 1, 0, 0, 0]), "alias of an alias": put("tensor.alias", [2, 3, 0, 0, 0]),
     "alias of another size": put("tensor.alias", [3, 0, 0, 0, 0]), "owner beyond the world": put("tensor.owner", [5, 0, 0, 0, 0]),
@@ -120,7 +236,7 @@ FORGERIES: dict[str, Alter] = {
     "flat digests": lambda c, h: c.__setitem__("chunk.digest", c["chunk.digest"].reshape(-1)),
     "names too short": lambda c, h: c.__setitem__("tensor.name", c["tensor.name"][:-1].copy()),
     "lengths of names": entry("tensor.name_nbytes", 0, 3), "a name of 16 EB": entry("tensor.name_nbytes", 0, HUGE),
-    "no UTF-8": lambda c, h: c["tensor.name"].__setitem__(0, 0xFF), "name outside of its container": lambda c, h: c["tensor.name"].__setitem__(-1, 0x41),
+    "no UTF-8": lambda c, h: c["tensor.name"].__setitem__(0, 0xFF),
     "shape of one dimension": lambda c, h: c.__setitem__("tensor.shape", c["tensor.shape"].reshape(-1)),
     "version 2": head("version", 2), "version 3": head("version", 3), "version of text": head("version", "1"), "no version": lambda c, h: h.pop("version") and None,
     "version null": head("version", None), "attempt outside": head("attempt", "../../../etc"), "attempt null": head("attempt", None),
@@ -158,7 +274,7 @@ FORGERIES: dict[str, Alter] = {
             '{"$torch.dtype": "nn"}', ('{"$torch.dtype": ' '"os.system"}'), '{"$torch.dtype": 5}', '{"$torch.device": "x:y"}', '{"$torch.device": -7}',
             '{"$torch.Size": ["a"]}', '{"$torch.Size": 5}', ('{"$torch.Size": ' '[1e400]}'), ('{"a": ' '1, "b": 2}'), '{}', ('{"$numpy": ' '{"a": 1}}'),
             '{"$numpy": ["(1,,2)f4,f4", "AAAA"]}', ('{"$numpy": ' '["<f4", ' '"AAAAAAAAAAA="]}'), ('{"$torch.dtype": ' '"_dynamo"}'), '{"$torch.device": 3}', '[1, 2]',
-            '{"$numpy": ["<U4294967296", "AAAA"]}', ('{"$torch.Size": ' '[100000000000000000000000]}'), '{"$int": "' + "f" * 5000 + '"}',
+            '{"$numpy": ["<U4294967296", "AAAA"]}',
         ]
     },
 }  # fmt: skip
@@ -173,18 +289,16 @@ def test_a_forged_manifest_is_an_error_of_ours(name: str) -> None:
     use(uri)
 
 
-BREAKS = [
-    "huge tensor", "tensor beyond 63 bits", ("fewer " "dimensions"), ("unknown " "dtype code"), ("aliases in " "a circle"), ("container " "that is " "not there"),
-    "shard beyond the tensor", "shorter shard", ("image " "that is " "not there"), ("start beyond " "the image"), "huge image", "one digest more",
-    "names too short", "no UTF-8", "attempt outside", ("containers in " "a circle"), "value nowhere", ("dtype of " "another size"), "no shards",
-    "overlapping shards", "shards that share bytes", ("all shards at " "one place"), ("start in " "the header"), ("alias of " "another size"), "huge alias", ("value nested " "too deeply"),
-    "start not aligned", "blocks of 3 bytes", ("tensors " "without " "elements, and of " "huge strides"), "version true", ("created at " "infinity"), "step of 1.5",
-    "two tensors of one name", "run of 10^30", ("run of " "two kinds"), "run of no kind", ("blocks by " "the million"), ("key of " "5000 digits"),
-    "image of another rank", "images in a square", ("index in " "other digits"), ("two values " "at one key"), ("two containers " "at one key"), ("dtype " "that is " "a module"), "value [1, 2]", ('value ' '{"$torch.dtype": ' '"_dynamo"}'),
-]  # fmt: skip
+HARMLESS = {
+    "value where a tensor is",
+    "value where a container is",
+    "a world of 2^60 ranks",
+    "a run of 2^30 items",
+    "five thousand owners",
+}
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", [name for name in FORGERIES if name not in HARMLESS])
 def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
     """Manifests that make no sense raise DamagedError or UnsupportedFormatError."""
     uri = stored()
@@ -195,9 +309,15 @@ def test_what_a_forged_manifest_claims_is_not_loaded(name: str) -> None:
 
 @pytest.mark.parametrize(
     "attempt",
-    ["", ".", "..", "/etc", "a/../../b", "20260101T000000-0000000a/../x", "20260101T000000-0000000a\n", "a\0b", "/dev/zero", "NUL",
-     "//other.host/share", "\\\\other.host\\share", "http://other.host/x", "s3://other-bucket/x", "user:word@other.host"],
-)  # fmt: skip
+    [
+        "",
+        "..",
+        "/etc",
+        "20260101T000000-0000000a/../x",
+        "20260101T000000-0000000a\n",
+        "http://other.host/x",
+    ],
+)
 def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
     """A manifest that names another place is refused before any access to it."""
     uri = stored()
@@ -207,40 +327,17 @@ def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
     assert caught.value.key == MANIFEST_KEY
 
 
-def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
-    """An overlap of one element is an error that names tensor and byte."""
-    uri = stored()
-    assert not use(uri)
-
-    def shifted(columns: Columns, fields: Head) -> None:
-        columns["shard.start"] = columns["shard.start"].astype(np.uint64)
-        row = int(np.argsort(columns["shard.start"])[1])
-        columns["shard.start"][row] -= 8
-
-    forge(uri, shifted)
-    with pytest.raises(
-        holdfast.DamagedError,
-        match=r"a shard of 'list.0' begins inside another, at byte 4,1.. of data/",
-    ):
-        holdfast.open(uri)
-
-
 def test_another_version_is_not_guessed_at() -> None:
     """The error for another format version names it and the versions that this release reads."""
     uri = stored()
     forge(uri, FORGERIES["version 3"])
-    for call in (
-        lambda: holdfast.load(uri),
-        lambda: holdfast.open(uri),
-        lambda: holdfast.load(uri, into={}),
-    ):
-        with pytest.raises(holdfast.UnsupportedFormatError, match=r"version 3.*versions 1 and 2"):
-            call()
+    with pytest.raises(holdfast.UnsupportedFormatError, match=r"version 3.*versions 1 and 2"):
+        holdfast.open(uri)
 
 
 @pytest.mark.nightly(5)
 def test_text_that_is_no_header_is_damage() -> None:
-    """Nested deeply, with keys twice, of another type, or no JSON."""
+    """Text that is no JSON object, has a key twice or nests deeply is damage."""
     texts = [
         "",
         "null",
@@ -297,9 +394,53 @@ def bodies() -> dict[str, bytes]:
 @pytest.mark.nightly(3)
 @pytest.mark.parametrize("name", bodies())
 def test_a_file_that_is_no_manifest_is_damage(name: str) -> None:
-    """Whatever its header claims."""
+    """A file with a valid checksum whose header makes no sense is damage."""
     uri = stored()
     replace_manifest(uri, checked(bodies()[name]))
     raised = use(uri)
     assert raised
     assert all(isinstance(error, holdfast.DamagedError) for error in raised)
+
+
+def test_an_object_that_is_not_small_is_not_got(tmp_path: Path) -> None:
+    """A driver refuses a huge small object by its size, before it reads a byte."""
+    (tmp_path / "o").touch()
+    os.truncate(tmp_path / "o", contract.SMALL_NBYTES_MAX + 1)
+    driver = LocalDriver(tmp_path)
+    try:
+        with pytest.raises(holdfast.DamagedError, match="4,294,967,296") as caught:
+            start(driver.get("o")).result()
+        assert caught.value.key == "o"
+    finally:
+        start(driver.close()).result()
+
+
+def test_what_no_reader_would_accept_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save refuses a state whose container paths are too long for any reader."""
+    tree = Tree([Container(-1, None, "dict"), Container(0, "k" * (1 << 20), "dict")])
+    tree.containers += [Container(1, str(n), "dict") for n in range(100)]
+    assert tree.paths_too_long
+    state = {"k" * (1 << 20): {str(n): {"x": 1} for n in range(100)}}
+    with pytest.raises(holdfast.SaveError, match="shorter keys"):
+        holdfast.save("memory://too-long", state)
+    monkeypatch.setattr(format_columns, "HEADER_NBYTES_MAX", 1 << 20)
+    with pytest.raises(holdfast.SaveError, match="as JSON"):
+        holdfast.save("memory://too-large", {"x": "x" * (1 << 20)})
+
+
+def test_boxes_that_are_peeled_off_one_by_one_are_judged_right() -> None:
+    """Coverage of a tiling that needs more rounds of cuts than the limit is still exact."""
+    n = 4 * ROUNDS_MAX
+    low, size, offsets, lengths = np.zeros(2, np.int64), np.full(2, n), [], []
+    for i in range(n - 1):
+        slab = size - low
+        slab[i % 2] = 1
+        offsets.append(low.copy())
+        lengths.append(slab)
+        low[i % 2] += 1
+    offsets.append(low)
+    lengths.append(size - low)
+    shape, tensor = np.array([[n, n]]), np.zeros(n, np.int64)
+    assert not flawed(shape, tensor, np.array(offsets), np.array(lengths))[0]
+    offsets[n - 10] = offsets[n - 10] - [0, 1]
+    assert flawed(shape, tensor, np.array(offsets), np.array(lengths))[0]
