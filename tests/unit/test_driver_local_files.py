@@ -230,61 +230,47 @@ async def test_only_odd_ends_go_through_the_page_cache(
     assert writes == expected
 
 
+@pytest.mark.parametrize("refused", ["open", "call"])
 @pytest.mark.parametrize("direct", ["auto", "on", "off"])
 @asynchronous
 async def test_direct_access_is_optional_unless_demanded(
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
-    writes: list[tuple[str, int, int]],
     direct: str,
+    refused: str,
     no_leaks: None,
 ) -> None:
-    """Where O_DIRECT is refused, the page cache is used; with ``direct=on`` that is an error."""
-    real = os.open
+    """Where O_DIRECT is refused, even as late as in a call, the page cache is used.
 
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    driver = LocalDriver(root, direct=direct)
-    if direct == "on":
-        with pytest.raises(StorageError, match=r"create failed.*EINVAL"):
-            await driver.create("x", MiB)
-        assert os.listdir(root) == []
-    else:
-        await _write(driver, 0, MiB)
-        assert {kind for kind, _, _ in writes} == {"cached"}
-        into = bytearray(MiB)
-        await driver.read("x", 0, memoryview(into))
-        assert bytes(into) == bytes(MiB)
-    await driver.close()
-
-
-@pytest.mark.parametrize("direct", ["auto", "on"])
-@asynchronous
-async def test_direct_access_may_be_refused_late(
-    root: Path, monkeypatch: pytest.MonkeyPatch, direct: str, no_leaks: None
-) -> None:
-    """The page cache is also used where a file system accepts the flag and refuses the call."""
+    With ``direct=on``, a refusal is an error.
+    """
     _needs_direct(root)
-    for name in ("pwrite", "preadv"):
-        monkeypatch.setattr(os, name, functools.partial(_refuse_direct, getattr(os, name)))
+    if refused == "open":
+        monkeypatch.setattr(os, "open", functools.partial(_refuse_flag, os.open))
+    else:
+        for name in ("pwrite", "preadv"):
+            monkeypatch.setattr(os, name, functools.partial(_refuse_direct, getattr(os, name)))
     driver = LocalDriver(root, direct=direct)
     content = memoryview(mmap.mmap(-1, MiB))
     content[:3] = b"abc"
-    upload = await driver.create("x", MiB)
     if direct == "on":
         with pytest.raises(StorageError, match="EINVAL"):
-            await upload.write(0, content)
+            await (await driver.create("x", MiB)).write(0, content)
     else:
+        upload = await driver.create("x", MiB)
         await upload.write(0, content)
         await upload.commit()
         into = memoryview(mmap.mmap(-1, MiB))
         await driver.read("x", 0, into)
         assert into == content
     await driver.close()
+    assert os.listdir(root) == ([] if direct == "on" else ["x"])
+
+
+def _refuse_flag(real: Callable[..., int], path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+    if flags & os.O_DIRECT:
+        raise OSError(22, "Invalid argument")
+    return real(path, flags, *args, **kwargs)
 
 
 def _refuse_direct(real: Callable[..., int], fd: int, data: Any, offset: int) -> int:
