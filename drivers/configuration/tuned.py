@@ -84,10 +84,6 @@ class TunedProfile:
     gain_low: float
     gain_high: float
 
-    def replaces(self, other: TunedProfile) -> bool:
-        """Return whether both profiles are for the same place and kind of machine."""
-        return self.place == other.place and self.machine == other.machine
-
 
 def tuned_file(environment: Mapping[str, str]) -> Path | None:
     """Return the path of the profiles, whether or not it exists. None if profiles are not read:
@@ -245,10 +241,8 @@ def keep_profile(file: Path, profile: TunedProfile) -> None:
     """Store a profile, replacing any for the same place and kind of machine. On failure, raises
     UsageError and leaves the file unchanged."""
 
-    def changed(profiles: Sequence[TunedProfile]) -> list[TunedProfile]:
-        return [*(p for p in profiles if not profile.replaces(p)), profile]
-
-    _change(file, changed)
+    key = (profile.place, profile.machine)
+    _change(file, lambda found: [*(p for p in found if (p.place, p.machine) != key), profile])
 
 
 def forget_profiles(file: Path, place: Place) -> int:

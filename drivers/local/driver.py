@@ -19,7 +19,7 @@ import io
 import itertools
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import ClassVar, Self
 
 from ...errors import AccessError, DamagedError, StorageError, UriError
@@ -30,7 +30,7 @@ from ..ranges import Ranges
 from ..threads import OperationThreads
 from ..uri import Uri
 from .errors import storage_errors
-from .files import CreateFile, NewFile, OpenFiles, create_file, take_room_on
+from .files import TAKE_ROOM, CreateFile, NewFile, OpenFiles, create_file
 from .io import ALIGN_NBYTES, read_at
 from .names import is_reserved
 from .tree import Tree
@@ -146,7 +146,7 @@ class LocalDriver(Driver):
         )
         self._direct = direct
         self._create_file = create
-        self._take_room = take_room_on(kind)
+        self._take_room = TAKE_ROOM.get(kind)
         self._tree = Tree(uri.location)
         self._open_files = OpenFiles(self._tree, direct=direct, look_up=may_be_stale(kind))
         self._threads = OperationThreads(threads, uri=self.uri, errors=storage_errors)
@@ -188,7 +188,9 @@ class LocalDriver(Driver):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         refused: dict[str, OSError] = {}
         walk = self._tree.walk(self._checked(prefix) if prefix else "", refused)
-        while batch := await self._threads.operate("list", prefix, _batch, walk):
+        while batch := await self._threads.operate(
+            "list", prefix, list, itertools.islice(walk, _LIST_BATCH)
+        ):
             for info in batch:
                 yield info
         for key, error in refused.items():
@@ -317,7 +319,3 @@ def _close_files(process: int, tree: Tree, open_files: OpenFiles) -> None:
     if process == os.getpid():
         open_files.close()
         tree.close()
-
-
-def _batch(walk: Iterator[ObjectInfo]) -> tuple[ObjectInfo, ...]:
-    return tuple(itertools.islice(walk, _LIST_BATCH))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ...errors import (
     AccessError,
@@ -67,36 +69,20 @@ class NotAnObject(FileNotFoundError):
         super().__init__(errno.ENOENT, f"{self.kind} has this name", key)
 
 
-class storage_errors:
-    """Context manager that translates an OSError into a StorageError with ``uri`` (redacted),
-    ``key`` and cause.
-
-    ``doing`` starts the message, for example "write". A StorageError passes unchanged.
-    """
-
-    __slots__ = ("_doing", "_key", "_uri")
-
-    def __init__(self, doing: str, uri: str, key: str) -> None:
-        self._doing = doing
-        self._uri = uri
-        self._key = key
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if not isinstance(error, OSError) or isinstance(error, StorageError):
-            return
+@contextmanager
+def storage_errors(doing: str, uri: str, key: str) -> Iterator[None]:
+    """Translate an OSError of the body into a StorageError with ``uri`` (redacted), ``key`` and
+    cause. ``doing`` starts the message, for example "write". A StorageError passes unchanged."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
         code = error.errno or 0
-        message = f"{self._doing} failed: {error.strerror or error}"
+        message = f"{doing} failed: {error.strerror or error}"
         if code in errno.errorcode:
             message += f" [{errno.errorcode[code]}]"
         if isinstance(error, NotAnObject):
-            raise NotFoundError(
-                message, taken_by=error.kind, uri=self._uri, key=self._key
-            ) from error
-        raise _KIND_OF.get(code, StorageError)(
-            message, uri=self._uri, key=self._key, advice=_ADVICE.get(code)
-        ) from error
+            raise NotFoundError(message, taken_by=error.kind, uri=uri, key=key) from error
+        kind = _KIND_OF.get(code, StorageError)
+        raise kind(message, uri=uri, key=key, advice=_ADVICE.get(code)) from error

@@ -16,7 +16,7 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from ...core.forks.renewal import new_lock
@@ -26,8 +26,8 @@ from .names import split, temporary_name
 from .tree import NO_LOCKS, Tree, lock, sync_folder
 
 __all__ = [
-    "ASKED_MIN_NBYTES", "CreateFile", "NewFile", "OpenFiles", "TakeRoom", "create_file",
-    "take_room_on",
+    "ASKED_MIN_NBYTES", "TAKE_ROOM", "CreateFile", "NewFile", "OpenFiles", "TakeRoom",
+    "create_file",
 ]  # fmt: skip
 
 ASKED_MIN_NBYTES = 1 << 20
@@ -43,11 +43,6 @@ _CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOD
 # Not posix_fallocate(3), which writes a zero into every block if the file system lacks support.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-
-
-def take_room_on(fs_type: str) -> TakeRoom:
-    """Return the check for a file system of this type."""
-    return _ASKED.get(fs_type, _unasked)
 
 
 def _reserve(fd: int, nbytes: int) -> bool:
@@ -70,10 +65,6 @@ def _look(fd: int, nbytes: int) -> bool:
     return False
 
 
-def _unasked(fd: int, nbytes: int) -> bool:
-    return False
-
-
 def _no_room(fd: int, nbytes: int, code: int) -> OSError:
     text = f"{os.strerror(code)}: the file takes {nbytes:,} bytes"
     if code == errno.ENOSPC:
@@ -85,7 +76,8 @@ def _no_room(fd: int, nbytes: int, code: int) -> OSError:
 # Writes to reserved space are faster on ext4 and slower on XFS. Other file systems are not checked:
 # with transparent compression (Btrfs, ZFS) more may fit than is free, and the answers of many
 # network file systems are unreliable.
-_ASKED: dict[str, TakeRoom] = {"ext4": _reserve, "xfs": _look, "tmpfs": _look}
+TAKE_ROOM: Mapping[str, TakeRoom] = {"ext4": _reserve, "xfs": _look, "tmpfs": _look}
+"""Check of the space for a new file, by type of the file system."""
 
 
 _log = logging.getLogger(__name__)
@@ -310,14 +302,7 @@ class NewFile:
         moment, or permanently after a crash at that moment. The owner of an empty file is unknown,
         so here a lost reply fails the put.
         """
-        os.close(
-            os.open(
-                self._name,
-                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW,
-                0o666,
-                dir_fd=self._folder,
-            )
-        )
+        os.close(create_file(self._folder, self._name, 0))
         try:
             self._rename()
         except BaseException:
