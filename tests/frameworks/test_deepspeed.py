@@ -20,8 +20,8 @@ from support.deepspeed_jobs import (
     refused,
     save_and_go_on,
     save_lazily,
+    save_with_deepspeed,
 )
-from support.framework_jobs import check_losses, run_job
 from support.rank_processes import RankProcesses
 
 import holdfast
@@ -196,12 +196,25 @@ def test_what_is_not_known_of_deepspeed_is_refused_by_name(stage: int, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == known
 
 
-def test_killed_job_resumes(tmp_path: Path) -> None:
-    """One rank is killed while step 6 is saved. Resumed from step 4, each rank computes the same
-    losses to the last bit, with DeepSpeed's schedule and counters."""
-    cut = tmp_path / "cut"
-    run_job("deepspeed", tmp_path / "whole", world=2)
-    run_job("deepspeed", cut, "--die-at", "6", world=2, is_killed=True)
-    assert [c.step for c in holdfast.list_checkpoints(cut / "checkpoints")] == [2, 4]
-    run_job("deepspeed", cut, world=2)
-    check_losses(cut, tmp_path / "whole", 2)
+@pytest.mark.parametrize(
+    ("job", "world"),
+    [
+        (Job(1, frozen=True), 2),
+        pytest.param(Job(2, dtype=BF16, frozen=True), 3, marks=pytest.mark.nightly(15)),
+        pytest.param(Job(3, frozen=True), 2, marks=pytest.mark.nightly(15)),
+        (Job(3, dtype=BF16), 3),
+    ],
+    ids=str,
+)
+def test_folders_of_deepspeed_are_imported(job: Job, world: int, tmp_path: Path) -> None:
+    """Imported weights and moments are those that DeepSpeed held."""
+    held = run(world, save_with_deepspeed, str(tmp_path / "own"), job)[0]
+    holdfast.import_(tmp_path / "own", tmp_path / "c")
+    state = holdfast.load(tmp_path / "c")
+    found = {f"model.{name}": tensor.float() for name, tensor in state["model"].items()}
+    for name, entry in state["optim"]["state"].items():
+        found |= {f"optim.{name}.{key}": torch.as_tensor(entry[key]) for key in entry}
+    assert found.keys() == held.keys()
+    assert [name for name in held if not torch.equal(found[name], held[name].float())] == []
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.verify().ok

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -188,26 +187,6 @@ def test_unsupported_values_are_refused(tmp_path: Path) -> None:
     io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "c")
     with pytest.raises(holdfast.UsageError, match="loaded to the CPU"):
         io.load_checkpoint(tmp_path / "c", map_location="meta")
-
-
-def test_deletion_waits_for_saves(tmp_path: Path) -> None:
-    """If a save fails, its predecessor stays, and the next save raises the error."""
-    from holdfast.storage.integrations.lightning import HoldfastAsyncCheckpointIO
-
-    io = HoldfastAsyncCheckpointIO()
-    io.save_checkpoint({"global_step": 1, "w": torch.ones(2)}, tmp_path / "1")
-    io.save_checkpoint({"global_step": 2, "w": torch.ones(2)}, tmp_path / "2")
-    io.remove_checkpoint(tmp_path / "1")
-    assert (tmp_path / "1").exists()
-    io.teardown()
-    assert os.listdir(tmp_path) == ["2"]
-    (tmp_path / "file").touch()
-    io.save_checkpoint({"global_step": 3, "w": torch.ones(2)}, tmp_path / "file" / "3")
-    io.remove_checkpoint(tmp_path / "2")
-    with pytest.raises(holdfast.StorageError):
-        io.save_checkpoint({"global_step": 4, "w": torch.ones(2)}, tmp_path / "4")
-    io.teardown()
-    assert sorted(os.listdir(tmp_path)) == ["2", "file"]
 
 
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:

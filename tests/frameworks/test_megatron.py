@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.bits import difference
 from support.framework_jobs import documented
-from support.rank_processes import Gone, RankProcesses, errors
+from support.rank_processes import RankProcesses
 
 import holdfast
 
@@ -178,30 +178,6 @@ def test_a_job_goes_on_from_an_imported_folder_of_megatrons(
         assert not holdfast.diff(uri, again).tensors
         imported = holdfast.load(uri, only="optim.common")
         assert difference(imported, holdfast.load(again, only="optim.common")) is None
-
-
-def test_a_job_that_is_killed_in_mid_save_goes_on_from_the_checkpoint_before(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """After kill -9 in mid-save nothing is committed.
-
-    The previous checkpoint is intact and loads under another layout.
-    """
-    uri = str(tmp_path / "3")
-    with RankProcesses(2, PRELOAD) as doomed:
-        world = doomed.begin(megatron_job.saves_and_dies, TENSOR, uri, str(tmp_path / "4"))
-        survivor, dead = doomed.outcomes(world)
-        assert dead == Gone()
-        assert isinstance(errors([survivor])[0], holdfast.CoordinationError)
-    with pytest.raises(holdfast.NotACheckpointError):
-        holdfast.open(tmp_path / "4")
-    losses = ranks.run(
-        megatron_job.trains, TENSOR, str(tmp_path / "whole"), SAVED_AFTER, LAST, world=2
-    )[0]
-    further = ranks.run(
-        megatron_job.goes_on, REPLICAS, uri, LAST, str(tmp_path / "again"), world=2
-    )[0][1]
-    assert further == pytest.approx(losses[SAVED_AFTER:], rel=ROUNDING)
 
 
 def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path: Path) -> None:

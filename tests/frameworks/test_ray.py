@@ -35,7 +35,7 @@ def test_job_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
     result = fit(tmp_path / "cut", 4)
     with holdfast.open(uri_of(result.checkpoint)) as c:
         assert c.step == 4
-    run_job("ray", tmp_path / "cut", "8", "0", world=2)
+    run_job("ray", tmp_path / "cut", "8", world=2)
     whole = losses(tmp_path / "whole")
     assert losses(tmp_path / "cut") == whole
     assert losses(tmp_path / "cut", 1) == {step: whole[step] for step in range(5, 9)}

@@ -1,4 +1,4 @@
-"""torch_checkpointing itself, with its files on storage that Holdfast has drivers for."""
+"""Test torch_checkpointing with its files on storage of Holdfast's drivers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pytest
 import torch
 from support.framework_jobs import run_page
 from support.rank_processes import RankProcesses
-from support.servers.radosgw import find_ceph
-from support.servers.start import started
 
 import holdfast
 
@@ -26,7 +24,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from holdfast.storage.integrations.torch_checkpointing import HoldfastStorageConfig
 
-# torch_checkpointing's own, and those of what it imports.
+# Warnings of torch_checkpointing and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 TAKEN = r"taken|occupied"
@@ -41,11 +39,10 @@ def ranks() -> Iterator[RankProcesses]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_job_goes_on_with_another_number_of_ranks(
+def test_job_resumes_with_another_number_of_ranks(
     ranks: RankProcesses, tmp_path: Path, before: int, after: int
 ) -> None:
-    """It computes the same losses as one that never stopped; a checkpoint is committed by its
-    name."""
+    """A job resumed on other ranks computes the losses of an uninterrupted one."""
     whole = ranks.run(train, str(tmp_path / "whole"), 1, 8, world=before)[0]
     uri = str(tmp_path / "run")
     losses = ranks.run(train, uri, 1, 4, world=before)[0]
@@ -55,41 +52,30 @@ def test_a_job_goes_on_with_another_number_of_ranks(
     assert sorted(os.listdir(uri)) == ["step-4", "step-8"]
 
 
-def test_a_background_process_saves_to_s3(tmp_path: Path) -> None:
-    """It opens the storage by itself, from the configuration that it is given."""
-    if find_ceph() is None:
-        pytest.skip("radosgw is not installed: make test-servers")
-    with started("s3", tmp_path / "radosgw") as (uri, settings), pytest.MonkeyPatch.context() as m:
-        for name, value in settings.items():
-            m.setenv(name, value)
-        checkpoints = manager(uri, asynchronous=True)
-        state = {"model": {"w": torch.arange(6.0)}, "step": 7}
-        written = checkpoints.save("step-7", state)
-        assert written is not None
-        written.result(timeout=100)
-        into = {"model": {"w": torch.zeros(6)}, "step": 0}
-        assert checkpoints.load("step-7", into)["step"] == 7
-        assert torch.equal(into["model"]["w"], torch.arange(6.0))
-        checkpoints.close()
+def test_background_process_saves(tmp_path: Path) -> None:
+    """A background process opens the storage from the configuration that it is given."""
+    checkpoints = manager(f"file://{tmp_path}?threads=2", asynchronous=True)
+    written = checkpoints.save("step-7", {"model": {"w": torch.arange(6.0)}, "step": 7})
+    assert written is not None
+    written.result(timeout=100)
+    into = {"model": {"w": torch.zeros(6)}, "step": 0}
+    assert checkpoints.load("step-7", into)["step"] == 7
+    assert torch.equal(into["model"]["w"], torch.arange(6.0))
+    checkpoints.close()
 
 
 @pytest.fixture(params=["memory", "file", "theirs"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """An empty one of ours, on one kind of storage, or torch_checkpointing's own."""
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """An empty storage, of ours or torch_checkpointing's own, and the root of its paths."""
     if request.param == "theirs":
-        return LocalFileSystemStorageConfig(use_direct_io=False).create_storage()
+        return LocalFileSystemStorageConfig(use_direct_io=False).create_storage(), tmp_path
     uri = {"memory": "memory://", "file": tmp_path.as_uri()}[request.param]
-    return HoldfastStorageConfig(uri, {"retries": 1}).create_storage()
+    return HoldfastStorageConfig(uri, {"retries": 1}).create_storage(), Path("/")
 
 
-@pytest.fixture
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """What paths begin with."""
-    return tmp_path if "theirs" in request.node.name else Path("/")
-
-
-def test_a_rename_does_what_the_contract_says(storage: Any, root: Path) -> None:
-    """Its table, but for the row of empty folders, which are left to each storage."""
+def test_rename_follows_the_contract(place: tuple[Any, Path]) -> None:
+    """A rename follows the table in the contract, except for empty folders."""
+    storage, root = place
     for name in ("source/a", "source/b/metadata.pkl", "taken/c", "file", "other"):
         storage.mkdir((root / name).parent)
         storage.write(root / name, name.encode())
@@ -109,8 +95,9 @@ def test_a_rename_does_what_the_contract_says(storage: Any, root: Path) -> None:
     assert sorted(storage.ls(root)) == ["moved", "new", "taken"]
 
 
-def test_files_are_read_and_written_as_their_users_do(storage: Any, root: Path) -> None:
-    """As a whole, in ranges, and by streams that seek."""
+def test_files_are_read_and_written(place: tuple[Any, Path]) -> None:
+    """Files are read and written whole, in ranges, and by streams that seek."""
+    storage, root = place
     content = os.urandom(3 << 20)
     with storage.stream_write(root / "large") as stream:
         for start in range(0, len(content), 1000):
@@ -137,8 +124,8 @@ def test_files_are_read_and_written_as_their_users_do(storage: Any, root: Path) 
     assert not storage.exists(root / "large")
 
 
-def test_a_file_that_was_not_finished_is_not_there() -> None:
-    """Whether an error came, or it was forgotten."""
+def test_unfinished_file_does_not_exist() -> None:
+    """A file does not appear if its stream raised or was dropped."""
     storage = HoldfastStorageConfig("memory://").create_storage()
     with pytest.raises(TypeError), storage.stream_write(Path("a")) as stream:
         stream.writelines([b"half", None])
@@ -149,7 +136,7 @@ def test_a_file_that_was_not_finished_is_not_there() -> None:
 
 
 def test_paths_are_not_uris() -> None:
-    """A URI in the place of a name would lie below the URI of the storage."""
+    """A URI in place of a path is refused, since it would lie below the storage's own URI."""
     storage = HoldfastStorageConfig("memory://").create_storage()
     with pytest.raises(holdfast.UriError, match="is a URI"):
         storage.exists(Path("s3://bucket/run"))
@@ -158,8 +145,8 @@ def test_paths_are_not_uris() -> None:
         HoldfastStorageConfig("memory://", {"retires": 1}).create_storage()
 
 
-def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
-    """Its code, with a folder in the place of the bucket."""
+def test_how_to(tmp_path: Path) -> None:
+    """The page's code runs, with a folder in place of the bucket."""
     replaced = {"s3://bucket": str(tmp_path)}
     replaced["Config(storage"] = "Config(save=SyncCheckpointSaverConfig(), storage"
     given = {"SyncCheckpointSaverConfig": SyncCheckpointSaverConfig}

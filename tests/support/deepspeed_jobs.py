@@ -3,6 +3,7 @@ save and load it."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ __all__ = [
     "refused",
     "save_and_go_on",
     "save_lazily",
+    "save_with_deepspeed",
 ]
 
 
@@ -188,6 +190,15 @@ def load_and_save_with_deepspeed(uri: str, folder: str, job: Job) -> None:
     model, optim = built(job, 2)
     holdfast.load(uri, into={"model": model, "optim": optim})
     model.save_checkpoint(folder)
+
+
+def save_with_deepspeed(folder: str, job: Job) -> Held:
+    """Train for two steps and save as DeepSpeed does; return what was held then."""
+    job_done = training(job, 1)
+    for number in range(2):
+        job_done.step(number)
+    job_done.model.save_checkpoint(folder, client_state={"args": argparse.Namespace(lr=1)})
+    return job_done.held()
 
 
 def load_with_deepspeed_and_save(folder: str, uri: str, job: Job) -> dict[str, torch.Tensor]:

@@ -29,7 +29,6 @@ from holdfast.storage.integrations.megatron import (
 )
 
 from .megatron_on_cpu import cuda_is_cpu
-from .victims import count_calls
 
 __all__ = [
     "Layout",
@@ -38,7 +37,6 @@ __all__ = [
     "plain_tensors",
     "refusals",
     "runs_blocks",
-    "saves_and_dies",
     "saves_by_megatron",
     "trains",
 ]
@@ -215,19 +213,6 @@ def goes_on(layout: Layout, uri: str, last: int, again: str) -> tuple[int, list[
         holdfast.load(uri, into=state)
         holdfast.save(again, job.state(state["step"]))
         return state["step"], job.train(state["step"], last)
-
-
-def saves_and_dies(layout: Layout, uri: str, other: str) -> int:
-    """Save to ``uri``, and a step later to ``other``, amid which the last rank is killed: before
-    its second call that changes the file system. How many another rank has made."""
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    with Job(layout, seed=1) as job:
-        job.train(0, 3)
-        holdfast.save(uri, job.state(3))
-        job.train(3, 4)
-        count = count_calls(2 if is_last else 0)
-        holdfast.save(other, job.state(4), deadline_s=3.0)
-    return count()
 
 
 def saves_by_megatron(

@@ -1,5 +1,4 @@
-"""A training loop under Ray Train, as its user writes it. As a script: arguments are the folder,
-the last step, and the number of workers, 0 for Ray's local mode."""
+"""A training loop under Ray Train in its local mode. Arguments: the folder and the last step."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import Any
 
 import ray.train
 import torch
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -38,8 +37,6 @@ def loop(config: dict[str, Any]) -> None:
         optim.step()
         note_loss(config["out"], step, loss, context.get_world_rank())
         state["step"] = step
-        if step == config.get("fails_at") and not resumed:
-            raise RuntimeError("a worker fails")
         if step % 2 == 0:
             save_and_report({"loss": loss.item()}, state, step=step, folder=config["folder"])
 
@@ -52,30 +49,5 @@ def fit(out: Path, last: int) -> Any:
     ).fit()
 
 
-def fit_on_a_cluster(out: Path, last: int, workers: int) -> Any:
-    """The same on a cluster of this host, whose storage is Ray's; workers fail once, at step 5."""
-    ray.init(num_cpus=workers, include_dashboard=False, object_store_memory=100 << 20)
-    config = {"out": str(out), "folder": None, "last": last, "fails_at": 5}
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config=config,
-        torch_config=TorchConfig("gloo"),
-        scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(
-            "run",
-            storage_path=str(out),
-            failure_config=FailureConfig(max_failures=1),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-        ),
-    )
-    try:
-        return trainer.fit()
-    finally:
-        ray.shutdown()
-
-
 if __name__ == "__main__":
-    if int(sys.argv[3]):
-        print(fit_on_a_cluster(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
-    else:
-        fit(Path(sys.argv[1]), int(sys.argv[2]))
+    fit(Path(sys.argv[1]), int(sys.argv[2]))

@@ -24,44 +24,53 @@ __all__ = [
 
 
 class Job:
-    """A model and its optimizer."""
+    """A model under FSDP2 and its optimizer. ``gathered``: FSDP2 gathers weights in eight bits."""
 
-    def __init__(self, seed: int, in_eight_bits: bool = True) -> None:
+    def __init__(
+        self, seed: int, optimizer: str = "", *, width: int = 128, gathered: bool = False
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-        if in_eight_bits:
+        self.model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+        self.gathered = gathered
+        if gathered:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
             convert_to_float8_training(self.model, config=config)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        kind: Any = torch.optim.AdamW
+        if optimizer:
+            import torchao.optim
+
+            kind = getattr(torchao.optim, optimizer)
+        self.optim = kind(self.model.parameters(), lr=0.01)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved."""
+        """The state to save."""
         return {"model": self.model, "optim": self.optim}
 
     def losses(self, first: int, last: int) -> list[float]:
-        """Steps on batches that follow from their number. After each, the scales of the next
-        gathering are computed ahead."""
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
+        """Train on batches that follow from the numbers of the steps; return the losses."""
         found = []
         for number in range(first, last):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
             loss = (self.model(x) - x).square().mean()
             loss.backward()
-            self.optim.step()
+            with torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
+                self.optim.step()
             self.optim.zero_grad()
-            precompute_float8_dynamic_scale_for_fsdp(self.model)
+            if self.gathered:
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(self.model)
             found.append(loss.item())
         return found
 
 
 def go_on_in_eight_bits(uri: str, lazy: bool) -> list[float]:
     """Train, save, and train on; the losses after the save."""
-    job = Job(1)
+    job = Job(1, gathered=True)
     for step in range(2):
         job.losses(step, step + 1)
         handle = holdfast.async_save(f"{uri}/{step}", job.state, lazy=lazy)
@@ -72,7 +81,7 @@ def go_on_in_eight_bits(uri: str, lazy: bool) -> list[float]:
 
 def load_in_eight_bits(uri: str) -> list[float]:
     """Load into a job that has trained, and train on."""
-    job = Job(2)
+    job = Job(2, gathered=True)
     job.losses(7, 8)
     holdfast.load(uri, into=job.state)
     return job.losses(2, 5)
@@ -82,10 +91,10 @@ def weights_in_full(uri: str) -> bool:
     """Load into a job that knows nothing of eight bits, save that, and load it into one that does:
     whether the weights are the same all the way."""
     whole = holdfast.load(uri)["model"]
-    job = Job(3, in_eight_bits=False)
+    job = Job(3)
     holdfast.load(uri, into=job.state)
     holdfast.save(f"{uri}-full", job.state)
-    back = Job(4)
+    back = Job(4, gathered=True)
     holdfast.load(f"{uri}-full", into=back.state)
     return all(
         torch.equal(weight, whole[name])
@@ -95,39 +104,9 @@ def weights_in_full(uri: str) -> bool:
     )
 
 
-class MomentsJob:
-    """A model under FSDP2, and an optimizer of torchao's."""
-
-    def __init__(self, seed: int, optimizer: str, width: int = 128) -> None:
-        import torchao.optim
-
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
-        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.optim: Any = getattr(torchao.optim, optimizer)(self.model.parameters(), lr=0.01)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What is saved."""
-        return {"model": self.model, "optim": self.optim}
-
-    def losses(self, first: int, last: int) -> list[float]:
-        """Steps on batches that follow from their number."""
-        found = []
-        for number in range(first, last):
-            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
-            loss = (self.model(x) - x).square().mean()
-            loss.backward()
-            with torch.compiler.set_stance("force_eager"):  # to compile takes longer than all else
-                self.optim.step()
-            self.optim.zero_grad()
-            found.append(loss.item())
-        return found
-
-
 def go_on_with_moments_of_eight_bits(uri: str, optimizer: str, lazy: bool) -> list[float]:
     """Train, save, and train on; the losses after the save."""
-    job = MomentsJob(1, optimizer)
+    job = Job(1, optimizer)
     job.losses(0, 2)
     handle = holdfast.async_save(uri, job.state, lazy=lazy)
     losses = job.losses(2, 4)
@@ -137,7 +116,7 @@ def go_on_with_moments_of_eight_bits(uri: str, optimizer: str, lazy: bool) -> li
 
 def load_moments_of_eight_bits(uri: str, optimizer: str, again: str) -> list[float]:
     """Load into a job that has trained, save what was loaded, and train on."""
-    job = MomentsJob(2, optimizer)
+    job = Job(2, optimizer)
     job.losses(7, 8)
     holdfast.load(uri, into=job.state)
     holdfast.save(again, job.state)
@@ -146,7 +125,7 @@ def load_moments_of_eight_bits(uri: str, optimizer: str, again: str) -> list[flo
 
 def refused_moments(uri: str) -> str:
     """What a save says where ranks have parts of different sizes."""
-    job = MomentsJob(1, "AdamW8bit", width=129)
+    job = Job(1, "AdamW8bit", width=129)
     job.losses(0, 1)
     try:
         holdfast.save(uri, job.state)

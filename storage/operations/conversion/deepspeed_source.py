@@ -178,7 +178,7 @@ class _Zero:
         self._masters = self._partitions()
 
     def model(self, stamps: Mapping[str, tuple[int, float]]) -> Model:
-        weights = [*self._buffers(), *self._frozen()]
+        weights = self._untrained()
         weights += self._of_groups(self._masters, "model.{}")
         for name, other in _as(dict, self._info.get("shared_params", {})).items():
             weights += [
@@ -197,26 +197,29 @@ class _Zero:
         parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
         return "optim", "state", parameter, key
 
-    def _buffers(self) -> list[SourceTensor]:
+    def _untrained(self) -> list[SourceTensor]:
+        """Return the buffers and the frozen parameters, which have no masters.
+
+        Before stage 3 the frozen parameters are whole in the model files, and DeepSpeed may not
+        list them.
+        """
         module = _as(dict, self._info["module"])
         names = set(_as(list, self._info["buffer_names"]))
-        return [
-            self._model[0].whole(f"model.{name}", module[name]) for name in module if name in names
+        if self._stage < 3:
+            trained = itertools.chain(*self._shapes, _as(dict, self._info.get("shared_params", {})))
+            names = module.keys() - set(trained)
+        found = [
+            self._model[0].whole(f"model.{name}", value)
+            for name, value in module.items()
+            if name in names and isinstance(value, StoredTensor)
         ]
-
-    def _frozen(self) -> list[SourceTensor]:
-        """Return the frozen parameters, which are in the model files."""
-        found: list[SourceTensor] = []
-        for name, shape in _shapes(self._info.get("frozen_param_shapes") or {}).items():
-            fragments = [
-                file.whole(f"model.{name}", _as(dict, file.value["frozen_param_fragments"])[name])
-                for file in self._model
-            ]
-            if self._stage < 3:
-                found.append(fragments[0])
-                continue
-            rows = [[_flat(fragment)] for fragment in fragments]
-            found += self._divided(f"model.{name}", shape, rows, 0)
+        if self._stage == 3:
+            for name, shape in _shapes(self._info.get("frozen_param_shapes") or {}).items():
+                rows = [
+                    [_flat(file.whole("", _as(dict, file.value["frozen_param_fragments"])[name]))]
+                    for file in self._model
+                ]
+                found += self._divided(f"model.{name}", shape, rows, 0)
         return found
 
     def _partitions(self) -> list[list[_Flat]]:
