@@ -177,6 +177,7 @@ class FlatUnit:
             zip(flat._param_infos, flat._shard_param_infos, strict=True)
         ):
             others = tied.get((id(info.module), info.param_name), [])
+            whole = torch.empty_strided(flat._shapes[number], flat._strides[number], device="meta")
             yield FlatPiece(
                 names=(flat._fqns[number], *others),
                 shape=tuple(flat._shapes[number]),
@@ -184,8 +185,7 @@ class FlatUnit:
                 numel=held.numel_in_shard or 0,
                 at=held.offset_in_shard or 0,
                 original=originals[number],
-                is_regular=_is_row_major(flat._shapes[number], flat._strides[number])
-                and flat._param_extensions[number] is None,
+                is_regular=whole.is_contiguous() and flat._param_extensions[number] is None,
             )
 
 
@@ -194,10 +194,6 @@ def flat_units(module: torch.nn.Module) -> list[FlatUnit]:
     if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
         return [FlatUnit(module._handle)]
     return []
-
-
-def _is_row_major(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

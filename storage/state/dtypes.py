@@ -66,7 +66,9 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return f"a quantized tensor ({tensor.dtype})"
     if tensor.is_nested:
         return "a nested tensor"
-    if type(tensor) not in _PLAIN and _is_wrapper(tensor):
+    dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    is_wrapper = dispatches or hasattr(tensor, "__tensor_flatten__")
+    if type(tensor) not in _PLAIN and is_wrapper:
         return (
             f"a {type(tensor).__module__}.{type(tensor).__qualname__}, whose bytes are in "
             f"other tensors"
@@ -76,12 +78,6 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or hasattr(
-        tensor, "__tensor_flatten__"
-    )
 
 
 def is_plain_array(array: np.ndarray) -> bool:

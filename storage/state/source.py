@@ -78,7 +78,6 @@ class ImageSource:
         self._is_gathered = is_gathered | is_tracked
 
     def _address_of(self, i: int) -> int | None:
-        """Return the address of part ``i`` if it is one run of host memory."""
         first = self._first[i]
         address = address_of(self._tensors[i])
         if address is None or first is None:
@@ -176,7 +175,6 @@ class ImageSource:
         return True
 
     def _tracked_of(self, run: slice) -> dict[int, tuple[int, int, int]]:
-        """Return the tracked parts as (row, start, stop)."""
         sizes = (self._stop[run] - self._start[run]).tolist()
         return {
             i: (self._rows[i], start, start + nbytes)
@@ -187,7 +185,6 @@ class ImageSource:
     def _segments(
         self, run: slice, tracked: Mapping[int, tuple[int, int, int]], sizes: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Return the (address, nbytes) pairs to read for the parts in order."""
         assert self._capture is not None
         plain = self._plain[run].tolist()
         segments: list[tuple[int, int]] = []
@@ -234,7 +231,6 @@ class ImageSource:
         return doubt
 
     def _boxes(self, i: int, begin: int, end: int) -> list[Box]:
-        """Return bytes [begin, end) of part ``i`` as boxes of it."""
         itemsize = self._itemsize[i]
         lengths = self._lengths[i, : self._ndim[i]].tolist()
         return flat_to_boxes(lengths, begin // itemsize, end // itemsize)

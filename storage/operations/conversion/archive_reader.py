@@ -215,7 +215,6 @@ class ArchiveReader(_Archive):
                 start = error.start
 
     async def _record_bytes(self, name: str, nbytes_max: int) -> bytes:
-        """Read a whole record. Raises ValueError if it is too large."""
         nbytes = self._record(name).nbytes
         if nbytes > nbytes_max:
             raise ValueError(f"its record {name} has {nbytes:,} bytes")

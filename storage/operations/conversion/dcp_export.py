@@ -74,7 +74,7 @@ def plan_dcp_folder(
         for tensor, source in sorted(exported.tensors, key=lambda item: image_rank(item[0])):
             folder.add_tensor(tensor, source)
     for name, first in exported.tied.items():
-        folder.tie(name, first)
+        folder.tensors[name] = folder.tensors[first]
     paths = {
         new: contents.paths[name] if new == name else (new,) for name, new in new_names.items()
     }
@@ -131,10 +131,6 @@ class _Folder:
             items.append((box, self._placed(*torch_pieces(part))))
         self.tensors[tensor.name] = (tensor, items)
 
-    def tie(self, name: str, first: str) -> None:
-        """Add another name of the tensor ``first``."""
-        self.tensors[name] = self.tensors[first]
-
     def _placed(self, pieces: Sequence[bytes | ModelTensor], nbytes: int) -> DcpPlace:
         """Append an item, aligned by its elements, to the last file if it fits, or a new one."""
         start = round_up(self._end, alignment_of(nbytes))
@@ -152,25 +148,21 @@ class _Folder:
 def _metadata_bytes(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> bytes:
     """Return the pickle that DCP's reader loads; ``paths`` are the items' keys in the state."""
     with collector_paused():
-        return _pickled(folder, paths, uri)
-
-
-def _pickled(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> bytes:
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    results = []
-    for name in paths:
-        if name in folder.values:
-            described[name] = BytesStorageMetadata()
-            place = folder.values[name]
-            results.append(WriteResult(MetadataIndex(name), place.length, place))
-            continue
-        tensor, items = folder.tensors[name]
-        described[name] = _described(tensor, [box for box, _ in items])
-        for box, place in items:
-            index = MetadataIndex(name, torch.Size(box.offsets))
-            results.append(WriteResult(index, place.length, place))
-    meta = StorageMeta(checkpoint_id=uri)
-    metadata = Metadata(described, planner_data=dict(paths), storage_meta=meta)
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        results = []
+        for name in paths:
+            if name in folder.values:
+                described[name] = BytesStorageMetadata()
+                place = folder.values[name]
+                results.append(WriteResult(MetadataIndex(name), place.length, place))
+                continue
+            tensor, items = folder.tensors[name]
+            described[name] = _described(tensor, [box for box, _ in items])
+            for box, place in items:
+                index = MetadataIndex(name, torch.Size(box.offsets))
+                results.append(WriteResult(index, place.length, place))
+        meta = StorageMeta(checkpoint_id=uri)
+        metadata = Metadata(described, planner_data=dict(paths), storage_meta=meta)
     with tempfile.TemporaryDirectory() as scratch:
         _MetadataWriter(scratch, meta).finish(metadata, [results])
         return Path(scratch, DCP_METADATA_KEY).read_bytes()

@@ -29,13 +29,12 @@ from ...format.manifest import MANIFEST_KEY, Manifest
 from ...format.model_folder import (
     INDEX_KEY,
     MODEL_FILE,
-    ModelFile,
     ModelTensor,
     index_text,
     model_files,
 )
 from ...format.torch_archive import TORCH_DTYPES, torch_file
-from ...format.tree import Tree, dotted
+from ...format.tree import dotted
 from ...runtime.engine import offload, run
 from ...runtime.progress import ProgressCallback, ProgressReporter
 from ..location import Place
@@ -164,7 +163,8 @@ class _Request:
 
     def _plan_of_tensors(self, m: Manifest, key: str) -> ExportPlan:
         names = chosen(m.tensors.rows, self.only)
-        refuse_values(_names_of_values(m.tree), self.only)
+        paths = m.tree.paths()
+        refuse_values([dotted((*paths[v.container], v.key)) for v in m.tree.values], self.only)
         known = TORCH_DTYPES if self.format == "torch" else safetensors.EXPORTED_DTYPES
         exported = ExportedTensors(m.tensors, renamed(names, self.rules), self.dtype, known)
         tensors = [tensor for tensor, _ in exported.tensors]
@@ -175,7 +175,10 @@ class _Request:
             _check_form(tensors)
             form = m.metadata.get("format", "pt")
             metadata = {**m.metadata, **exported.tied, "format": form}
-            files = _model_files(tensors, self.file_nbytes, metadata)
+            try:
+                files = model_files(tensors, self.file_nbytes, metadata)
+            except ValueError as error:
+                raise UsageError(str(error), advice="Write more files (file_nbytes).") from error
             if len(files) > 1:
                 last = LastFile(INDEX_KEY, partial(index_text, files))
         return ExportPlan(files, exported.sources, len(tensors), exported.tied, last)
@@ -191,11 +194,6 @@ def _dtype_of(name: str | None) -> str | None:
             f"tensors cannot be converted to {name!r}", advice=f"Use one of {', '.join(_FLOATS)}."
         )
     return dtype
-
-
-def _names_of_values(tree: Tree) -> list[str]:
-    paths = tree.paths()
-    return [dotted((*paths[v.container], v.key)) for v in tree.values]
 
 
 def _check_form(tensors: Sequence[ModelTensor]) -> None:
@@ -214,15 +212,6 @@ def _check_form(tensors: Sequence[ModelTensor]) -> None:
                 f"safetensors cannot hold",
                 advice="Leave it out (only).",
             ) from error
-
-
-def _model_files(
-    tensors: Sequence[ModelTensor], file_nbytes: int, metadata: Mapping[str, str]
-) -> list[ModelFile]:
-    try:
-        return model_files(tensors, file_nbytes, metadata)
-    except ValueError as error:
-        raise UsageError(str(error), advice="Write more files (file_nbytes).") from error
 
 
 async def _export(

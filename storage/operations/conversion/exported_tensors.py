@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ....errors import UsageError
-from ....planner.columns import Ints
 from ....planner.table import TensorTable
 from ...format.model_folder import ModelFile, ModelTensor
 from ...format.torch_pickle import NEW_DTYPES
@@ -56,7 +55,11 @@ class ExportedTensors:
         self._dtype = dtype
         self._known = known
         rows = np.array([table.rows[name][0] for name in new_names], np.int64)
-        _refuse_own(table, rows)
+        for row in rows[table.owner[rows] >= 0].tolist():
+            raise UsageError(
+                f"tensor {table.names[row]!r} differs from rank to rank",
+                advice="Leave it out (only), or read it with Checkpoint.read.",
+            )
         alias = table.alias[rows]
         stored = np.where(alias < 0, rows, alias)
         kinds = [table.dtypes[code] for code in table.dtype[stored].tolist()]
@@ -101,11 +104,3 @@ class ExportedTensors:
         if dtype == stored_dtype:
             return dtype, itemsize, None
         return dtype, NEW_DTYPES[dtype], dtype
-
-
-def _refuse_own(tensors: TensorTable, rows: Ints) -> None:
-    for row in rows[tensors.owner[rows] >= 0].tolist():
-        raise UsageError(
-            f"tensor {tensors.names[row]!r} differs from rank to rank",
-            advice="Leave it out (only), or read it with Checkpoint.read.",
-        )

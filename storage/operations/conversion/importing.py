@@ -191,7 +191,6 @@ async def _model_of_folder(theirs: Driver, request: _Request) -> Model:
 
 
 async def _torch_model(driver: Driver, key: str) -> Model:
-    """Read the tensors in a ``torch.save`` file, named by their paths."""
     stamps = await stamps_of(driver, [key])
     archive, found = await read_archive(driver, key, _by_path)
     tensors = {name: value for name, value in found.items() if isinstance(value, StoredTensor)}

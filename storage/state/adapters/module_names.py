@@ -88,16 +88,13 @@ class Walked:
     def flat(self) -> list[FlatPart]:
         """Return this rank's part of the parameters that are in flat parameters."""
         if self.zero is not None:
-            return self.zero.parts(self._names_by_parameter())
+            named: dict[torch.nn.Parameter, list[str]] = {}
+            for name, parameter in self.parameters:
+                named.setdefault(parameter, []).append(self.names[name])
+            return self.zero.parts(named)
         if not self.names.sharded:
             return []
         return fsdp1_parts(self.parts, self.names.__getitem__)
-
-    def _names_by_parameter(self) -> dict[torch.nn.Parameter, list[str]]:
-        found: dict[torch.nn.Parameter, list[str]] = {}
-        for name, parameter in self.parameters:
-            found.setdefault(parameter, []).append(self.names[name])
-        return found
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:

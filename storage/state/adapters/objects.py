@@ -42,7 +42,8 @@ def object_allocator(
     def make(entry: Entry) -> torch.Tensor | Shard | InParts:
         here = value_at(present, entry.keys)
         if stored_dtypes is not None:
-            entry = kept_entry(entry, here, reach.stepped_parameter_of(entry), stored_dtypes)
+            parameter = reach.parameter_of(entry) if reach.has_optimizer else None
+            entry = kept_entry(entry, here, parameter, stored_dtypes)
         if isinstance(here, Shard):
             return fitting(here, entry)
         if is_in_parts(here):
@@ -70,6 +71,7 @@ class _Reach:
     def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
         held = list(_held(owner))
         self._optimizers = [o for o in held if isinstance(o, torch.optim.Optimizer)]
+        self.has_optimizer = bool(self._optimizers)
         self._by_name: dict[str, torch.Tensor] = {}
         own = [Walked(m) for m in held if isinstance(m, torch.nn.Module)]
         for walked in chain(own, modules):
@@ -81,10 +83,6 @@ class _Reach:
         )
         self.example = next((p for p in every if isinstance(p, DTensor)), None)
         """Any DTensor among them. Tensors without other information are placed on its mesh."""
-
-    def stepped_parameter_of(self, entry: Entry) -> torch.Tensor | None:
-        """Return the parameter of a moment; None if the object has no optimizer."""
-        return self.parameter_of(entry) if self._optimizers else None
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
         """Return the parameter with the longest name in the entry's path; or by number, if there is

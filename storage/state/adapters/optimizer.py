@@ -301,7 +301,8 @@ def _filled(
         return fitting(present, entry)
     if fits(present, entry):
         return present.detach()
-    reference = _first_parameter(optimizer) if parameter is None else parameter
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    reference = next(every, None) if parameter is None else parameter
     if isinstance(present, torch.Tensor) and present.ndim:
         reference = present
     if reference is None or (
@@ -311,22 +312,10 @@ def _filled(
     return empty_for(reference, entry)
 
 
-_MOMENTS = frozenset(
-    (
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "sum",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "ax",
-        "prev",
-        "step_size",
-    )
-)
+_MOMENTS = frozenset((
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg",
+    "acc_delta", "exp_inf", "ax", "prev", "step_size",
+))  # fmt: skip
 """State that optimizers of torch keep in the shape of the parameter."""
 
 
@@ -374,28 +363,19 @@ def entries_with_present(
     }
 
 
-def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    return next((p for group in optimizer.param_groups for p in group["params"]), None)
-
-
 def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
     """Return a function that allocates tensors among hyperparameters, like present ones."""
 
     def make(entry: Entry) -> torch.Tensor:
-        return torch.empty(
-            entry.shape, dtype=entry.dtype, device=_device_of(optimizer, entry.keys[1:])
-        )
+        device = torch.device("cpu")
+        for group in optimizer.param_groups:
+            present = value_at(group, entry.keys[1:])
+            if isinstance(present, torch.Tensor) and not present.is_meta:
+                device = present.device
+                break
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
     return make
-
-
-def _device_of(optimizer: torch.optim.Optimizer, keys: tuple[object, ...]) -> torch.device | None:
-    """Return the device of this hyperparameter in the optimizer, if it is a tensor there."""
-    for group in optimizer.param_groups:
-        present = value_at(group, keys)
-        if isinstance(present, torch.Tensor) and not present.is_meta:
-            return present.device
-    return torch.device("cpu")
 
 
 def load_optimizer(
@@ -447,7 +427,8 @@ def optimizer_parameters(
     both sides may translate."""
     stored = list(stored)
     named = _named_by_module(optimizer, modules)
-    if named is not None and not (named.orphans and _are_numbered(stored)):
+    are_numbered = all(type(key) is int for group in stored for key in group.ranks)
+    if named is not None and not (named.orphans and are_numbered):
         return named
     number_of = {name: number for group in stored for number, name in group.names.items()}
     keys: dict[int, list[ParameterKey]] = {}
@@ -463,10 +444,6 @@ def optimizer_parameters(
     return OptimizerParameters(
         [list(group["params"]) for group in optimizer.param_groups], {}, keys
     )
-
-
-def _are_numbered(stored: Iterable[StoredGroup]) -> bool:
-    return all(type(key) is int for group in stored for key in group.ranks)
 
 
 def _named_by_module(
@@ -510,7 +487,6 @@ def _names_in(walked: Walked) -> _ModuleNames:
 
 
 def _grouped(optimizer: torch.optim.Optimizer, named: _ModuleNames) -> OptimizerParameters:
-    """Return the parameters of ``optimizer`` by name; orphans by number."""
     orphans = []
     count = itertools.count()
     for number, group in enumerate(optimizer.param_groups):

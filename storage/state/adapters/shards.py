@@ -57,7 +57,9 @@ class Shard:
             raise UsageError(
                 "a Shard is a box or a flat range", advice="Give either offset= or flat=."
             )
-        whole = _checked_shape(shape)
+        whole = tuple(map(int, shape))
+        if any(length < 0 for length in whole):
+            raise UsageError(f"a Shard of a tensor of shape {list(whole)}")
         self.tensor = tensor
         self.layout: MeshLayout | FlatLayout
         if flat is not None:
@@ -72,13 +74,6 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard({self.layout.region} of {list(self.shape)}, {self.tensor.dtype})"
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    whole = tuple(map(int, shape))
-    if any(length < 0 for length in whole):
-        raise UsageError(f"a Shard of a tensor of shape {list(whole)}")
-    return whole
 
 
 def _checked_range(

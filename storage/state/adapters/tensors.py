@@ -84,15 +84,11 @@ class Adapters:
         kind = type(tensor)
         adapter = self._by_type.get(kind)
         if adapter is None:
+            known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
             # This adapter instance only ever sees tensors of this type.
-            adapter = cast(TensorAdapter[TensorLike], _adapter_of(kind)())
+            adapter = cast(TensorAdapter[TensorLike], next(known, _PlainAdapter)())
             self._by_type[kind] = adapter
         return adapter
-
-
-def _adapter_of(kind: type) -> Callable[[], TensorAdapter[Never]]:
-    known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
-    return next(known, _PlainAdapter)
 
 
 def local_of(tensor: TensorLike) -> torch.Tensor:

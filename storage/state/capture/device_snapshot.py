@@ -173,6 +173,5 @@ class DeviceSnapshot:
 
     @staticmethod
     def _is_there(held: _Held) -> bool:
-        """Return whether the storage was neither freed nor moved."""
         storage = held.data.untyped_storage()
         return (storage.data_ptr(), storage.nbytes()) == (held.address, held.nbytes)

@@ -296,7 +296,6 @@ class HostSnapshot:
         return found
 
     def _arm(self) -> list[Range]:
-        """Arm the ranges to track. Returns the armed ranges."""
         if self._tracker is None or not self._exact:
             return []
         for ranges in (merged(self._exact, GAP_NBYTES), self._exact):
@@ -409,7 +408,6 @@ class HostSnapshot:
                     read(int(address), to, int(size))
 
     def _row_at(self, position: int) -> int:
-        """Return the row that a byte of the arena belongs to."""
         return self._regions[(int(self._places.searchsorted(position, side="right")) - 1) // 2].row
 
     def _arena_at(self, position: int) -> int:

@@ -405,17 +405,12 @@ def _clone(flat: FlatState, rows: Sequence[int]) -> dict[int, _HostClone]:
                 raise ChangedError(row) from None
             found[row] = clone
             flat.locals[row] = clone.copy
-        else:
-            flat.locals[row] = _clone_on_device(local)
+            continue
+        try:
+            flat.locals[row] = local.clone()
+        except torch.OutOfMemoryError:  # its device is full
+            flat.locals[row] = copied_to_host(local)
     return found
-
-
-def _clone_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``tensor`` on its device, or in host memory if the device is full."""
-    try:
-        return tensor.clone()
-    except torch.OutOfMemoryError:
-        return copied_to_host(tensor)
 
 
 def _buffers_and_arrays(flat: FlatState) -> set[int]:
@@ -458,12 +453,7 @@ def hook_optimizers() -> None:
     global _hooked  # noqa: PLW0603
     if not _hooked:
         _hooked = True
-        register_optimizer_step_pre_hook(_before_step)
-
-
-@never_compiled
-def _before_step(*_: object) -> None:
-    fence()
+        register_optimizer_step_pre_hook(never_compiled(lambda *_: fence()))
 
 
 def _forget_parent() -> None:

@@ -193,10 +193,11 @@ class WriteTracker:
         These are file mappings, shared memory and huge pages of hugetlbfs. A private mapping is
         exempt if each of its pages was replaced by this process's own copy.
         """
-        return [part for part in mapped_files(ranges) if not self._is_own(*part)]
-
-    def _is_own(self, start: int, stop: int) -> bool:
-        return self._first(start, stop, _FILE, _FILE, _PRESENT | _SWAPPED) == (start, stop)
+        return [
+            part
+            for part in mapped_files(ranges)
+            if self._first(*part, _FILE, _FILE, _PRESENT | _SWAPPED) != part
+        ]
 
     def _first(self, start: int, stop: int, inverted: int, mask: int, any_of: int) -> Range | None:
         """Return the first run of pages of these categories; see PAGEMAP_SCAN for the masks."""
@@ -318,7 +319,12 @@ def mapped_files(ranges: Sequence[Range]) -> list[Range]:
 
 def listed_files(ranges: Sequence[Range], maps: bytes) -> list[Range]:
     """Return the same as :func:`mapped_files`, from the contents of ``/proc/self/maps``."""
-    files = [_range_of(line) for line in maps.splitlines() if _is_file(line)]
+    files = []
+    for line in maps.splitlines():
+        addresses, permissions, _, _, inode, *_ = line.split(None, 5)
+        if permissions.endswith(b"s") or inode != b"0":  # shared memory, or a file
+            start, stop = addresses.split(b"-")
+            files.append((int(start, 16), int(stop, 16)))
 
     def following(address: int) -> Range | None:
         at = bisect.bisect_right(files, address, key=lambda file: file[1])
@@ -351,14 +357,3 @@ def _ask(maps: int, address: int) -> Range | None:
         return None
     start, stop = struct.unpack_from("2Q", asked, 24)
     return start, stop
-
-
-def _is_file(line: bytes) -> bool:
-    """Return whether a line of ``/proc/self/maps`` describes shared memory, or has an inode."""
-    _, permissions, _, _, inode, *_ = line.split(None, 5)
-    return permissions.endswith(b"s") or inode != b"0"
-
-
-def _range_of(line: bytes) -> Range:
-    start, stop = line.split(None, 1)[0].split(b"-")
-    return int(start, 16), int(stop, 16)

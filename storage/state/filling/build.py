@@ -179,7 +179,6 @@ class Built:
         return self._dtypes[code]
 
     def _new_tensor(self, row: int) -> torch.Tensor:
-        """Return an empty tensor in host memory. Tied tensors share one."""
         root = self._roots[row]
         made = self._made.get(root)
         if made is None:

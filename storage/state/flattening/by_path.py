@@ -53,18 +53,16 @@ def sound_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
     for path in paths.values():
         for depth, key in enumerate(path):
             keys_in[path[:depth]].add(key)
-    unsound = {path for path, keys in keys_in.items() if path and not _are_keys(keys)}
+    unsound = set()
+    for path, keys in keys_in.items():
+        is_list = any(isinstance(key, int) for key in keys)
+        if path and is_list and keys != set(range(len(keys))):
+            unsound.add(path)
     unsound |= keys_in.keys() & set(paths.values())
     return {
         name: (name,) if any(path[:depth] in unsound for depth in range(len(path))) else path
         for name, path in paths.items()
     }
-
-
-def _are_keys(keys: set[str | int]) -> bool:
-    """Return whether one dict or one list can have exactly these keys."""
-    numbers = {key for key in keys if isinstance(key, int)}
-    return not numbers or keys == set(range(len(keys)))
 
 
 def put(state: dict[str | int, object], path: Path, item: object) -> None:

@@ -146,7 +146,6 @@ def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> Flat
 
 
 def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
-    """Return a copy of ``tree`` with other values, encoded, in the same places."""
     copied = Tree()
     copied.containers = list(tree.containers)
     copied.tensor_keys = {c: dict(keys) for c, keys in tree.tensor_keys.items()}

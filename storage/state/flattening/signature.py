@@ -74,7 +74,6 @@ class SignatureScan:
         return tuple(self._signature)
 
     def _plain(self, item: object) -> object:
-        """Return ``item``, or its state if it has one."""
         if not has_state(item):
             return item
         self._signature.append(("opened", type(item)))
@@ -140,7 +139,6 @@ class SignatureScan:
             self._laid_out(part)
 
     def _laid_out(self, item: TensorLike) -> None:
-        """Add a tensor whose type has an adapter."""
         adapter = self._adapters.of(item)
         local = adapter.local(item)
         if type(local) not in PLAIN_TYPES:

@@ -208,7 +208,6 @@ class Walker:
     # Items of a container, and objects with a state.
 
     def _item(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
-        """Add an item that is not a plain tensor."""
         if not has_state(item):
             return self._stateless(item, number, key, prefix)
         if self._loading and not fills_in_place(item):
@@ -390,7 +389,6 @@ def _inside(owner: object) -> _Inside:
 
 
 def _kind(container: object) -> str:
-    """Return a tree's name for a container."""
     if isinstance(container, MAPPINGS):
         return "dict"
     return "list" if isinstance(container, list) else "tuple"
