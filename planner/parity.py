@@ -211,10 +211,6 @@ class Lane:
         blocks = (self.block(want, position) for position in range(self.width))
         return tuple(self._repair(block, frozenset(lost)) for block in blocks if block.nbytes)
 
-    def to_pull(self, lost: Collection[int], want: int) -> list[DataBlock | ParityBlock]:
-        """Return all blocks that :meth:`repairs` needs, in its order."""
-        return [block for repair in self.repairs(lost, want) for block in repair.pulled]
-
     def _repair(self, wanted: DataBlock, lost: Collection[int]) -> StripeRepair:
         stripe = self.stripe_of(wanted)
         data = self.data(stripe)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.pool import is_exiting
-from ...planner.loading import LoadPlan, Targets
+from ...planner.loading import Targets
 from ...planner.sharing import Sharing, WantedRanges, share
 from ..pipeline.image_reader import ImageReader, plan_reads
 from ..ranks.messages import codec
@@ -61,7 +61,7 @@ async def begin_exchange(
             resources, unit_nbytes, slots, group.team.host, group.job_host
         )
         plan = await offload(plan_reads, reader.driver, reader.manifest, targets, unit_nbytes)
-        wanted = await offload(_compressed_ranges, plan)
+        wanted = await offload(lambda: zlib.compress(WantedRanges.of(plan).to_bytes(), 1))
         address = None
         if listener is not None and not is_exiting():  # an exchange needs threads
             address = listener.address
@@ -119,10 +119,6 @@ def _jobs(group: ExchangeGroup, reader: ImageReader, unit_nbytes: int) -> int:
     else:
         reads = max(2, traits.concurrency // share)
     return reader.jobs(reads, unit_nbytes)  # each has a buffer, and at most one slot
-
-
-def _compressed_ranges(plan: LoadPlan) -> bytes:
-    return zlib.compress(WantedRanges.of(plan).to_bytes(), 1)
 
 
 def _shared(wanted: Sequence[bytes], unit_nbytes: int) -> Sharing:

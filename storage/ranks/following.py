@@ -6,11 +6,10 @@ import asyncio
 
 from ...core.spans import waited_for
 from ...errors import CoordinationError, RankFailedError
-from .answer import Answer
 from .calls import Call, RankStatus
 from .member import LEADER, Member
 from .pairing import Settled, paired
-from .rendezvous import GRACE_S, NOT_ADDRESSED, PAUSE_MAX_S, PAUSE_S
+from .rendezvous import GRACE_S, NOT_ADDRESSED, PAUSE_MAX_S, PAUSE_S, Answer
 from .watch import Participation, Watch
 
 __all__ = ["FollowerRendezvous"]

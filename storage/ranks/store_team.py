@@ -23,14 +23,13 @@ from typing import NoReturn, TypeVar, TypeVarTuple
 from ...core.spans import Span, arrived, span, waited_for
 from ...errors import CoordinationError, RankFailedError
 from ..runtime.engine import offload
-from .answer import Answer, Verdict
 from .calls import Call, RankStatus
 from .failures import Failure
 from .following import FollowerRendezvous
 from .keys import Keys, StoreLike
 from .member import LEADER, Member
 from .messages import Codec, Nothing, Round, codec
-from .rendezvous import PAUSE_MAX_S, PAUSE_S, LeaderRendezvous
+from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, LeaderRendezvous, Verdict
 from .team import Decide, Team
 from .watch import Participation, Watch
 

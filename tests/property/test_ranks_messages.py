@@ -17,7 +17,7 @@ from support.effort import examples
 import holdfast
 from holdfast.storage.exchange import broadcast, setup
 from holdfast.storage.operations import rounds
-from holdfast.storage.ranks import answer, calls, failures, messages
+from holdfast.storage.ranks import calls, failures, messages, rendezvous
 from holdfast.storage.ranks.messages import Nothing, codec
 from holdfast.storage.training import decisions, keeper_inventory, load_attempts, resume
 
@@ -29,8 +29,8 @@ KINDS: list[Any] = [
     setup.Request,
     calls.RankStatus,
     failures.Failure,
-    answer.AnswerMessage,
-    answer.Verdict,
+    rendezvous.AnswerMessage,
+    rendezvous.Verdict,
     decisions.QuestionRecord,
 ]
 KINDS += sorted(

@@ -80,9 +80,10 @@ def test_what_is_pulled_for_a_lost_image_is_the_least() -> None:
     assert [repair.wanted.nbytes for repair in repairs] == [4096, 4096, 10]
     pulled = [sum(block.nbytes for block in repair.pulled) for repair in repairs]
     assert pulled == [3 * 4096, 3 * 4096, 30]
-    assert {block.member for block in lane.to_pull([3], 3)} == {0, 1, 2}
+    assert {block.member for repair in lane.repairs([3], 3) for block in repair.pulled} == {0, 1, 2}
     assert {repair.unknown for repair in repairs} == {(0,), (1,), (2,)}
-    assert Lane((5000, 0), 1, 1).to_pull([0], 0) == [ParityBlock(1, 1, 0, 5000)]
+    (repair,) = Lane((5000, 0), 1, 1).repairs([0], 0)
+    assert list(repair.pulled) == [ParityBlock(1, 1, 0, 5000)]
 
 
 def test_more_losses_than_parity_are_refused() -> None:
