@@ -8,12 +8,7 @@ import pytest
 from support.aftermath import CLEAN, check, files, some
 from support.bits import difference
 from support.inside import after_grace
-from support.victims import (
-    save_against_others,
-    save_and_die_at,
-    spawned,
-    state_of_step,
-)
+from support.victims import save_against_others, save_and_die_at, spawned, state_of_step
 
 import holdfast
 

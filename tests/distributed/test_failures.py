@@ -9,13 +9,7 @@ import pytest
 import torch
 from support.bits import difference
 from support.rank_processes import Gone, RankProcesses, errors
-from support.rank_tasks import (
-    halting_save,
-    hide_folder,
-    interrupted_save,
-    save_with,
-    unsavable,
-)
+from support.rank_tasks import halting_save, hide_folder, interrupted_save, save_with, unsavable
 
 import holdfast
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.foreign_jobs import (
-    fsdp1_leaves,
-    hooked_tensors,
-    sharded_tensors,
-    uneven_tensors,
-)
+from support.foreign_jobs import fsdp1_leaves, hooked_tensors, sharded_tensors, uneven_tensors
 from support.rank_processes import RankProcesses
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.groups import actor_and_critic, copies_of_one, runs_of_groups
 from support.rank_processes import RankProcesses
+from support.rank_tasks import actor_and_critic, copies_of_one, runs_of_groups
 
 
 def test_two_groups_save_a_checkpoint_each(ranks: RankProcesses, tmp_path: Path) -> None:

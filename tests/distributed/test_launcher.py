@@ -23,10 +23,7 @@ def free_port() -> int:
 
 
 @pytest.mark.nightly(32)
-@pytest.mark.parametrize(
-    "what",
-    ["cut_after_save", "leave_after_load"],
-)
+@pytest.mark.parametrize("what", ["cut_after_save", "leave_after_load"])
 def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: Path) -> None:
     """As srun, mp.spawn and frameworks start them."""
     world, port = 3 if what == "made_anew" else 2, free_port()

@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.around import load_around, save_around
 from support.bits import difference
-from support.jobs import (
-    fsdp_evaluated,
-    fsdp_load,
-    fsdp_save,
-    fsdp_train,
-    one_memory,
-)
+from support.jobs import fsdp_evaluated, fsdp_load, fsdp_save, fsdp_train, one_memory
 from support.rank_processes import RankProcesses
+from support.rank_tasks import load_around, save_around
 
 import holdfast
 

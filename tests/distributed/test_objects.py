@@ -24,10 +24,8 @@ from support.wrapped import (
 def test_wrappers_of_sharded_jobs_go_on_as_if_they_had_not_been_interrupted(
     kind: str, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Wrappers of sharded jobs resume as if they had not been interrupted.
-
-    DTensors load as DTensors, and no rank holds more of a tensor than its shard.
-    """
+    """Wrappers of sharded jobs resume as if they had not been interrupted. DTensors load as
+    DTensors, and no rank holds more of a tensor than its shard."""
     uri = str(tmp_path / "c")
     ranks.run(wrapped_save, uri, kind, "fsdp", world=2)
     whole = ranks.run(fsdp_train, "fsdp", 5, world=2)[0]

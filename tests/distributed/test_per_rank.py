@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loading import dealt_lists, own_bytes, part_of_an_epoch, save_lists
+from support.loading import dealt_lists, part_of_an_epoch, save_lists
 from support.rank_processes import RankProcesses
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -27,26 +26,10 @@ def test_each_sample_of_an_epoch_is_read_once_by_four_then_two_then_three_ranks(
     """Each job stops in the middle of the epoch."""
     first, second = str(tmp_path / "1"), str(tmp_path / "2")
     read = ranks.run(part_of_an_epoch, None, first, SAMPLES, 3, world=4)
-    assert [len(samples) for samples, _ in read] == [9] * 4
+    assert [len(samples) for samples in read] == [9] * 4
     read += ranks.run(part_of_an_epoch, first, second, SAMPLES, 5, world=2)
     read += ranks.run(part_of_an_epoch, second, None, SAMPLES, -1, world=3)
-    assert sorted(sample for samples, _ in read for sample in samples) == list(range(SAMPLES))
-
-
-def test_the_same_number_of_ranks_goes_on_as_if_nothing_had_been(
-    ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """Each rank reads just what it would have read, in the same order, and rolls the same dice."""
-    uri = str(tmp_path / "c")
-    whole = ranks.run(part_of_an_epoch, None, None, SAMPLES, -1, world=3)
-    begun = ranks.run(part_of_an_epoch, None, uri, SAMPLES, 4, world=3)
-    ended = ranks.run(part_of_an_epoch, uri, None, SAMPLES, -1, world=3)
-    assert [a[0] + b[0] for a, b in zip(begun, ended, strict=True)] == [
-        samples for samples, _ in whole
-    ]
-    for rank, drawn in enumerate(zip(begun, ended, strict=True)):
-        dice = random.Random(rank)
-        assert [number for _, number in drawn] == [dice.random(), dice.random()]
+    assert sorted(sample for samples in read for sample in samples) == list(range(SAMPLES))
 
 
 def test_lists_of_all_ranks_are_dealt_out_anew(ranks: RankProcesses, tmp_path: Path) -> None:
@@ -70,12 +53,3 @@ def test_lists_of_all_ranks_are_dealt_out_anew(ranks: RankProcesses, tmp_path: P
         _load_state_dict(found, reader, no_dist=True, planner=_EmptyStateDictLoadPlanner())
         assert found["split"]["of"] == everyone
         assert found["lists"] == [["0.0"]]
-
-
-@pytest.mark.parametrize("kind", [list, dict])
-def test_as_many_ranks_as_saved_read_each_its_own(
-    kind: type, ranks: RankProcesses, tmp_path: Path
-) -> None:
-    """And nothing of what the others have saved."""
-    found = ranks.run(own_bytes, str(tmp_path / "c"), kind)
-    assert found == [(True, 40_000)] * 4

@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.rank_processes import RankProcesses
-from support.rank_tasks import (
-    partial_loads,
-    random_load,
-    random_save,
-    recorded_save,
-)
+from support.rank_tasks import partial_loads, random_load, random_save, recorded_save
 
 
 def test_random_states_are_each_ranks_own(ranks: RankProcesses, tmp_path: Path) -> None:

@@ -254,10 +254,7 @@ def local_elements(targets: Targets, target: int, offsets: Ints, lengths: Ints) 
 
 
 def expected_of(
-    held: Sequence[Held],
-    arrays: Sequence[Array],
-    buffers: Mapping[int, Array],
-    targets: Targets,
+    held: Sequence[Held], arrays: Sequence[Array], buffers: Mapping[int, Array], targets: Targets
 ) -> dict[int, Array]:
     """What the buffers must hold, from the tensors themselves."""
     result = {index: np.zeros_like(buffer) for index, buffer in buffers.items()}

@@ -127,11 +127,7 @@ def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
     steps = st.builds(Step, st.integers(0, 4), failing, st.integers(0, 3), st.booleans())
     taken = {(job, stage): draw(steps) for job in range(len(sizes)) for stage in range(len(stages))}
     return Workshop(
-        stages,
-        Budget(draw(st.integers(1, 40)), lanes),
-        draw(st.booleans()),
-        sizes,
-        taken,
+        stages, Budget(draw(st.integers(1, 40)), lanes), draw(st.booleans()), sizes, taken
     )
 
 

@@ -29,9 +29,7 @@ T = TypeVar("T")
 
 def some(points: Sequence[T], default: int, seed: int) -> list[T]:
     """Return a given number of ``points``, evenly spread, from a start that depends on the seed.
-
-    The last point is always included. HOLDFAST_TEST_CRASH_POINTS sets the number, or "all".
-    """
+    The last point is always included. HOLDFAST_TEST_CRASH_POINTS sets the number, or "all"."""
     given = os.environ.get("HOLDFAST_TEST_CRASH_POINTS", str(default))
     most = len(points) if given == "all" else int(given)
     if most >= len(points):
@@ -61,10 +59,8 @@ def files(uri: Path) -> list[str]:
 
 
 def check_next_save(uri: Path, step: int) -> None:
-    """Check that a save works and removes all leftovers.
-
-    That includes uncommitted files whose grace period is over.
-    """
+    """Check that a save works and removes all leftovers. That includes uncommitted files whose
+    grace period is over."""
     with pytest.MonkeyPatch.context() as patch:
         after_grace(patch)
         holdfast.save(uri, state_of_step(step))

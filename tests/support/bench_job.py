@@ -44,10 +44,8 @@ def bench_by_torchrun(uri: str, ranks: int) -> Any:
 def assert_interrupted_cleanly(
     folder: Path, *options: str, how: signal.Signals = signal.SIGINT
 ) -> None:
-    """Interrupt a measurement in ``folder`` during a round; check that it ends as interrupted.
-
-    It must also leave no files.
-    """
+    """Interrupt a measurement in ``folder`` during a round; check that it ends as interrupted. It
+    must also leave no files."""
     command = [*HOLDFAST, "bench", folder, "--size", "16MiB", "--runs", "1000", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None

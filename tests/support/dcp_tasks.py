@@ -84,11 +84,7 @@ def cached_plans(folder: str) -> None:
     """Saves by plans that DCP keeps from the first one; the last replaces that of the first."""
     for step in range(4):
         writer = HoldfastWriter(f"{folder}/{step % 3}")
-        dcp.save(
-            arranged(step),
-            storage_writer=writer,
-            planner=caching_planner(),
-        )
+        dcp.save(arranged(step), storage_writer=writer, planner=caching_planner())
 
 
 def one_refused(uri: str) -> None:

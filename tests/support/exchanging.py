@@ -45,10 +45,8 @@ def exchanging_load(
     hosts: list[int] | None = None,
     cannot: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Load it on every rank, and return what was read, received and is still shared.
-
-    ``hosts``: the host of each rank. Ranks in ``cannot`` have no memory to share.
-    """
+    """Load it on every rank, and return what was read, received and is still shared. ``hosts``: the
+    host of each rank. Ranks in ``cannot`` have no memory to share."""
     gc.collect()  # the errors of an earlier test
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}

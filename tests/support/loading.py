@@ -3,7 +3,6 @@ that outlasts jobs."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,7 @@ from torch.utils.data import IterableDataset
 
 import holdfast
 
-from .bits import difference
-
-__all__ = ["dealt_lists", "own_bytes", "part_of_an_epoch", "save_lists"]
+__all__ = ["dealt_lists", "part_of_an_epoch", "save_lists"]
 
 RULES = ("keep", "broadcast", "split", "merge")
 
@@ -44,19 +41,15 @@ class Samples(IterableDataset[int]):
         self.left = state["left"]
 
 
-def part_of_an_epoch(
-    load: str | None, save: str | None, samples: int, batches: int
-) -> tuple[list[int], float]:
-    """Go on from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's
-    share, and save. Returns the samples that were read, and a random number, of a generator that
-    each rank seeds by itself."""
+def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: int) -> list[int]:
+    """Resume from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's
+    share, save, and return the samples that were read."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     rank, world = dist.get_rank(), dist.get_world_size()
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(7))
     loader = StatefulDataLoader(Samples(order[rank::world]), batch_size=3)
-    dice = random.Random(rank)
-    state = {"data": holdfast.PerRank(loader, "split"), "dice": holdfast.PerRank(dice), "step": 0}
+    state = {"data": holdfast.PerRank(loader, "split"), "step": 0}
     if load:
         holdfast.load(load, into=state)
     seen: list[int] = []
@@ -65,23 +58,9 @@ def part_of_an_epoch(
         seen += found.tolist()
         batches -= 1
         state["step"] += 1
-    drawn = dice.random()
     if save:
         holdfast.save(save, state)
-    return seen, drawn
-
-
-def own_bytes(uri: str, value: Any) -> tuple[bool, int]:
-    """Save and load a tensor of this rank's own, or a dict with one: whether it came back, and the
-    bytes that were wanted for that."""
-    own: Any = torch.full((10_000,), float(dist.get_rank()))
-    if value is dict:
-        own = {"t": own, "nothing": []}
-    holdfast.save(uri, {"own": holdfast.PerRank(own)})
-    into = {"own": holdfast.PerRank(None)}
-    reports: list[holdfast.LoadReport] = []
-    holdfast.load(uri, into=into, on_report=reports.append)
-    return difference(own, into["own"].value) is None, reports[0].bytes_wanted
+    return seen
 
 
 def save_lists(uri: str) -> None:

@@ -16,6 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
@@ -165,13 +169,156 @@ def _recording(function: Any, name: str, called: list[str]) -> Any:
 
 
 def partial_loads(uri: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Load on each rank one stored name of its own and one that was not stored.
-
-    Return the missing and unexpected names in the report.
-    """
+    """Load on each rank one stored name of its own and one that was not stored. Return the missing
+    and unexpected names in the report."""
     rank = dist.get_rank()
     holdfast.save(uri, {"all": torch.ones(3), f"of{rank}": torch.ones(2), "extra": 1})
     into = {"all": torch.zeros(3), f"of{rank}": torch.zeros(2), f"new{rank}": torch.zeros(2)}
     reports: list[holdfast.LoadReport] = []
     holdfast.load(uri, into=into, strict=False, on_report=reports.append)
     return reports[0].missing, reports[0].unexpected
+
+
+FULL = torch.arange(15.0).reshape(5, 3)
+
+
+def _halves() -> tuple[Any, int]:
+    """The group of this rank, of two ranks each, and its number."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = dist.get_rank() // 2
+    return groups[half], half
+
+
+def actor_and_critic(folder: str) -> dict[str, Any]:
+    """Save and load a checkpoint in each of two groups of two ranks at the same time."""
+    group, half = _halves()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    state = {
+        "w": distribute_tensor(FULL + half, mesh, [Shard(0)]),
+        "own": torch.tensor(float(dist.get_rank())),
+        "data": holdfast.PerRank({"at": dist.get_rank()}),
+    }
+    uri = Path(folder, f"half-{half}")
+    holdfast.save(uri, state, process_group=group)
+    into = {
+        "w": distribute_tensor(FULL * 0, mesh, [Shard(1)]),
+        "own": torch.tensor(-1.0),
+        "data": holdfast.PerRank({"at": -1}),
+    }
+    holdfast.load(uri, into=into, process_group=group)
+    with holdfast.open(uri) as checkpoint:
+        world = checkpoint.world
+    whole = into["w"].full_tensor()
+    dist.barrier()
+    return {
+        "world": world,
+        "whole": torch.equal(whole, FULL + half),
+        "own": into["own"].item(),
+        "data": into["data"].value,
+    }
+
+
+def runs_of_groups(folder: str) -> int:
+    """Train with a Checkpointer in each of two groups of two ranks; return the step it resumes
+    from.
+    """
+    group, half = _halves()
+    uri = Path(folder, f"run-{half}")
+    with holdfast.Checkpointer(uri, every=1, when_busy="wait", process_group=group) as checkpointer:
+        for step in range(1, 3 + half):
+            checkpointer.step(step, {"w": torch.full((10,), float(step))})
+    state = {"w": torch.zeros(10)}
+    with holdfast.Checkpointer(uri, process_group=group) as checkpointer:
+        step = checkpointer.resume(state)
+    assert state["w"][0] == step
+    dist.barrier()
+    return step
+
+
+def copies_of_one(folder: str) -> str:
+    """Save a replicated tensor on each of two ranks alone, then a sharded one. Return the error of
+    the latter."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    uri = Path(folder, f"of-{dist.get_rank()}")
+    replicated = distribute_tensor(FULL, mesh, [Replicate()])
+    holdfast.save(uri, {"w": replicated}, process_group="self")
+    assert torch.equal(holdfast.load(uri, process_group="self")["w"], FULL)
+    said = ""
+    try:
+        half = distribute_tensor(FULL, mesh, [Shard(0)])
+        holdfast.save(Path(folder, f"half-{dist.get_rank()}"), {"w": half}, process_group="self")
+    except holdfast.CoverageError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+WHOLE = torch.arange(35.0).reshape(7, 5)
+
+
+class Around(torch.Tensor):
+    """A tensor around another one; every operation drops the data that it derives from it."""
+
+    held: torch.Tensor
+    derived: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls: Any, held: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        made.derived = None
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Return the names of the inner tensors."""
+        return ["held"] + ["derived"] * (self.derived is not None), None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply the function to the inner tensors."""
+        args_of, kwargs_of = tree_map_only(cls, lambda around: around.held, (args, kwargs or {}))
+        found = func(*args_of, **kwargs_of)
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return tree_map_only(torch.Tensor, cls, found)
+
+
+def model_of(whole: torch.Tensor) -> Any:
+    """Return a module with a sharded wrapper parameter that has derived data."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = distribute_tensor(whole, mesh, [Shard(0)])
+    around = DTensor.from_local(
+        Around(plain.to_local()),
+        mesh,
+        plain.placements,
+        run_check=False,
+        shape=plain.shape,
+        stride=plain.stride(),
+    )
+    around._local_tensor.derived = torch.ones(())
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(around, requires_grad=False))
+    return model
+
+
+def save_around(uri: str, lazy: bool) -> None:
+    """Save twice; the second save recognises the state."""
+    model = model_of(WHOLE)
+    for _ in range(2):
+        holdfast.async_save(uri, {"model": model}, lazy=lazy).wait()
+
+
+def load_around(uri: str) -> list[bool]:
+    """Load into a wrapped and a plain parameter; return the results of the checks. The wrapped
+    parameter must also forget the data that it derived before."""
+    model = model_of(torch.zeros(7, 5))
+    expected = model_of(WHOLE)
+    holdfast.load(uri, into={"model": model})
+    into = {"model": {"w": torch.zeros(7, 5)}}
+    holdfast.load(uri, into=into)
+    local = model.w._local_tensor
+    return [
+        torch.equal(local.held, expected.w._local_tensor.held),
+        local.derived is None,
+        torch.equal(into["model"]["w"], WHOLE),
+    ]

@@ -39,9 +39,7 @@ def as_ranks(
     hosts: Sequence[str | None] | None = None,
 ) -> list[Any]:
     """Run ``act`` on ``world`` ranks, all tasks of this process; return results or errors.
-
-    ``hosts`` is the host of each rank, None for this one.
-    """
+    ``hosts`` is the host of each rank, None for this one."""
     store, prefix = store or dist.HashStore(), f"ranks{next(_numbers)}"
 
     async def rank_of(rank: int) -> Any:

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.planner.box import Box, flat_to_boxes, intersect
-from holdfast.planner.layout import (
-    FlatLayout,
-    Layout,
-    box_layout,
-    local_layout,
-    regions_of,
-)
+from holdfast.planner.layout import FlatLayout, Layout, box_layout, local_layout, regions_of
 from holdfast.planner.windows import windows
 
 SHAPES = [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2), (0, 3)]

@@ -45,10 +45,8 @@ def test_a_rank_alone_asks_no_other(second_of_three: None, tmp_path: Path) -> No
 
 
 def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_path: Path) -> None:
-    """An undecided step counts as one failed save, by the clock and by steps.
-
-    Otherwise the number of saves in flight could become negative.
-    """
+    """An undecided step counts as one failed save, by the clock and by steps. Otherwise the number
+    of saves in flight could become negative."""
     for every in ("1h", 1):
         with holdfast.Checkpointer(tmp_path, every=every, deadline_s=0.05) as ckpt:
             assert ckpt.step(1, {"w": torch.ones(1)}) is None

@@ -43,9 +43,7 @@ def with_old() -> MemoryDriver:
 
 class Flaky(MemoryDriver):
     """A driver whose first put of a commit record fails, whether or not the record was stored.
-
-    ``meanwhile`` runs before the retry.
-    """
+    ``meanwhile`` runs before the retry."""
 
     remote = True  # type: ignore[misc]
 

@@ -83,18 +83,6 @@ def test_parts_go_to_any_other_layout_and_back() -> None:
     assert torch.equal(plain, WHOLE)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_parts_are_saved_again_and_again(lazy: bool) -> None:
-    """Asynchronously, too; what is in them at the call is stored."""
-    uri = fresh_uri()
-    state = {"w": Cut(LEFT + MIDDLE)}
-    for _ in range(3):
-        for part in state["w"].parts:
-            part.add_(1)
-        holdfast.async_save(uri, state, lazy=lazy).wait()
-    assert torch.equal(holdfast.load(uri)["w"], WHOLE + 3)
-
-
 class Silent(Cut):
     """Does not say what the shape of the whole is."""
 

@@ -51,17 +51,6 @@ def test_a_load_says_how_far_it_is(uri: str) -> None:
         assert threads == {"holdfast-progress"}
 
 
-def test_a_resume_says_how_far_it_is(tmp_path: Path) -> None:
-    """A resume reports its progress."""
-    calls: list[tuple[int, int]] = []
-    state = {"w": torch.ones(10_000)}
-    with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints:
-        checkpoints.save(1, state)
-        checkpoints.wait()
-        checkpoints.resume(state, progress=lambda done, total: calls.append((done, total)))
-    assert rising(calls, 40_000)
-
-
 @pytest.mark.parametrize("compression", [None, "lz4"])
 def test_a_save_says_how_far_it_is(compression: Any) -> None:
     """A save reports the bytes written, in the foreground and in the background."""
