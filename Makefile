@@ -157,8 +157,7 @@ gpu-wheels:  ## fetch what a bare machine with a GPU may lack into wheels/ (x86-
 	@du -sh wheels
 
 bench:  ## how to run the benchmarks
-	@echo "All of them, as one table:   $(BIN)/python -m holdfast.bench --markdown FILE"
-	@echo "One by one, each with --help, and --tiny for a run of seconds:"
+	@echo "Each with --help, and --tiny for a run of seconds:"
 	@for name in $$($(MAKE) -s bench-names); do echo "  $(BIN)/python -m holdfast.bench.$$name"; done
 
 bench-server: $(READY)  ## holdfast bench on a server of the tests: make bench-server SERVER=s3 [SERVER_ARGS="…"] [BENCH_ARGS="…"]

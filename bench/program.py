@@ -25,7 +25,6 @@ __all__ = [
     "each_alone",
     "joined",
     "launched",
-    "parser",
     "work_folder",
 ]
 
@@ -65,9 +64,7 @@ class Options:
         return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
 
 
-def parser(
-    program: str, doc: str | None, *, gib: float | None, runs: int | None
-) -> argparse.ArgumentParser:
+def _parser(program: str, doc: str | None, *, gib: float, runs: int) -> argparse.ArgumentParser:
     """Return a parser of the shared options, with the program's defaults for ``--gib`` and
     ``--runs``."""
     out = argparse.ArgumentParser(
@@ -86,17 +83,16 @@ def parser(
         "--runs",
         type=int,
         default=runs,
-        help=f"rounds; medians are reported (default: {runs or 'that of each'})",
+        help=f"rounds; medians are reported (default: {runs})",
     )
     out.add_argument(
         "--gib",
         type=float,
         default=gib,
-        help=f"size of the state (default: {gib or 'that of each'})",
+        help=f"size of the state (default: {gib})",
     )
     out.add_argument("--alone", action="store_true", help="without the peers")
     out.add_argument("--json", type=Path, help="also write all figures to this file")
-    out.add_argument("--svg", type=Path, help="also draw them (needs matplotlib)")
     return out
 
 
@@ -127,7 +123,7 @@ class Program:
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run with the given arguments, and return 0. Raises AssertionError for a wrong result,
         RuntimeError if a worker found one."""
-        arguments = parser(self.name, self.doc, gib=self.gib, runs=self.runs)
+        arguments = _parser(self.name, self.doc, gib=self.gib, runs=self.runs)
         arguments.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
         arguments.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
         self.own(arguments)
@@ -143,7 +139,7 @@ class Program:
             found.machine = describe(folder) | found.machine
         if given.tiny:
             found.targets = []  # speed is not judged
-        found.emit(parsed.json, parsed.svg)
+        found.emit(parsed.json)
         return 0
 
 

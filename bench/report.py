@@ -1,4 +1,4 @@
-"""Results of a benchmark: series of times, judged against targets, as text, Markdown, JSON or a
+"""Results of a benchmark: series of times, judged against targets, as text, JSON or a
 drawing."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .ratios import median_ratio
 
-__all__ = ["Report", "Series", "Target", "aligned", "draw_all", "markdown", "ratio", "read_report"]
+__all__ = ["Report", "Series", "Target", "draw_all", "ratio"]
 
 LIMIT = "limit"
 OURS = "holdfast"
@@ -85,28 +85,18 @@ class Report:
             self.title,
             machine,
             "",
-            *aligned([self.header, *self.rows]),
+            *_aligned([self.header, *self.rows]),
             "",
             *self.notes,
             *map(str, self.targets),
         ]
         return "\n".join(lines)
 
-    def emit(self, json_file: Path | None, svg_file: Path | None = None) -> None:
-        """Print the report, and write the figures and a drawing to the given files."""
+    def emit(self, json_file: Path | None) -> None:
+        """Print the report, and write the figures to the given file."""
         print(self.text(), flush=True)
         if json_file is not None:
             json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
-        if svg_file is not None and self.series:
-            draw_all([self], svg_file)
-
-
-def read_report(json_file: Path) -> Report:
-    """Return the report that :meth:`Report.emit` wrote to a file."""
-    found = json.loads(json_file.read_text())
-    found["targets"] = [Target(**target) for target in found["targets"]]
-    found["series"] = [Series(**series) for series in found["series"]]
-    return Report(**found)
 
 
 def ratio(of: Series, to: Series) -> float:
@@ -117,7 +107,7 @@ def ratio(of: Series, to: Series) -> float:
     return median_ratio(of.seconds, to.seconds)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as aligned lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -127,18 +117,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def markdown(report: Report) -> str:
-    """Return a report as a section of a document."""
-    head = [
-        f"### {report.title}",
-        "",
-        f"| {' | '.join(report.header)} |",
-        "|---" + "|---:" * (len(report.header) - 1) + "|",
-    ]
-    lines = [f"- {line}" for line in (*map(str, report.targets), *report.notes)]
-    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in report.rows), "", *lines, ""])
 
 
 def _colour(name: str) -> str:

@@ -23,7 +23,7 @@ from ..measured.plan import (
     check_storage,
     free_nbytes,
 )
-from ..traits import traits_of
+from ..place import traits_of
 from .transfer import ALIGN_NBYTES, Shape, preferred
 
 __all__ = ["MetaPlan", "Point", "RawPlan", "check_meta", "check_raw", "grid", "memory_nbytes"]

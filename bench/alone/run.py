@@ -21,7 +21,7 @@ from ...drivers.uri import Uri
 from ..contest import Contestant
 from ..measured.course import Course, Found, Say, measured_by
 from ..measured.result import Measurement, Phase, timed_operations
-from ..traits import traits_of
+from ..place import traits_of
 from .plan import MetaPlan, Point, RawPlan, memory_nbytes
 from .transfer import Memory, Transfer
 

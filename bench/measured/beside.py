@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ...drivers.uri import Uri, join
-from ..clearing import clear
 from ..contest import Contestant, blamed, blaming
 from ..limit.fio import Fio
 from ..limit.of import Alone, limit_of
@@ -18,6 +17,7 @@ from ..limit.raw_file import RawFile
 from ..machine import sync_tree
 from ..peers.choice import asks_for_fio, chosen
 from ..peers.peer import Peer
+from ..place import clear
 from ..program import TINY_GIB
 from ..states import State, build, digests, zero
 from .course import Course, Say

@@ -13,9 +13,9 @@ import holdfast
 
 from ...drivers.layers.metrics import snapshots
 from ...drivers.uri import Uri
-from ..clearing import clear
 from ..contest import Contestant, contest
 from ..machine import busy_part, describe, drop_caches, read_from_device_nbytes
+from ..place import clear
 from ..report import Series
 from .plan import Plan, local_folder
 from .ranks import Ranks

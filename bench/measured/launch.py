@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from ...drivers.uri import Uri
 from ...errors import RankFailedError
-from ..clearing import clear
+from ..place import clear
 from .ranks import LEAVE_S
 from .result import Measurement, decoded
 

@@ -16,7 +16,6 @@ from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
 from ..peers.choice import asks_for_fio, chosen
-from ..prices import Prices
 from ..workloads.mlperf import REST_S, Mlperf
 from ..workloads.sized import sized
 from ..workloads.spec import NORMAL, Content, Workload
@@ -61,7 +60,6 @@ class Plan:
     - ``compression``: of saves, as in :func:`holdfast.save`
     - ``peers``: other libraries to measure, as in :func:`..peers.choice.chosen`
     - ``driver_alone``: whether to measure our driver without the engine as well
-    - ``prices``: prices of requests
     """
 
     uri: str
@@ -74,7 +72,6 @@ class Plan:
     compression: Literal["lz4"] | None = None
     peers: str = ""
     driver_alone: bool = False
-    prices: Prices | None = None
 
     @property
     def saved(self) -> Workload:

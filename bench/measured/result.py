@@ -17,7 +17,6 @@ import numpy as np
 
 from ...core.histogram import BUCKETS, bucket_of, quantile_s
 from ...errors import UsageError
-from ..prices import Prices, Requests
 from ..ratios import median_ratio, of_medians
 
 __all__ = [
@@ -82,7 +81,6 @@ BUSY = 0.2
 """Greatest valid share of busy processors before the measurement."""
 COLD = 0.9
 """Smallest valid share of a load's bytes that come from the device."""
-_GETS = ("read", "get", "stat")
 _OF_OTHERS = {
     WRITE_ALONE: WRITE_LIMIT,
     READ_ALONE: READ_LIMIT,
@@ -181,16 +179,6 @@ class Phase:
         return max(found, key=lambda operations: operations.nbytes, default=None)
 
     @property
-    def requests(self) -> Requests:
-        """Requests of all rounds, as stores charge for them: lists count as puts, deletes are
-        free."""
-
-        def count(*names: str) -> int:
-            return sum(self.operations[name].count for name in names if name in self.operations)
-
-        return Requests(count("put", "create", "write", "commit", "list"), count(*_GETS))
-
-    @property
     def read_amplification(self) -> float | None:
         """Bytes read for each byte wanted; None if nothing was read."""
         read = self.operations.get("read")
@@ -255,14 +243,6 @@ class Measurement:
         text = json.dumps([self.uri, self.config], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def cost_usd(self, phase: Phase) -> float | None:
-        """Return the cost of a round's requests; None if no prices are given, or requests were not
-        counted."""
-        prices = self.config.get("prices")
-        if prices is None or not phase.operations:
-            return None
-        return Prices(**prices).cost_usd(phase.requests) / len(phase.seconds)
-
     def share(self, name: str) -> float | None:
         """Return the rate of a phase as a share of its limit: the median of the ratios within each
         round. None if it has no limit, or that was not measured."""
@@ -281,7 +261,6 @@ def encoded(found: Measurement) -> str:
         phase["mean_rate"] = made.mean_rate
         phase["share"] = found.share(made.name)
         phase["first_s"] = made.first_s
-        phase["cost_usd"] = found.cost_usd(made)
         for name, operations in made.operations.items():
             quantiles_s = operations.quantiles_s.items()
             phase["operations"][name] |= {f"{which}_s": found_s for which, found_s in quantiles_s}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ import holdfast
 
 from ...drivers.uri import Uri, join
 from ...errors import HoldfastError
-from ..clearing import clear
 from ..contest import Contestant
+from ..place import clear
 from ..states import State, zero
 from ..workloads.materialised import materialise
 from ..workloads.mlperf import Mlperf, deviations
@@ -100,7 +100,6 @@ def _config(plan: Plan, ranks: Ranks, phases: Sequence[Phase]) -> Mapping[str, A
         "compression": plan.compression,
         "peers": plan.peers,
         "driver_alone": plan.driver_alone,
-        "prices": None if plan.prices is None else asdict(plan.prices),
     }
 
 

@@ -1,4 +1,4 @@
-"""Forecasts of a save and a load of a whole job: bytes, balance, requests, memory, time and money.
+"""Forecasts of a save and a load of a whole job: bytes, balance, requests, memory and time.
 
 Object stores charge for requests and limit their rate. Requests for images and manifests are
 counted. The save protocol adds about twenty, whatever the size. No storage is touched.
@@ -22,8 +22,7 @@ from ...planner.image import CHUNK_NBYTES
 from ...storage.operations.options import BUDGET_NBYTES
 from ...storage.pipeline.image_writer import chunks_nbytes
 from ..measured.result import Measurement
-from ..prices import Prices, Requests
-from ..traits import traits_of
+from ..place import traits_of
 from ..workloads.mlperf import Mlperf, subset_note
 from ..workloads.spec import Workload
 from .fleet import Fleet, RankPlan, planned_fleet
@@ -41,6 +40,15 @@ __all__ = [
 ]
 
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Numbers of requests. ``puts`` write, begin and end uploads; ``gets`` read, or query a
+    size."""
+
+    puts: int
+    gets: int
 
 
 @dataclass(frozen=True)
@@ -161,10 +169,9 @@ class Forecast:
     ``balance`` is the bytes of the largest rank divided by the mean; 1 is perfect.
     ``save_memory_nbytes`` is the host memory of ``holdfast.save`` on the rank that needs most, in
     addition to its state; ``capture_memory_nbytes`` is that of an ``async_save`` that copies the
-    state at once. ``save_s`` and ``load_s`` are None if no rate is known, and costs are None if no
-    prices are. ``plan_s`` is the processor time of the slowest rank's plan, and ``merge_s`` that of
-    the leader's merge. On a storage without requests, these count writes and reads. ``notes`` lists
-    limits of comparison.
+    state at once. ``save_s`` and ``load_s`` are None if no rate is known. ``plan_s`` is the
+    processor time of the slowest rank's plan, and ``merge_s`` that of the leader's merge. On a
+    storage without requests, writes and reads are counted. ``notes`` lists limits of comparison.
     """
 
     uri: str
@@ -184,16 +191,12 @@ class Forecast:
     capture_memory_nbytes: int
     save_s: float | None
     load_s: float | None
-    save_usd: float | None
-    load_usd: float | None
     plan_s: float
     merge_s: float
     notes: tuple[str, ...]
 
 
-def forecast(
-    workload: Workload, uri: Uri, world: int, host_ranks: int, rates: Rates, prices: Prices | None
-) -> Forecast:
+def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int, rates: Rates) -> Forecast:
     """Forecast a save and a load. Nothing at ``uri`` is read or written; only its driver's traits
     matter. Raises UriError, and UsageError for no ranks and as :func:`.fleet.planned_fleet`."""
     if world < 1 or host_ranks < 1:
@@ -224,8 +227,6 @@ def forecast(
         capture_memory_nbytes=_memory_nbytes(fleet.ranks, traits, None),
         save_s=rates.save.seconds(sizes, host_ranks),
         load_s=rates.load.seconds(sizes, host_ranks),
-        save_usd=None if prices is None else prices.cost_usd(saves),
-        load_usd=None if prices is None else prices.cost_usd(loads),
         plan_s=max(rank.plan_s for rank in fleet.ranks),
         merge_s=fleet.merge_s,
         notes=() if subset is None else (subset,),

@@ -22,9 +22,9 @@ from ...core.units import size_text
 from ...drivers.configuration.tuned import Place, TunedProfile, machine_kind
 from ...drivers.registry import tuned_place
 from ...drivers.uri import Uri, join
-from ..clearing import clear
 from ..machine import evict
 from ..measured.plan import local_folder
+from ..place import clear
 from ..states import State, build, flat_tensors, nbytes_of
 from .halving import ladder, search
 from .plan import Space, TuningPlan

@@ -90,11 +90,6 @@ GROUPS = {
     ),
     "output": (
         argument(
-            "--prices",
-            "USD",
-            "prices per request, such as put=5e-6,get=4e-7, to show what requests cost",
-        ),
-        argument(
             "--slower",
             "PART",
             "for compare: how much slower B may be (default: %(default)s)",

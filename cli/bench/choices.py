@@ -17,7 +17,6 @@ from .arguments import DEFAULT_SIZE
 if TYPE_CHECKING:
     from ...bench.measured.plan import Plan
     from ...bench.measured.result import Measurement
-    from ...bench.prices import Prices
     from ...bench.workloads.spec import Workload
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "list_of",
     "number_of",
     "plan_of",
-    "prices_of",
     "read_measurement",
     "runs_of",
     "size_of",
@@ -71,7 +69,6 @@ def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
         compression=asked["compression"],
         peers=asked["peer"],
         driver_alone=asked["driver_alone"],
-        prices=prices_of(asked),
     )
 
 
@@ -105,13 +102,6 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
 
     nbytes = size_of("--size", asked["size"] or DEFAULT_SIZE)
     return sized(nbytes) if asked["tensors"] is None else equal_tensors(nbytes, asked["tensors"])
-
-
-def prices_of(asked: Mapping[str, Any]) -> Prices | None:
-    """Return the prices of requests; None if none are given. Raises UsageError if invalid."""
-    from ...bench.prices import parse_prices
-
-    return None if asked["prices"] is None else parse_prices(asked["prices"])
 
 
 def list_of(argument: str, text: str | None, parse: Callable[[str, str], int]) -> list[int] | None:

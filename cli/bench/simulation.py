@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ..tables import NONE, Table
 from ..text import one_of, paint, printable
 from .arguments import DEFAULT_HOST_RANKS
-from .choices import prices_of, read_measurement
+from .choices import read_measurement
 
 if TYPE_CHECKING:
     from ...bench.simulated.forecast import Forecast, Rates
@@ -46,7 +46,7 @@ def run_simulation(
     host_ranks = asked["ranks_per_host"]
     if host_ranks is None:
         host_ranks = DEFAULT_HOST_RANKS
-    found = forecast(workload, parse(uri), world, host_ranks, _rates(asked), prices_of(asked))
+    found = forecast(workload, parse(uri), world, host_ranks, _rates(asked))
     if json_output:
         print(encoded(found))
     else:
@@ -96,20 +96,16 @@ def _print_forecast(found: Forecast) -> None:
     ]
     Table("the job", ("figure", "value"), figures, ("figure",)).print()
     moves = [
-        (name, f"{requests.puts:,}", f"{requests.gets:,}", _seconds(seconds), _usd(usd))
-        for name, requests, seconds, usd in (
-            ("save", found.save_requests, found.save_s, found.save_usd),
-            ("load", found.load_requests, found.load_s, found.load_usd),
+        (name, f"{requests.puts:,}", f"{requests.gets:,}", _seconds(seconds))
+        for name, requests, seconds in (
+            ("save", found.save_requests, found.save_s),
+            ("load", found.load_requests, found.load_s),
         )
     ]
-    Table("requests", ("", "writes", "reads", "time", "cost"), moves, ("",)).print()
+    Table("requests", ("", "writes", "reads", "time"), moves, ("",)).print()
     for note in found.notes:
         print(f"NOTE: {printable(note)}")
 
 
 def _seconds(seconds: float | None) -> str:
     return NONE if seconds is None else f"{seconds:.2f} s"
-
-
-def _usd(usd: float | None) -> str:
-    return NONE if usd is None else f"{usd:.4f} USD"

@@ -120,12 +120,12 @@ def rate_text(found: Measurement, phase: Phase) -> str:
 def costs_table(found: Measurement) -> Table:
     """Return a row for each phase: its use of the machine and of the storage. The quantiles are
     latencies of written parts or read ranges."""
-    titles = ("phase", "stall", "CPU/GiB", "memory", "requests", "retries", *QUANTILES, "USD")
+    titles = ("phase", "stall", "CPU/GiB", "memory", "requests", "retries", *QUANTILES)
     return Table("costs", titles, [_cost_row(found, phase) for phase in found.phases], ("phase",))
 
 
 def _cost_row(found: Measurement, phase: Phase) -> tuple[str, ...]:
-    cpu_s, usd = phase.cpu_s_per_gib, found.cost_usd(phase)
+    cpu_s = phase.cpu_s_per_gib
     requests = sum(operations.count for operations in phase.operations.values())
     data = phase.data_operations
     latencies_s = (data or NOTHING).quantiles_s.values()
@@ -137,7 +137,6 @@ def _cost_row(found: Measurement, phase: Phase) -> tuple[str, ...]:
         f"{requests / len(phase.seconds):.0f}" if phase.operations else NONE,
         str(phase.retries) if phase.name in LIMITS else NONE,
         *(NONE if data is None else seconds_text(latency_s) for latency_s in latencies_s),
-        NONE if usd is None else f"{usd:.2g}",
     )
 
 

@@ -56,7 +56,7 @@ def test_requests_are_as_many_as_forecast(mib: int, radosgw: Radosgw) -> None:
     state = materialise(workload.specs(0, 1), 0, 1)
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         uri = f"s3://holdfast/forecast-{mib}?endpoint={proxy.endpoint}"
-        found = forecast(workload, parse(uri), 1, 1, Rates(), None)
+        found = forecast(workload, parse(uri), 1, 1, Rates())
         holdfast.save(uri, state)
         of_files = [asked for asked in proxy.asked if "0.safetensors" in asked]
         puts = [asked for asked in of_files if asked.startswith(("PUT", "POST"))]

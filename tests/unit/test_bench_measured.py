@@ -23,7 +23,6 @@ from holdfast.bench.measured.plan import Plan, check
 from holdfast.bench.measured.ranks import Ranks, job_of
 from holdfast.bench.measured.result import (
     Measurement,
-    Operations,
     Phase,
     compare,
     decoded,
@@ -204,7 +203,6 @@ REFUSED = [
     ("x --simulate --ranks 9 --workload llama3-8b", "has 8 processes, not 9"),
     ("x --simulate --ranks 8 --rate fast", "not a rate"),
     ("x --simulate --ranks 8 --rate 1GB/s --rates-from x", "exclude each other"),
-    ("x --simulate --ranks 8 --prices put", "not a price"),
     ("x --simulate --ranks 100000 --model llama3-8b", "shards"),
     ("x --simulate --ranks 8 --size 900TiB", "too many to name"),
 ]
@@ -382,21 +380,3 @@ def test_departures_from_the_rules_of_mlperf_are_notes(
     print_measurement(found)
     assert f"NOTE: {notes[0]}" in capsys.readouterr().out
     assert "not comparable" in measurement_page(found)
-
-
-def test_requests_cost_what_the_store_charges() -> None:
-    """The cost is by round, and unknown without prices or counts."""
-    none = (0,) * 32
-    operations = {
-        "create": Operations(2, 0, none),
-        "write": Operations(20, GB, none),
-        "commit": Operations(2, 0, none),
-        "stat": Operations(4, 0, none),
-        "delete": Operations(8, 0, none),
-    }
-    save = Phase("save", GB, (1.0, 1.0), operations=operations)
-    found = measurement(LIMIT, save)
-    assert found.cost_usd(save) is None
-    priced = replace(found, config={**found.config, "prices": {"put_usd": 0.5, "get_usd": 0.25}})
-    assert priced.cost_usd(save) == 0.5 * 12 + 0.25 * 2
-    assert priced.cost_usd(LIMIT) is None

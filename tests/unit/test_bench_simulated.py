@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import holdfast
 from holdfast.bench.measured.result import Measurement, Phase, encoded
-from holdfast.bench.prices import Prices, Requests, parse_prices
 from holdfast.bench.simulated.fleet import FlatStates, fragment_told, planned_fleet
 from holdfast.bench.simulated.forecast import (
     Rates,
@@ -86,7 +85,7 @@ def test_reads_are_as_many_as_forecast(nbytes: int, digests: int, tmp_path: Path
     workload = sized(nbytes)
     state = materialise(workload.specs(0, 1), 0, 1)
     holdfast.save(uri, state)
-    found = forecast(workload, parse(uri), 1, 1, NO_RATES, None)
+    found = forecast(workload, parse(uri), 1, 1, NO_RATES)
 
     def reads() -> int:
         operations = [seen.operations for seen in snapshots().values()]
@@ -122,30 +121,25 @@ def test_the_largest_jobs_are_planned_in_seconds(
 def test_a_sharded_model_is_divided_evenly() -> None:
     """Ranks beyond the rows of all tensors write nothing. Memory is that of the budget, or of the
     whole image if a save copies first."""
-    found = forecast(llama3("llama3-8b"), parse("memory://x"), 8, 4, NO_RATES, None)
+    found = forecast(llama3("llama3-8b"), parse("memory://x"), 8, 4, NO_RATES)
     assert found.tensors == 291
     assert found.shards == 8 * 291
     assert found.state_nbytes.total == 16_060_522_496
     assert found.balance == pytest.approx(1, abs=1e-3)
-    assert (found.save_s, found.save_usd, found.notes) == (None, None, ())
+    assert (found.save_s, found.notes) == (None, ())
     assert found.capture_memory_nbytes >= found.image_nbytes.most
     assert 64 * MIB <= found.save_memory_nbytes <= 512 * MIB
     few = planned_fleet(equal_tensors(1 << 10, 2), 300, 8)
     assert [rank.image_nbytes == 0 for rank in few.ranks] == [False] * 256 + [True] * 44
 
 
-def test_rates_and_prices_are_parsed() -> None:
+def test_rates_are_parsed() -> None:
     """Errors name the option."""
     assert parse_rate("--rate", "2GB/s") == 2e9
     assert parse_rate("--rate", "100 MiB/s") == 100 * MIB
     for text in ("fast", "0", "-1GB/s"):
         with pytest.raises(UsageError, match=r"^--host-rate"):
             parse_rate("--host-rate", text)
-    assert parse_prices("put=5e-6, get=4e-7") == Prices(5e-6, 4e-7)
-    assert parse_prices("get=4e-7").cost_usd(Requests(9, 1)) == 4e-7
-    for text in ("", "put", "put=x", "post=1e-6", "put=nan", "put=-1", "put=5"):
-        with pytest.raises(UsageError, match=r"^--prices"):
-            parse_prices(text)
 
 
 def test_uploads_are_counted_in_parts() -> None:
@@ -179,7 +173,7 @@ def test_rates_come_from_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_forecast_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """It has exact totals, and notes that limit a comparison."""
-    arguments = ["--workload", "llama3-70b", "--ranks", "8", "--simulate", "--prices", "put=5e-6"]
+    arguments = ["--workload", "llama3-70b", "--ranks", "8", "--simulate"]
     assert app.run(["bench", "file:///x", *arguments]) == 0
     out = capsys.readouterr().out
     assert f"{978_406_572_032 // 8:,} B" in out

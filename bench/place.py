@@ -1,4 +1,4 @@
-"""The traits of the driver that serves a URI."""
+"""What benchmarks ask of the driver of a place: its traits, and the deletion of their data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from ..drivers.contract import Traits
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri
 
-__all__ = ["traits_of"]
+__all__ = ["clear", "traits_of"]
+
+
+def clear(uri: Uri) -> None:
+    """Delete everything at ``uri``."""
+
+    async def delete() -> None:
+        root, _, name = uri.location.rpartition("/")
+        driver = open_driver(Uri(uri.scheme, root, uri.options))
+        try:
+            await driver.delete_all(name)
+        finally:
+            await driver.close()
+
+    asyncio.run(delete())
 
 
 def traits_of(uri: Uri) -> Traits:
