@@ -37,19 +37,26 @@ async def wait_out(
     return cancelled
 
 
-async def to_the_end(work: Awaitable[T], *, grace_s: float | None = None) -> T:
+async def to_the_end(
+    work: Awaitable[T],
+    *,
+    grace_s: float | None = None,
+    on_cancel: Callable[[], object] = lambda: None,
+) -> T:
     """Return the result of ``work``, or raise its error.
 
     If the caller is cancelled, this waits until ``work`` has ended, and only then raises
     CancelledError: the outcome is known, and nothing uses the caller's memory any more. An error of
     ``work`` becomes the cause. After ``grace_s`` seconds ``work`` is cancelled and waited for
-    again; if ``grace_s`` is None, never. Then ``work`` needs its own deadline.
+    again; if ``grace_s`` is None, never. Then ``work`` needs its own deadline. ``on_cancel`` is
+    called at each cancellation.
     """
     task = asyncio.ensure_future(work)
     timer: asyncio.TimerHandle | None = None
 
     def begin_grace() -> None:
         nonlocal timer
+        on_cancel()
         if timer is None and grace_s is not None:
             timer = asyncio.get_running_loop().call_later(grace_s, task.cancel)
 

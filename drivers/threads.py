@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
-from ..core.aio import wait_out
+from ..core.aio import to_the_end
 from ..core.pool import Pool
 from ..errors import StorageDownError, StorageError
 
@@ -44,13 +44,7 @@ class Threads:
         work = self._pool.submit(call, *args, **kwargs)
         self._running.add(work)
         work.add_done_callback(self._running.discard)
-        waiter = asyncio.wrap_future(work)
-        cancelled = await wait_out([waiter], on_cancel=work.cancel)
-        if cancelled is None:
-            return waiter.result()
-        if waiter.cancelled():
-            raise cancelled from None
-        raise cancelled from waiter.exception()
+        return await to_the_end(asyncio.wrap_future(work), on_cancel=work.cancel)
 
     async def close(self, timeout_s: float) -> None:
         """Reject new calls and wait for running ones. Safe to call twice.

@@ -44,16 +44,6 @@ class Snapshot:
 
     operations: Mapping[str, OperationMetrics]
 
-    @property
-    def count(self) -> int:
-        """Total number of operations."""
-        return sum(seen.count for seen in self.operations.values())
-
-    @property
-    def errors(self) -> Mapping[str, int]:
-        """Number of errors of all operations, by class name."""
-        return sum((Counter(seen.errors) for seen in self.operations.values()), Counter())
-
 
 class Meter:
     """Counters. Updated from one thread; snapshots may be taken from any thread."""

@@ -409,19 +409,15 @@ def test_storage_options_reach_the_driver_of_every_call(tmp_path: Path) -> None:
     import holdfast
 
     uri, good, bad = tmp_path / "c", {"threads": 2, "max_concurrency": 1}, {"thraeds": 2}
-    holdfast.save(uri, {"a": 1}, storage_options=good)
-    holdfast.async_save(uri, {"a": 2}, storage_options=good).wait()
-    assert holdfast.load(uri, storage_options=good) == {"a": 2}
-    with holdfast.open(uri, storage_options=good) as checkpoint:
-        assert dict(checkpoint.values()) == {'state["a"]': 2}
-    assert len(holdfast.list_checkpoints(tmp_path, storage_options=good)) == 1
-    for call in (
-        lambda: holdfast.save(uri, {"a": 3}, storage_options=bad),
-        lambda: holdfast.async_save(uri, {"a": 3}, storage_options=bad),
-        lambda: holdfast.load(uri, storage_options=bad),
-        lambda: holdfast.open(uri, storage_options=bad),
-        lambda: holdfast.list_checkpoints(tmp_path, storage_options=bad),
-    ):
+    calls = [
+        lambda given: holdfast.save(uri, {"a": 1}, storage_options=given),
+        lambda given: holdfast.async_save(uri, {"a": 2}, storage_options=given).wait(),
+        lambda given: holdfast.load(uri, storage_options=given),
+        lambda given: holdfast.open(uri, storage_options=given).close(),
+        lambda given: holdfast.list_checkpoints(tmp_path, storage_options=given),
+    ]
+    for call in calls:
+        call(good)
         with pytest.raises(UriError, match="no option 'thraeds', which a keyword sets"):
-            call()
+            call(bad)
     assert holdfast.load(uri) == {"a": 2}

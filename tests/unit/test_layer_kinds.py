@@ -239,7 +239,6 @@ def test_metrics_count_what_reached_the_storage() -> None:
         "put": (1, 3, {}), "get": (1, 3, {}), "read": (1, 2, {}), "list": (2, 0, {}),
         "stat": (2, 0, {"StorageDownError": 1, "NotFoundError": 1}), "delete": (1, 0, {"CancelledError": 1}),
     }  # fmt: skip
-    assert (seen.count, seen.errors["NotFoundError"]) == (8, 1)
     assert seen.operations["read"].seconds == pytest.approx(1.0)
     assert 0.99 <= seen.operations["read"].quantile_s(0.5) <= 2.0
     assert 8.0 <= seen.operations["delete"].quantile_s(1.0) <= 16.0
