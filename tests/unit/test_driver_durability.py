@@ -85,31 +85,28 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-NEW_FOLDERS = [
-    "mkdir root",
-    "fsync folder {above}",
-    "mkdir a",
-    "fsync folder root",
-    "mkdir b",
-    "fsync folder a",
-]
+def _order(calls: Calls) -> list[str]:
+    """Return the calls without removals and repetitions."""
+    pairs = zip(calls, ["", *calls], strict=False)
+    return [call for call, before in pairs if call != before and not call.startswith("unlink")]
 
 
-def _new_folders(tmp_path: Path) -> list[str]:
-    return [entry.format(above=tmp_path.name) for entry in NEW_FOLDERS]
-
-
+@pytest.mark.parametrize("nbytes", [None, 10, 300_001], ids=["put", "upload", "large upload"])
 @asynchronous
 async def test_a_put_is_durable_when_it_returns(
-    driver: LocalDriver, calls: Calls, tmp_path: Path
+    driver: LocalDriver, calls: Calls, tmp_path: Path, nbytes: int | None
 ) -> None:
-    """A put syncs new folders in their parents, the content before the name, then the name."""
-    await driver.put("a/b/x", b"content")
+    """A put or upload syncs new folders in their parents, the content before the name, the name."""
+    made = ["mkdir root", f"fsync folder {tmp_path.name}"]
+    made += ["mkdir a", "fsync folder root", "mkdir b", "fsync folder a"]
     published = ["write temporary", "fsync temporary", "rename x", "fsync folder b"]
-    assert [c for c in calls if not c.startswith("unlink")] == [*_new_folders(tmp_path), *published]
-    calls.clear()
-    await driver.put("a/b/x", b"again")
-    assert [c for c in calls if not c.startswith("unlink")] == published
+    for expected in ([*made, *published], published):
+        calls.clear()
+        if nbytes is None:
+            await driver.put("a/b/x", b"content")
+        else:
+            await upload(driver, "a/b/x", nbytes)
+        assert _order(calls) == expected
 
 
 @asynchronous
@@ -124,27 +121,6 @@ async def test_an_exclusive_put_is_durable_when_it_returns(
         "link x",
         "unlink temporary",
         "fsync folder root",
-    ]
-
-
-@pytest.mark.parametrize("nbytes", [10, 300_001])
-@asynchronous
-async def test_a_commit_is_durable_when_it_returns(
-    driver: LocalDriver, calls: Calls, tmp_path: Path, nbytes: int
-) -> None:
-    """A commit syncs the writes, the file, the rename and the folder; create syncs new folders."""
-    await upload(driver, "a/b/x", nbytes)
-    order = [
-        c
-        for i, c in enumerate(calls)
-        if not c.startswith("unlink") and (not i or calls[i - 1] != c)
-    ]
-    assert order == [
-        *_new_folders(tmp_path),
-        "write temporary",
-        "fsync temporary",
-        "rename x",
-        "fsync folder b",
     ]
 
 
