@@ -15,7 +15,7 @@ from .syscalls import COMMIT, tapped
 
 __all__ = [
     "copy_and_die_at",
-    "import_and_die_at",
+    "copy_over",
     "save_against_others",
     "save_and_die_at",
     "save_here",
@@ -64,21 +64,22 @@ def save_and_die_at(
     pipe.send(count())
 
 
-def copy_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
+def copy_over(kind: str, src: str, dst: str) -> int:
+    """Copy or import over what is there; return the bytes that needed not be sent."""
+    import holdfast
+
+    if kind == "import":
+        return holdfast.import_(src, dst, overwrite=True, image_nbytes=64 << 10).reused_nbytes
+    report = holdfast.copy(src, dst, overwrite=True)
+    return report.nbytes - report.sent_nbytes
+
+
+def copy_and_die_at(pipe: Connection, kind: str, src: str, dst: str, at: int) -> None:
     """Copy over what is there, and die before the ``at``-th changing call, or send the count."""
-    import holdfast
+    import holdfast  # noqa: F401  (imported before calls are counted)
 
     count = count_calls(at)
-    holdfast.copy(src, dst, overwrite=True)
-    pipe.send(count())
-
-
-def import_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
-    """Import over what is there, in images of 64 KiB, and die likewise."""
-    import holdfast
-
-    count = count_calls(at)
-    holdfast.import_(src, dst, overwrite=True, image_nbytes=64 << 10)
+    copy_over(kind, src, dst)
     pipe.send(count())
 
 

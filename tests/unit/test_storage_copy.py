@@ -1,24 +1,49 @@
-"""Test copies: the same checkpoint to the bit or nothing, never damaged, never overwriting unasked."""
+"""Test copies: bit for bit, verified, within the budget; resumed after failures, alone at a place."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.copies import OLD, attempts, checkpoint, copied, flipped, images, loaded, run, save
-from support.drivers import HookedDriver, contents
+from support.copies import (
+    OLD,
+    RANKS,
+    attempts,
+    checkpoint,
+    copied,
+    flipped,
+    images,
+    loaded,
+    run,
+    save,
+)
+from support.drivers import Fault, HookedDriver, age, contents
+from support.inside import on_allocation
 
 import holdfast
+from holdfast.drivers.contract import Buffer, Driver, PartOrder, Upload
+from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.operations.loading.load import run_build
+from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
+from holdfast.storage.pipeline.image_copier import balanced
+from holdfast.storage.protocol import limits
+from holdfast.storage.runtime.buffers import host_pool
+from holdfast.storage.runtime.engine import start
+
+BUDGET_NBYTES = 64 << 20
+DEAD = "20200101T000000-00000000"
 
 
-@pytest.mark.nightly(6)
-@pytest.mark.parametrize("destination", ["memory", "file"])
-def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None:
+@pytest.mark.nightly(3)
+def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
     """Copies from memory to disk and back are equal and verify."""
     uri = fresh_uri()
     state = {
@@ -27,7 +52,7 @@ def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None
         "step": 12,
     }
     holdfast.save(uri, state)
-    there = str(tmp_path / "there") if destination == "file" else fresh_uri()
+    there = str(tmp_path / "there")
     report = holdfast.copy(uri, there)
     assert report.ok
     assert report.sent_nbytes == report.nbytes > 40 << 20
@@ -43,7 +68,7 @@ def test_a_copy_is_the_same_checkpoint(destination: str, tmp_path: Path) -> None
 
 
 def test_a_folder_is_copied_checkpoint_by_checkpoint(tmp_path: Path) -> None:
-    """Each to the same path; those that are there already are not sent again."""
+    """A recursive copy sends each missing checkpoint to the same path below the destination."""
     root = fresh_uri()
     for step in (20, 3):
         holdfast.save(f"{root}/run/step-{step}", {"x": torch.ones(step), "step": step})
@@ -64,7 +89,7 @@ def test_a_folder_is_copied_checkpoint_by_checkpoint(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_is_replaced_only_if_asked_for() -> None:
-    """Otherwise the error comes before any byte of data is read, and nothing is changed."""
+    """Without ``overwrite``, a copy over another checkpoint fails before it reads any data."""
     theirs, ours, seen = checkpoint(), MemoryDriver(), Counter[str]()
     run(save(ours, OLD))
     before = run(contents(ours))
@@ -82,7 +107,7 @@ def test_another_checkpoint_is_replaced_only_if_asked_for() -> None:
 
 
 def test_a_damaged_manifest_at_the_destination_is_no_free_place() -> None:
-    """Somebody may want to salvage what it named."""
+    """Without ``overwrite``, a copy refuses to replace a damaged manifest."""
     theirs, ours = checkpoint(), MemoryDriver()
     run(ours.put(MANIFEST_KEY, b"rubbish"))
     with pytest.raises(holdfast.ExistsError, match="damaged"):
@@ -104,54 +129,8 @@ def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
     assert copied(ours, ours, overwrite=True) == 0
 
 
-@pytest.mark.parametrize("at", [0, 9000, -1])
-def test_a_damaged_source_is_never_copied_as_good(at: int) -> None:
-    """Damaged data is an error; damaged checksums are rewritten."""
-    theirs, ours = checkpoint(), MemoryDriver()
-    key = images(theirs)[2]
-    flipped(theirs, key, at)
-    if at == -1:
-        copied(theirs, ours)
-        assert loaded(ours)["who"] == "new"
-    else:
-        with pytest.raises(holdfast.DamagedError, match="bytes 0 to ") as caught:
-            copied(theirs, ours)
-        assert caught.value.key == key
-        assert ("own" in str(caught.value)) == (at == 9000) or at == 0
-        assert run(contents(ours)) == {}
-
-
-def test_a_damaged_block_is_named_with_its_tensor(tmp_path: Path) -> None:
-    """Not the whole chunk: 64 KiB, and the one tensor that lies there."""
-    holdfast.save(tmp_path, {"a": torch.zeros(1 << 20), "b": torch.ones(1 << 20)})
-    (image,) = (tmp_path / "data").glob("*/*.safetensors")
-    with image.open("r+b") as file:
-        file.seek((4 << 20) + (2 << 20))
-        file.write(b"\xff")
-    with pytest.raises(
-        holdfast.DamagedError, match=r"bytes 6,291,456 to 6,356,992 are not .* to tensor 'b'"
-    ):
-        holdfast.copy(tmp_path, fresh_uri())
-
-
-def test_one_damaged_checkpoint_keeps_no_other_from_being_copied(tmp_path: Path) -> None:
-    """It is a problem of the report."""
-    root = fresh_uri()
-    for step in (1, 2, 3, 4):
-        holdfast.save(f"{root}/step-{step}", {"x": torch.ones(3000), "step": step})
-    broken = MemoryDriver(f"{root.removeprefix('memory://')}/step-2")
-    flipped(broken, images(broken)[0], 6000)
-    run(MemoryDriver(f"{root.removeprefix('memory://')}/step-3").put(MANIFEST_KEY, b"rubbish"))
-    report = holdfast.copy(root, tmp_path, recursive=True)
-    assert not report.ok
-    assert {c.path: c.problem is None for c in report.checkpoints} == {
-        "step-1": True, "step-2": False, "step-3": False, "step-4": True
-    }  # fmt: skip
-    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [1, 4]
-
-
 def test_a_source_that_is_replaced_meanwhile_is_called_so() -> None:
-    """Not damaged."""
+    """A copy whose source is replaced raises ReplacedError, not DamagedError."""
     theirs, ours = checkpoint(), MemoryDriver()
     other = run(contents(checkpoint()))
 
@@ -166,7 +145,7 @@ def test_a_source_that_is_replaced_meanwhile_is_called_so() -> None:
 
 
 def test_each_side_has_options_of_its_own(tmp_path: Path) -> None:
-    """What the other side would not know reaches the one that it is for."""
+    """Options of the source and of the destination each reach their own side only."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": torch.ones(3)})
     holdfast.copy(uri, tmp_path, dst_options={"threads": 3})
@@ -177,7 +156,7 @@ def test_each_side_has_options_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -> None:
-    """Totals count only what is at the destination."""
+    """A damaged checkpoint is a problem in the report, and stops no other from being copied."""
     root, seen = tmp_path / "from", list[tuple[int, int]]()
     for step in (1, 2, 3):
         holdfast.save(
@@ -194,9 +173,308 @@ def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -
         progress=lambda done, total: seen.append((done, total)),
     )
     assert [c.step for c in report.copied] == [1, 3]
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path / "to")] == [1, 3]
     assert (report.ok, report.checkpoints[1].problem is None) == (False, False)
     assert report.nbytes == report.sent_nbytes == 2 * report.checkpoints[0].nbytes
     assert seen[-1][0] == seen[-1][1] >= report.nbytes
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     again = holdfast.copy(root, tmp_path / "to", recursive=True)
     assert (again.nbytes, again.sent_nbytes) == (report.nbytes, 0)
+
+
+class Ordered(MemoryDriver):
+    """Memory storage that wants parts in an order, and records their order and concurrency."""
+
+    def __init__(self, order: PartOrder, streams: int = 1) -> None:
+        super().__init__()
+        self.traits = replace(self.traits, part_order=order, streams=streams)
+        self.begun: dict[str, list[int]] = {}
+        self.running: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.most_uploads = 0
+        self.open = set[str]()
+
+    async def create(self, key: str, nbytes: int) -> Upload:
+        self.open.add(key)
+        return OrderedUpload(self, key, await super().create(key, nbytes))
+
+
+class OrderedUpload(Upload):
+    """An upload of :class:`Ordered`."""
+
+    def __init__(self, driver: Ordered, key: str, inner: Upload) -> None:
+        self.driver, self.key, self.inner = driver, key, inner
+
+    async def write(self, start: int, data: Buffer) -> None:
+        d = self.driver
+        d.begun.setdefault(self.key, []).append(start)
+        d.running[self.key] += 1
+        d.most[self.key] = max(d.most[self.key], d.running[self.key])
+        d.most_uploads = max(d.most_uploads, sum(n > 0 for n in d.running.values()))
+        await asyncio.sleep(0.05)
+        await self.inner.write(start, data)
+        d.running[self.key] -= 1
+
+    async def commit(self, nbytes: int | None = None) -> None:
+        await self.inner.commit(nbytes)
+        self.driver.open.discard(self.key)
+
+    async def abort(self) -> None:
+        await self.inner.abort()
+        self.driver.open.discard(self.key)
+
+
+@pytest.fixture(scope="module")
+def large() -> MemoryDriver:
+    """A checkpoint of three images of three chunks each."""
+    return checkpoint((40 << 20) // 4)
+
+
+@pytest.mark.nightly(5)
+@pytest.mark.parametrize("order", ["any", "ascending", "serial"])
+def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriver) -> None:
+    """``ascending`` parts may overlap, ``serial`` ones may not; uploads may."""
+    ours = Ordered(order)
+    copied(large, ours, budget_nbytes=256 << 20)
+    assert len(ours.begun) == RANKS
+    for key, begun in ours.begun.items():
+        assert len(begun) == 4
+        if order != "any":
+            assert begun == sorted(begun)
+        assert (ours.most[key] == 1) == (order == "serial")
+    assert ours.most_uploads > 1
+    assert run(run_build(ours, 1, BUDGET_NBYTES))[0]["own"][-1] == 1.0
+
+
+@pytest.mark.parametrize("order", ["any", "serial"])
+def test_memory_stays_within_the_budget(
+    order: PartOrder, large: MemoryDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy to slow storage keeps its budget, and returns all memory, also after a failure."""
+    pool = host_pool(16 << 20)
+    pool.release()
+    out, most = 0, 0
+
+    def counted(nbytes: int) -> None:
+        nonlocal out, most
+        out += 1
+        most = max(most, out)
+
+    on_allocation(monkeypatch, counted)
+    copied(large, Ordered(order), budget_nbytes=48 << 20)
+    assert 1 < most <= 3
+
+    async def fail(operation: str, key: str) -> None:
+        if operation == "write" and key.endswith("/1.safetensors"):
+            raise holdfast.FullError("injected")
+
+    ours = Ordered(order)
+    with pytest.raises(holdfast.FullError):
+        copied(large, HookedDriver(ours, before=fail), budget_nbytes=48 << 20)
+    assert pool.free_nbytes == most * pool.buffer_nbytes
+    assert ours.open == set()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "hands", "dealt"),
+    [
+        ([], 3, []),
+        ([5], 3, [[0]]),
+        ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]),
+        ([9, 1, 2, 3, 3], 2, [[0], [1, 2, 3, 4]]),
+    ],
+)
+def test_images_are_dealt_evenly(nbytes: list[int], hands: int, dealt: list[list[int]]) -> None:
+    """Images are dealt to lanes by bytes, each once."""
+    assert balanced(nbytes, hands) == dealt
+
+
+def prepared() -> MemoryDriver:
+    """A destination with another checkpoint, and what a dead attempt left."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    run(storage.put(f"data/{DEAD}/attempt.json", b"{}"))
+    run(storage.put(f"data/{DEAD}/0.safetensors", b"half an image"))
+    return storage
+
+
+def accesses() -> int:
+    """How often a copy accesses its destination."""
+    fault = Fault(1 << 30, after=False, for_good=False)
+    copied(checkpoint(), HookedDriver(prepared(), fault.on_before), overwrite=True)
+    return fault.seen + 1
+
+
+N_ACCESSES = accesses()
+
+
+@pytest.mark.nightly(27)
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("n", range(N_ACCESSES))
+def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
+    n: int, after: bool, for_good: bool
+) -> None:
+    """A repeated copy succeeds and resends no whole image."""
+    theirs, ours = checkpoint(), prepared()
+    fault = Fault(n, after=after, for_good=for_good)
+    failed = False
+    try:
+        copied(theirs, HookedDriver(ours, fault.on_before, fault.on_after), overwrite=True)
+    except holdfast.StorageDownError:
+        failed = True
+    assert fault.hit is not None
+    found = loaded(ours)["who"]
+    assert failed or found == "new"
+    objects = run(contents(ours))
+    undecided = {
+        a
+        for a in attempts(ours)
+        if f"data/{a}/fate" not in objects and f"data/{a}/attempt.json" in objects
+    }
+    whole = [key for key in images(ours) if key.split("/")[1] in undecided - {DEAD}]
+    missing_nbytes = sum(len(run(theirs.get(key))) for key in images(theirs))
+    missing_nbytes -= sum(len(objects[key]) for key in whole)
+    sent_nbytes = copied(theirs, ours, overwrite=True)
+    assert sent_nbytes == (0 if found == "new" else missing_nbytes)
+    assert loaded(ours)["who"] == "new"
+    objects = run(contents(ours))
+    left = attempts(ours) - {Manifest.decode(objects[MANIFEST_KEY]).attempt}
+    if sent_nbytes or found == "old":
+        assert all(objects[f"data/{attempt}/fate"].startswith(b"claim ") for attempt in left)
+        assert len(left) <= 1
+
+
+def stopped(theirs: Driver, ours: MemoryDriver, committed: int) -> None:
+    """A copy that dies when so many images are whole."""
+    done = 0
+
+    async def die(operation: str, key: str) -> None:
+        nonlocal done
+        if operation == "commit":
+            done += 1
+            if done > committed:
+                raise holdfast.StorageDownError("injected")
+
+    with pytest.raises(holdfast.StorageDownError):
+        copied(theirs, HookedDriver(ours, before=die))
+
+
+def test_a_copy_goes_on_where_it_stopped() -> None:
+    """A repeated copy resumes the attempt: it reads and sends only what is missing."""
+    theirs, ours, read = checkpoint(), MemoryDriver(), Counter[str]()
+    stopped(theirs, ours, 2)
+    (attempt,) = attempts(ours)
+    assert len(images(ours)) == 2
+    with pytest.raises(holdfast.NotACheckpointError):
+        loaded(ours)
+
+    async def count(operation: str, key: str) -> None:
+        read[operation] += 1
+
+    sent_nbytes = copied(HookedDriver(theirs, before=count), ours)
+    assert read["read"] == 1
+    assert sent_nbytes in {len(run(theirs.get(key))) for key in images(theirs)}
+    assert attempts(ours) == {attempt}
+    assert loaded(ours)["who"] == "new"
+
+
+def test_what_is_no_whole_image_is_sent_again() -> None:
+    """A resumed copy sends an image of another size, or with other checksums, again."""
+    theirs, ours = checkpoint(), MemoryDriver()
+    stopped(theirs, ours, 2)
+    short, strange = images(ours)
+    run(ours.put(short, run(ours.get(short))[:-1]))
+    flipped(ours, strange, -1)
+    nbytes = sum(len(run(theirs.get(key))) for key in images(theirs))
+    assert copied(theirs, ours) == nbytes
+    assert loaded(ours)["who"] == "new"
+
+
+def test_half_a_copy_of_another_checkpoint_is_collected() -> None:
+    """A copy deletes half a copy of another checkpoint, even of the same job."""
+    theirs, ours = checkpoint(), MemoryDriver()
+    stopped(theirs, ours, 2)
+    other = checkpoint()
+    copied(other, ours)
+    assert len(attempts(ours)) == 1
+    assert len(images(ours)) == RANKS
+
+
+@pytest.mark.parametrize("moment", ["create", "commit", "put"])
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool) -> None:
+    """In the end there is one whole checkpoint and nothing else."""
+    theirs, ours = checkpoint(), MemoryDriver()
+    ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
+    once = []
+
+    async def meanwhile(operation: str, key: str) -> None:
+        if operation == moment and not once:
+            once.append(key)
+            await copy_checkpoint(theirs, ours, Orders(False, BUDGET_NBYTES))
+
+    try:
+        copied(theirs, HookedDriver(ours, before=meanwhile))
+    except holdfast.SupersededError:
+        assert exclusive
+    assert once
+    assert loaded(ours)["who"] == "new"
+    assert run(run_build(ours, 2, BUDGET_NBYTES))[0]["own"][0] == 2.0
+    assert len(attempts(ours)) <= (1 if exclusive else 2)
+
+
+def test_without_exclusion_a_copy_that_was_idle_for_long_is_not_gone_on_with() -> None:
+    """Without atomic creation, a copy does not resume an old attempt, which may be collected soon."""
+    theirs, ours = checkpoint(), MemoryDriver()
+    ours.traits = replace(ours.traits, exclusive_is_atomic=False)
+    stopped(theirs, ours, 2)
+    half = attempts(ours)
+    age(ours, limits.IDLE_S * 0.75)
+    copied(theirs, ours)
+    assert attempts(ours) > half
+    assert len(attempts(ours)) == 2
+
+
+def test_a_save_that_commits_meanwhile_is_not_replaced_unasked() -> None:
+    """A copy without ``overwrite`` spares a checkpoint that was committed during the copy."""
+    theirs, ours = checkpoint(), MemoryDriver()
+    run(save(ours, OLD))
+    objects = run(contents(ours))
+    there = MemoryDriver()
+
+    async def appear(operation: str, key: str) -> None:
+        if operation == "commit":
+            for name, data in objects.items():
+                await there.put(name, data)
+
+    with pytest.raises(holdfast.ExistsError):
+        copied(theirs, HookedDriver(there, before=appear))
+    assert loaded(there)["who"] == "old"
+
+
+def test_an_interrupted_copy_cleans_up_first(tmp_path: Path, no_leaks: None) -> None:
+    """A cancelled copy leaves no temporary file, and resumes when called again."""
+    large, ours = checkpoint(6 << 20), LocalDriver(tmp_path)
+    reached, cancelled = threading.Event(), list[str]()
+
+    async def halt(operation: str, key: str) -> None:
+        if operation == "write":
+            reached.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(key)
+                raise
+
+    future = start(
+        copy_checkpoint(large, HookedDriver(ours, before=halt), Orders(False, BUDGET_NBYTES))
+    )
+    assert reached.wait(30)
+    future.cancel()
+    while len(cancelled) < 1 or list(tmp_path.rglob("*.tmp")):
+        assert reached.wait(30)
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["attempt.json"]
+    copied(large, ours)
+    assert loaded(ours)["who"] == "new"
+    run(ours.close())

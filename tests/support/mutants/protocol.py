@@ -173,7 +173,7 @@ MUTANTS = [
         file="storage/operations/maintenance/copy.py",
         old="        if pair.same is None and await _same(ours, pair.identity, orders) is not None:\n",
         new="        if False:\n",
-        tests="tests/unit/test_storage_copy_resume.py::test_two_copies_of_one_checkpoint_to_one_place",
+        tests="tests/unit/test_storage_copy.py::test_two_copies_of_one_checkpoint_to_one_place",
     ),
     Mutant(
         says="negative index",
@@ -194,14 +194,14 @@ MUTANTS = [
         file="storage/pipeline/image_copier.py",
         old="                    await reader.read_pages(image, starts)\n",
         new="",
-        tests="tests/unit/test_storage_copy_resume.py::test_what_is_no_whole_image_is_sent_again",
+        tests="tests/unit/test_storage_copy.py::test_what_is_no_whole_image_is_sent_again",
     ),
     Mutant(
         says="a copy resumes an attempt that has a commit or abort record",
         file="storage/protocol/commit.py",
         old="        is_open = not files.has_record and now_s - files.written_s < idle_s\n",
         new="        is_open = now_s - files.written_s < idle_s\n",
-        tests="tests/unit/test_storage_copy_resume.py::test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint",
+        tests="tests/unit/test_storage_copy.py::test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint",
     ),
     Mutant(
         says="pruning does not ask whether the attempt is settled",
