@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import HoldfastError
@@ -39,7 +39,6 @@ async def check(
     uri: Uri,
     options: Mapping[str, object] | None = None,
     *,
-    probes: Sequence[Probe] = PROBES,
     on_finding: Callable[[Finding], None] = lambda finding: None,
     warn: Callable[[Report], None] = lambda report: None,
 ) -> Report:
@@ -59,7 +58,7 @@ async def check(
     ground = Ground(driver, other, f"holdfast-check-{secrets.token_hex(8)}")
     try:
         try:
-            await _try_all(ground, probes, report, on_finding)
+            await _try_all(ground, report, on_finding)
         finally:
             report.why_left = await _clean_up(ground)
             if report.why_left:
@@ -87,12 +86,10 @@ def quick_options(uri: Uri, options: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-async def _try_all(
-    ground: Ground, probes: Sequence[Probe], report: Report, on_finding: Callable[[Finding], None]
-) -> None:
+async def _try_all(ground: Ground, report: Report, on_finding: Callable[[Finding], None]) -> None:
     why = ""
     end_s = time.perf_counter() + TOTAL_S
-    for probe in probes:
+    for probe in PROBES:
         if not why and time.perf_counter() > end_s:
             why = f"the check's time, {TOTAL_S:g} s, is over"
         if why:

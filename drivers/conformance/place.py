@@ -38,10 +38,7 @@ class Place:
     def __init__(self, uri: Uri, probe: ProbeClass | None, traits: Traits) -> None:
         self.uri = uri
         self.traits = traits
-        if probe:
-            self.probe: Probe | None = probe(uri)
-        else:
-            self.probe = None
+        self.probe: Probe | None = probe(uri) if probe else None
         self._probe_class = probe
         self._runner = asyncio.Runner()
         self._opened: list[Driver] = []

@@ -219,10 +219,7 @@ def _trial_called(name: str) -> str:
 def _reason_of(report: pytest.TestReport) -> str:
     # A tuple of path, line and reason, which pytest-xdist turns into a list.
     where = report.longrepr
-    if isinstance(where, tuple | list):
-        reason = str(where[2])
-    else:
-        reason = str(where)
+    reason = str(where[2] if isinstance(where, tuple | list) else where)
     return reason.removeprefix("Skipped: ").removeprefix("not applicable: ")
 
 

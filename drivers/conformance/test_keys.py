@@ -95,10 +95,8 @@ async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> N
     for key in STRANGE:
         try:
             await store(driver, key, b"upl")
-        except (
-            UriError,
-            StorageError,
-        ):  # at create, or at commit if only the server knows which keys it accepts
+        # At create, or at commit if only the server knows which keys it accepts.
+        except (UriError, StorageError):
             await refused(HoldfastError, driver.put(key, b"put"), driver.get(key))
             continue
         stored.append(key)

@@ -89,6 +89,7 @@ raises OSError (including EEXIST) and leaves nothing behind."""
 _SWEPT_S = 5.0
 """Seconds to retry creating a file whose folder keeps vanishing. Network file system clients trust
 their caches for about a second."""
+_IDLE_MAX = 64
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -331,7 +332,7 @@ class NewFile:
 
 
 class OpenFiles:
-    """LRU cache of files open for reading, with at most ``most`` idle ones. Thread-safe.
+    """LRU cache of files open for reading, with at most 64 idle ones. Thread-safe.
 
     A deleted or replaced file is recognized by its link count and reopened. On file systems where
     this host may cache the attributes of open files while other hosts change them, the name is
@@ -339,13 +340,12 @@ class OpenFiles:
     close-to-open).
     """
 
-    def __init__(self, tree: Tree, *, direct: str, look_up: bool = False, most: int = 64) -> None:
+    def __init__(self, tree: Tree, *, direct: str, look_up: bool) -> None:
         """``direct`` is described in :class:`NewFile`. ``look_up`` enables the lookup of names
         before each use."""
         self._tree = tree
         self._direct = direct
         self._look_up = look_up
-        self._most = most
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = new_lock()
 
@@ -420,7 +420,7 @@ class OpenFiles:
             older = self._files.pop(key, None)
             surplus = [older] if older else []
             self._files[key] = file
-            while len(self._files) > self._most:
+            while len(self._files) > _IDLE_MAX:
                 surplus.append(self._files.popitem(last=False)[1])
         for other in surplus:
             other.close()
