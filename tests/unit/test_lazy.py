@@ -406,7 +406,7 @@ class Averaged:
     """Weights that are swapped in for an evaluation, through ``.data``."""
 
     def __init__(self) -> None:
-        self.net = nn.Linear(200, 200)
+        self.net = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
 
     def state(self) -> dict[str, Any]:
         return dict(self.net.state_dict())
@@ -457,7 +457,7 @@ def test_early_writes_do_not_reach_the_save(loop: Callable[[], Any], gate: Gate)
 
 @needs_tracking
 def test_first_early_write_costs_one_save(gate: Gate) -> None:
-    """One save fails; later ones copy at the call what was written to."""
+    """One save fails; later ones copy at the call all that was written to."""
     training = Averaged()
     introduce(training.state())
     outcomes = []
