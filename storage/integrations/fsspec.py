@@ -39,24 +39,11 @@ from ..operations.reading.reader import open as open_checkpoint
 __all__ = ["HoldfastFileSystem"]
 
 _IMAGES = "images"
-# Torch dtype names and numpy dtypes; only types that numpy itself provides.
-_NUMPY_DTYPES = {
-    **{
-        name: name
-        for name in (
-            "bool",
-            "int8",
-            "int16",
-            "int32",
-            "int64",
-            "uint8",
-            "uint16",
-            "uint32",
-            "uint64",
-        )
-    },
-    **{name: name for name in ("float16", "float32", "float64", "complex64", "complex128")},
-}
+_NUMPY_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+"""Dtypes that numpy itself has, under the same names as torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +224,7 @@ def _files_of(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[str, _
 
 def _npy_header(info: TensorInfo) -> bytes:
     head = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(np.dtype(_NUMPY_DTYPES[info.dtype]))
+    descr = np.lib.format.dtype_to_descr(np.dtype(info.dtype))
     np.lib.format.write_array_header_1_0(
         head, {"descr": descr, "fortran_order": False, "shape": info.shape}
     )

@@ -64,6 +64,9 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
     ) -> None:
         super().__init__()
         self._door = Door(storage_options, compression)
+        self._lazy: Lazy | None = None
+        self._step: int | None = None
+        """The step of the saves in flight."""
 
     def save_checkpoint(
         self,
@@ -71,7 +74,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         path: _PathLike,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        """Save; return once the checkpoint is committed. Called by the first rank only."""
+        """Save, as :meth:`save_state`. Called by the first rank only."""
         self.save_state(
             to_stored(checkpoint),
             path,
@@ -89,11 +92,18 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         process_group: Group = None,
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
-        """Save ``state``; return once it is committed. Called by every rank of the group."""
+        """Save ``state``; return once it is committed, or in flight if this plugin is asynchronous.
+
+        Waits for saves of earlier steps. Called by every rank of the group.
+        """
+        if step is None or step != self._step:
+            self.wait()
+        self._step = step
         self._door.save(
             path,
             state,
             step=step,
+            lazy=self._lazy,
             process_group=process_group,
             storage_options=storage_options,
         )
@@ -171,33 +181,6 @@ class HoldfastAsyncCheckpointIO(HoldfastCheckpointIO):
     ) -> None:
         super().__init__(storage_options=storage_options, compression=compression)
         self._lazy = lazy
-        self._step: int | None = None
-        """The step of the saves in flight."""
-
-    def save_state(
-        self,
-        state: dict[str, object],
-        path: _PathLike,
-        *,
-        step: int | None,
-        process_group: Group = None,
-        storage_options: Mapping[str, object] | None = None,
-    ) -> None:
-        """Start a save, after saves of earlier steps have ended.
-
-        Called by every rank of the group.
-        """
-        if step is None or step != self._step:
-            self.wait()
-        self._step = step
-        self._door.save(
-            path,
-            state,
-            step=step,
-            lazy=self._lazy,
-            process_group=process_group,
-            storage_options=storage_options,
-        )
 
 
 class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not installed

@@ -137,7 +137,11 @@ def optimizer_state(optimizer: object, model_state: ShardedStateDict) -> dict[st
     """
     optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     optimizers = [each for each in optimizers if not getattr(each, "is_stub_optimizer", False)]
-    described = {id(item.data): item for item in nested_values(model_state) if _is_part(item)}
+    described = {
+        id(item.data): item
+        for item in nested_values(model_state)
+        if isinstance(item, ShardedTensor | ShardedTensorFactory)
+    }
     parts: list[ShardedTensor] = []
     for each in optimizers:
         _refuse_unknown(each)
@@ -163,10 +167,6 @@ def _parts_of_optimizer(
             )
         for name, tensor in _tensors_of(optimizer, parameter).items():
             yield from _parts_of_range(whole, f"optimizer.state.{name}", tensor, start)
-
-
-def _is_part(item: object) -> bool:
-    return isinstance(item, ShardedTensor | ShardedTensorFactory)
 
 
 def _refuse_unknown(optimizer: object) -> None:
@@ -279,7 +279,10 @@ class _Common:
 
 def _common_of(optimizer: DistributedOptimizer) -> dict[str, object]:
     inner = optimizer.optimizer
-    groups = [_without_parameters(group) for group in inner.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in inner.param_groups
+    ]
     common: dict[str, object] = {"groups": groups}
     steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
     if steps:  # a rank of a small model may have no parameter
@@ -287,10 +290,6 @@ def _common_of(optimizer: DistributedOptimizer) -> dict[str, object]:
     if optimizer.grad_scaler is not None:
         common["scaler"] = optimizer.grad_scaler.state_dict()
     return common
-
-
-def _without_parameters(group: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _take_common(optimizer: DistributedOptimizer, common: Mapping[str, Any]) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from ...errors import DamagedError
-from ..operations.report import LoadReport, SaveReport
+from ..operations.report import LoadReport
 from ..operations.telemetry import Outcome, listen
 from ..training.checkpointer import Checkpointer
 
@@ -49,71 +50,50 @@ def export_metrics(
 
 class _Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_BUCKETS_S)
         operation = ("operation",)
-        stage = ("operation", "stage")
-        self.ended = Counter(
+        self.ended = counter(
             "holdfast_operations",
             "Saves and loads of this rank that have ended.",
             ("operation", "outcome"),
-            registry=registry,
         )
-        self.seconds = Histogram(
+        self.seconds = histogram(
             "holdfast_operation_seconds",
             "Duration of a save or a load, from its call to its end.",
             operation,
-            registry=registry,
-            buckets=_BUCKETS_S,
         )
-        self.nbytes = Counter(
+        self.nbytes = counter(
             "holdfast_bytes",
             "Bytes that saves have written, and loads have read from storage.",
             operation,
-            registry=registry,
         )
-        self.stage_seconds = Histogram(
+        self.stage_seconds = histogram(
             "holdfast_stage_busy_seconds",
             "Time that a stage of a save or a load was busy.",
-            stage,
-            registry=registry,
-            buckets=_BUCKETS_S,
+            ("operation", "stage"),
         )
-        self.retries = Counter(
-            "holdfast_retries", "Retried requests.", operation, registry=registry
+        self.retries = counter("holdfast_retries", "Retried requests.", operation)
+        self.throttled = counter(
+            "holdfast_throttled_seconds", "Total time that requests were throttled.", operation
         )
-        self.throttled = Counter(
-            "holdfast_throttled_seconds",
-            "Total time that requests were throttled.",
-            operation,
-            registry=registry,
+        self.stalled = counter(
+            "holdfast_stalled_seconds", "Time that training waited for lazy saves."
         )
-        self.stalled = Counter(
-            "holdfast_stalled_seconds",
-            "Time that training waited for lazy saves.",
-            registry=registry,
-        )
-        self.damaged = Counter(
-            "holdfast_damaged",
-            "Loads that found a damaged checkpoint.",
-            registry=registry,
-        )
-        self.held = Gauge(
+        self.damaged = counter("holdfast_damaged", "Loads that found a damaged checkpoint.")
+        self.held = gauge(
             "holdfast_held_bytes",
             "Peak bytes of chunks in host memory during the latest save or load.",
             operation,
-            registry=registry,
         )
-        self.newest_step = Gauge(
-            "holdfast_newest_step", "Step of the newest durable checkpoint.", registry=registry
-        )
-        self.newest_time = Gauge(
+        self.newest_step = gauge("holdfast_newest_step", "Step of the newest durable checkpoint.")
+        self.newest_time = gauge(
             "holdfast_newest_timestamp_seconds",
             "When the newest checkpoint became durable, since the epoch.",
-            registry=registry,
         )
-        self.unsaved_steps = Gauge(
-            "holdfast_unsaved_steps",
-            "Steps that would be lost if the job died now.",
-            registry=registry,
+        self.unsaved_steps = gauge(
+            "holdfast_unsaved_steps", "Steps that would be lost if the job died now."
         )
 
     def all(self) -> Iterable[Counter | Gauge | Histogram]:
@@ -133,17 +113,11 @@ class _Metrics:
             self.stage_seconds.labels(operation, name).observe(stage.busy_s)
             self.retries.labels(operation).inc(stage.retries + stage.hedges)
             self.throttled.labels(operation).inc(stage.throttled_s)
-        if isinstance(report, SaveReport):
-            self._count_save(outcome.step, report)
-        else:
-            self._count_load(report)
-
-    def _count_save(self, step: int | None, report: SaveReport) -> None:
+        if isinstance(report, LoadReport):
+            self.nbytes.labels("load").inc(report.bytes_read)
+            return
         self.nbytes.labels("save").inc(report.stored_nbytes)
         self.stalled.inc(report.fenced_s)
         self.newest_time.set(time.time())
-        if step is not None:
-            self.newest_step.set(step)
-
-    def _count_load(self, report: LoadReport) -> None:
-        self.nbytes.labels("load").inc(report.bytes_read)
+        if outcome.step is not None:
+            self.newest_step.set(outcome.step)

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -272,19 +273,14 @@ async def _renamed(driver: Driver, source: str, destination: str) -> None:
     if taken and not (is_file and taken[0].key == destination):
         raise ExistsError("the destination is taken", uri=driver.uri, key=destination)
 
-    def to(info: ObjectInfo) -> str:
-        return destination + info.key.removeprefix(source)
+    async def copied(info: ObjectInfo) -> None:
+        key = destination + info.key.removeprefix(source)
+        await _store(driver, key, info.nbytes, partial(driver.fetch, info.key))
 
     for last in (False, True):
         group = [info for info in moved if info.key.endswith(_METADATA) is last]
-        await at_most(_COPIES_MAX, (_copied(driver, info, to(info)) for info in group))
+        await at_most(_COPIES_MAX, map(copied, group))
     if is_file:
         await driver.delete(source)
     else:
         await driver.delete_all(source)
-
-
-async def _copied(driver: Driver, info: ObjectInfo, key: str) -> None:
-    await _store(
-        driver, key, info.nbytes, lambda start, nbytes: driver.fetch(info.key, start, nbytes)
-    )

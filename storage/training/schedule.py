@@ -5,26 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from ...core.units import parse_duration
 from ...errors import UsageError
 from .decisions import Decision, Decisions
 
-__all__ = ["Schedule", "Steps", "schedule_of"]
+__all__ = ["Steps", "schedule_of"]
 
 LOOK_S = 5.0
 """The longest interval between two questions to the leader."""
-
-
-class Schedule(Protocol):
-    """Called once per step, in ascending order."""
-
-    def due(self, step: int, decisions: Decisions) -> bool:
-        """Return whether a save is due at ``step``, the same on all ranks."""
-
-    def begin_at(self, step: int | None) -> None:
-        """Set the step of the checkpoint that training resumed from; None: nothing is known."""
 
 
 class Steps:
@@ -35,7 +24,7 @@ class Steps:
         self._last: int | None = None
 
     def due(self, step: int, decisions: Decisions | None = None) -> bool:
-        """See :class:`Schedule`."""
+        """Return whether a save is due at ``step``, the same on all ranks. Steps ascend."""
         last = self._last
         self._last = step
         if self._every is None:
@@ -45,13 +34,14 @@ class Steps:
         return step // self._every > last // self._every
 
     def begin_at(self, step: int | None) -> None:
-        """See :class:`Schedule`."""
+        """Set the step of the checkpoint that training resumed from; None: nothing is known."""
         self._last = step
 
 
 class _Time:
-    """Due by the leader's clock. The leader also announces the step at which to ask again: after a
-    fraction of the remaining time, estimated from the pace so far. Most steps need no question."""
+    """Due by the leader's clock, otherwise like :class:`Steps`. The leader also announces the step
+    at which to ask again: after a fraction of the remaining time, estimated from the pace so far.
+    Most steps need no question."""
 
     def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
         self._every_s = every_s
@@ -104,7 +94,9 @@ class _Time:
         return min(max(1, int(wait_s / step_s)), 2 * steps)
 
 
-def schedule_of(every: int | str | None, clock: Callable[[], float] = time.monotonic) -> Schedule:
+def schedule_of(
+    every: int | str | None, clock: Callable[[], float] = time.monotonic
+) -> Steps | _Time:
     """Return the schedule for ``every``: ``500`` steps, a time such as ``"10min"``, or None for
     never. ``clock`` returns the time in seconds. Raises UsageError."""
     if every is None or (type(every) is int and every > 0):

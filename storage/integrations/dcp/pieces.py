@@ -88,7 +88,7 @@ def _value_of(item: WriteItem, planner: SavePlanner, path: Path, allow_opaque: b
             if refused is None:
                 return value
     if refused is None:
-        refused = StateError(f"{_text(path)} is available only as serialized by the planner")
+        refused = StateError(f"{format_path(path)} is available only as serialized by the planner")
     if not allow_opaque:
         refused.advice = (
             "Save tensors, numbers, strings, bytes, and containers of them; or keep it as the "
@@ -138,9 +138,5 @@ def _refusal(value: object, path: Path) -> StateError | None:
             f"{format_path(keys)} is a {kind}, which is not a plain value but has a state"
         )
     if any(layout.holders for layout in flat.layouts):
-        return StateError(f"{_text(path)} holds DTensors, and DCP treats it as one value")
+        return StateError(f"{format_path(path)} holds DTensors, and DCP treats it as one value")
     return None
-
-
-def _text(path: Path) -> str:
-    return format_path(path)
