@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from ..drivers.uri import Uri
 from ..errors import HoldfastError, StorageError
@@ -25,8 +24,6 @@ __all__ = [
     "rows",
 ]
 
-T = TypeVar("T")
-
 
 def _nothing() -> None:
     pass
@@ -34,15 +31,11 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A contestant. ``run`` is timed; ``before`` and ``after`` are not.
-
-    ``after`` checks the result and raises if it is wrong. If the contestant is another program,
-    ``run`` returns the seconds that the program measured; its memory and processor time are
-    unknown.
-    """
+    """A contestant. ``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result
+    and raises if it is wrong."""
 
     name: str
-    run: Callable[[], float | None]
+    run: Callable[[], None]
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
 
@@ -63,9 +56,9 @@ def blaming(name: str, uri: Uri) -> Iterator[None]:
 def blamed(contestant: Contestant, uri: Uri) -> Contestant:
     """Return the contestant with its errors raised by :func:`blaming`."""
 
-    def call(step: Callable[[], T]) -> T:
+    def call(step: Callable[[], None]) -> None:
         with blaming(contestant.name, uri):
-            return step()
+            step()
 
     return replace(
         contestant,
@@ -113,12 +106,9 @@ def _time(contestant: Contestant, series: Series, meet: Callable[[], None]) -> N
     with PeakMemory() as memory:
         meet()
         (own_s, all_s), began_s = processor_s(), time.perf_counter()
-        measured_s = contestant.run()
+        contestant.run()
         taken_s = time.perf_counter() - began_s
         own_stop_s, all_stop_s = processor_s()
-    if measured_s is not None:
-        series.seconds.append(measured_s)
-        return
     series.seconds.append(taken_s)
     series.own_processor_s.append(own_stop_s - own_s)
     series.all_processor_s.append(all_stop_s - all_s)

@@ -2,6 +2,5 @@
 
 ``of`` finds the limit of a URI; where no other client exists, it is our driver without the engine.
 ``client`` is the interface of clients, and ``sweep`` finds the fastest setting of one.
-``raw_file``, ``objects``, ``streams`` and ``fsspec_files`` are the clients. ``fio`` measures file
-systems for comparison.
+``raw_file``, ``objects``, ``streams`` and ``fsspec_files`` are the clients.
 """

@@ -21,7 +21,7 @@ from ...core.units import ceil_div, round_up
 from ...storage.runtime.buffers import HostBuffer
 from ..machine import sync_tree
 
-__all__ = ["CHUNK_NBYTES", "RawFile", "reading_settings", "takes_direct", "writing_settings"]
+__all__ = ["RawFile", "reading_settings", "writing_settings"]
 
 CHUNK_NBYTES = 16 << 20
 THREADS = (8, 4, 16)
@@ -41,7 +41,7 @@ class RawFile:
     @property
     def name(self) -> str:
         """Name, such as "O_DIRECT, 8 threads"."""
-        way = "O_DIRECT" if takes_direct(self.path.parent) else "page cache"
+        way = "O_DIRECT" if _takes_direct(self.path.parent) else "page cache"
         threads = f"{way}, {self.threads} threads"
         if self.preallocate:
             return f"{threads}, preallocated"
@@ -126,7 +126,7 @@ def reading_settings(path: Path, nbytes: int) -> list[RawFile]:
     return [RawFile(path, nbytes, threads, preallocate=True) for threads in THREADS]
 
 
-def takes_direct(folder: Path) -> bool:
+def _takes_direct(folder: Path) -> bool:
     """Return whether files in ``folder`` can be opened with O_DIRECT."""
     probe = folder / f".direct-{os.getpid()}"
     try:

@@ -1,28 +1,25 @@
-"""The baselines in the same contest as our own phases: the storage's limit, our driver alone, fio
+"""The baselines in the same contest as our own phases: the storage's limit, our driver alone,
 and peers, which save and load the same state in turn with us."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...drivers.uri import Uri, join
 from ..contest import Contestant, blamed, blaming
-from ..limit.fio import Fio
 from ..limit.of import Alone, limit_of
-from ..limit.raw_file import RawFile
 from ..machine import sync_tree
-from ..peers.choice import asks_for_fio, chosen
+from ..peers.choice import chosen
 from ..peers.peer import Peer
 from ..place import clear
 from ..program import TINY_GIB
 from ..states import State, build, digests, zero
 from .course import Course, Say
 from .plan import Plan, local_folder
-from .result import FIO_READ, FIO_WRITE, READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
+from .result import READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
 
 __all__ = ["NOT_EQUAL", "Beside", "PeerContest"]
 
@@ -33,12 +30,12 @@ class Beside:
     """The baselines of one rank.
 
     ``limits`` describes each limit. ``nbytes`` gives the bytes of phases that do not move the
-    state, and ``invalid`` the reasons why figures of fio and peers are invalid, by phase.
+    state, and ``invalid`` the reasons why figures of peers are invalid, by phase.
     """
 
     def __init__(self, plan: Plan, place: Uri, state: State, nbytes: int, course: Course) -> None:
-        """Sweep the client's settings on all ranks at once, and try fio and each peer with
-        something small. ``nbytes`` is this rank's share of the state."""
+        """Sweep the client's settings on all ranks at once, and try each peer with something
+        small. ``nbytes`` is this rank's share of the state."""
         ranks = course.ranks
         self._uri = join(place, f"rank-{ranks.rank}")
         folder = local_folder(self._uri)
@@ -54,9 +51,6 @@ class Beside:
         self._readers: dict[str, Any] = {READ_LIMIT: limit.reading}
         self._peers = PeerContest(chosen(plan.peers, plan.parsed), place, state, course.say)
         self.invalid = self._peers.invalid
-        if asks_for_fio(plan.peers, plan.parsed):
-            self._try_fio(FIO_WRITE, self._writers, limit.writing, course.say)
-            self._try_fio(FIO_READ, self._readers, limit.reading, course.say)
         self.limits = {name: each.name for name, each in self._clients.items()}
         if plan.driver_alone:
             alone = Alone(self._uri, nbytes)
@@ -66,17 +60,6 @@ class Beside:
     @property
     def _clients(self) -> dict[str, Any]:
         return self._writers | self._readers
-
-    def _try_fio(self, name: str, clients: dict[str, Any], limit: object, say: Say) -> None:
-        assert isinstance(limit, RawFile)  # fio is only chosen for file systems
-        fio = Fio(replace(limit, path=limit.path.with_name(name.replace(" ", "-"))))
-        try:
-            fio.try_out()
-        except OSError as error:
-            say(f"fio is not measured: {error}")
-            self.invalid[name] = (f"not measured, because it failed: {error}",)
-        else:
-            clients[name] = fio
 
     def writing(self, ours: Sequence[Contestant]) -> list[Contestant]:
         """Return our phases that write, with their baselines."""
@@ -110,8 +93,8 @@ class PeerContest:
         self._able = [peer for peer in peers if self._warm_up(peer, say)]
 
     def saving(self) -> list[Contestant]:
-        """Return a contestant for each peer that saves. Its time ends when the data is durable."""
-        return [self._saver(peer) for peer in self._able if peer.saves]
+        """Return a contestant for each peer. Its time ends when the data is durable."""
+        return [self._saver(peer) for peer in self._able]
 
     def prepare(self) -> None:
         """Save the data for the loads. The state must still have its original values."""
@@ -172,8 +155,7 @@ class PeerContest:
         return True
 
     def _reject(self, peer: Peer, reason: str) -> None:
-        if peer.saves:
-            self.invalid[f"save: {peer.name}"] = (reason,)
+        self.invalid[f"save: {peer.name}"] = (reason,)
         if peer.loads:
             self.invalid[f"load: {peer.name}"] = (reason,)
 

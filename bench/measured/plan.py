@@ -15,7 +15,7 @@ from ...drivers.registry import driver_class, open_driver, serving
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
-from ..peers.choice import asks_for_fio, chosen
+from ..peers.choice import chosen
 from ..workloads.mlperf import REST_S, Mlperf
 from ..workloads.sized import sized
 from ..workloads.spec import NORMAL, Content, Workload
@@ -85,9 +85,9 @@ class Plan:
 
     @property
     def stored_nbytes(self) -> int:
-        """Approximate storage space needed at most: our own checkpoints, a file each for fio and
+        """Approximate storage space needed at most: our own checkpoints, a file for
         our driver alone, and a checkpoint of each peer."""
-        others = len(chosen(self.peers, self.parsed)) + asks_for_fio(self.peers, self.parsed)
+        others = len(chosen(self.peers, self.parsed))
         return (COPIES_STORED + self.driver_alone + others) * self.nbytes
 
     @property
@@ -132,7 +132,6 @@ def check(
             f"peers are measured by one process, not by {ranks}", advice="Leave --peer out."
         )
     chosen(plan.peers, plan.parsed)
-    asks_for_fio(plan.peers, plan.parsed)
     check_runs(plan.runs)
     if plan.warm_ups < 0:
         raise UsageError(

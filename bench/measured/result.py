@@ -22,8 +22,6 @@ from ..ratios import median_ratio, of_medians
 __all__ = [
     "BY_ONE_RANK",
     "DELETING",
-    "FIO_READ",
-    "FIO_WRITE",
     "LEAST_S",
     "LIMITS",
     "NOTHING",
@@ -53,9 +51,6 @@ READ_LIMIT = "read limit"
 WRITE_ALONE = "write alone"
 READ_ALONE = "read alone"
 """Phases of our driver without the engine."""
-FIO_WRITE = "fio write"
-FIO_READ = "fio read"
-"""Phases of fio, if requested."""
 LIMITS = {
     "save": WRITE_LIMIT,
     "async save": WRITE_LIMIT,
@@ -84,14 +79,12 @@ COLD = 0.9
 _OF_OTHERS = {
     WRITE_ALONE: WRITE_LIMIT,
     READ_ALONE: READ_LIMIT,
-    FIO_WRITE: WRITE_LIMIT,
-    FIO_READ: READ_LIMIT,
 }
 
 
 def limit_of_phase(name: str) -> str | None:
-    """Return the limit of a phase, which may be a peer's, such as "save: DCP", fio's or our
-    driver's; None if it has none."""
+    """Return the limit of a phase, which may be a peer's, such as "save: DCP", or our driver's;
+    None if it has none."""
     verb = name.partition(": ")[0]
     return LIMITS.get(verb) or _OF_OTHERS.get(name)
 

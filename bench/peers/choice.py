@@ -5,7 +5,6 @@ Scope: imports neither the peers nor torch, so that bad requests fail at once.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 
 from ...drivers.uri import Uri
@@ -14,17 +13,15 @@ from .on_files import ON_FILES
 from .peer import Peer
 from .through_dcp import THROUGH_DCP
 
-__all__ = ["ALL", "FIO", "PEERS", "asks_for_fio", "chosen"]
+__all__ = ["ALL", "PEERS", "chosen"]
 
 ALL = "all"
-FIO = "fio"
-"""Named like a peer, but it moves no state: it runs next to the limit."""
 PEERS = (*THROUGH_DCP, *ON_FILES)
 
 
 def chosen(text: str, uri: Uri) -> list[Peer]:
     """Return the peers in a comma-separated list of names, or all possible ones for "all". An empty
-    text selects none; :data:`FIO` is skipped.
+    text selects none.
 
     Raises UsageError for an unknown name, and for a peer that is not installed or does not support
     the storage of ``uri``. The advice names the possible ones.
@@ -35,25 +32,7 @@ def chosen(text: str, uri: Uri) -> list[Peer]:
         if not found:
             raise UsageError(f"no peer can be measured on {uri.scheme}://", advice=_advice(uri))
         return found
-    return [_named(name, uri) for name in names if name != FIO]
-
-
-def asks_for_fio(text: str, uri: Uri) -> bool:
-    """Return whether a list of names, as in :func:`chosen`, names fio, or "all" while fio can run
-    here. Raises UsageError if fio is named and cannot be measured on ``uri``."""
-    names = _names(text)
-    able = uri.scheme in ("file", "lustre")
-    installed = shutil.which(FIO) is not None
-    if FIO not in names:
-        return names == [ALL] and able and installed
-    if not able:
-        raise UsageError(f"fio cannot be measured on {uri.scheme}://", advice=_advice(uri))
-    if not installed:
-        raise UsageError(
-            "fio is not installed",
-            advice="Install the package fio, such as by `apt install fio`.",
-        )
-    return True
+    return [_named(name, uri) for name in names]
 
 
 def _names(text: str) -> list[str]:
@@ -63,7 +42,7 @@ def _names(text: str) -> list[str]:
 def _named(name: str, uri: Uri) -> Peer:
     known = [peer for peer in PEERS if peer.key == name]
     if not known:
-        keys = ", ".join(dict.fromkeys([*(peer.key for peer in PEERS), FIO]))
+        keys = ", ".join(dict.fromkeys(peer.key for peer in PEERS))
         raise UsageError(
             f"no peer is called {name!r}", advice=f"Known names are {keys}, and {ALL}."
         )

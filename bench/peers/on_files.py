@@ -1,4 +1,4 @@
-"""Peers that save to a path: torch.save, safetensors and its loaders, tensorizer and torchsnapshot.
+"""Peers that save to a path: torch.save, safetensors and torchsnapshot.
 
 All are called through their public names and write to their own path. Peers that build new tensors
 are followed by a copy into the state's tensors, as their users would do.
@@ -62,33 +62,6 @@ def _load_safetensors(uri: Uri, state: State) -> None:
     _fill(state, load_file(uri.location).items())
 
 
-def _load_runai(uri: Uri, state: State) -> None:
-    streamer: Any = importlib.import_module("runai_model_streamer")
-    with streamer.SafetensorsStreamer() as stream:
-        stream.stream_file(uri.location)
-        _fill(state, stream.get_tensors())
-
-
-def _load_fastsafetensors(uri: Uri, state: State) -> None:
-    fastsafetensors: Any = importlib.import_module("fastsafetensors")
-    opened = fastsafetensors.fastsafe_open(filenames=[uri.location], nogds=True, device="cpu")
-    with opened as file:
-        _fill(state, ((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118 - no mapping
-
-
-def _save_tensorizer(uri: Uri, state: State) -> None:
-    tensorizer: Any = importlib.import_module("tensorizer")
-    serializer = tensorizer.TensorSerializer(uri.location)
-    serializer.write_state_dict(_flat(state))
-    serializer.close()
-
-
-def _load_tensorizer(uri: Uri, state: State) -> None:
-    tensorizer: Any = importlib.import_module("tensorizer")
-    with tensorizer.TensorDeserializer(uri.location, device="cpu") as found:
-        _fill(state, found.items())
-
-
 def _save_torchsnapshot(uri: Uri, state: State) -> None:
     with _torchsnapshot(state) as (torchsnapshot, app_state):
         torchsnapshot.Snapshot.take(uri.location, app_state)
@@ -123,28 +96,5 @@ ON_FILES = (
         _save_torchsnapshot,
         _load_torchsnapshot,
         modules=("torchsnapshot",),
-    ),
-    Peer(
-        "tensorizer",
-        "tensorizer",
-        _save_tensorizer,
-        _load_tensorizer,
-        modules=("tensorizer",),
-    ),
-    Peer(
-        "runai",
-        "runai-model-streamer",
-        _save_safetensors,
-        _load_runai,
-        saves=False,
-        modules=("runai_model_streamer", "safetensors"),
-    ),
-    Peer(
-        "fastsafetensors",
-        "fastsafetensors",
-        _save_safetensors,
-        _load_fastsafetensors,
-        saves=False,
-        modules=("fastsafetensors", "safetensors"),
     ),
 )

@@ -29,8 +29,6 @@ class Peer:
     load: Callable[[Uri, State], None]
     durable: bool = False
     """True if data is durable when ``save`` returns. If not, the benchmark adds the fsyncs."""
-    saves: bool = True
-    """True to measure its saves. A peer that only loads uses another peer's ``save``."""
     loads: bool = True
     """True to measure its loads. False if they equal an earlier peer's."""
     schemes: tuple[str, ...] = ("file", "lustre")

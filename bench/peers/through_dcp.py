@@ -1,9 +1,7 @@
-"""Torch's distributed checkpoint (DCP) on its own storage, fsspec's, s3torchconnector's and
-ours."""
+"""Torch's distributed checkpoint (DCP) on its own storage, fsspec's and ours."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -18,7 +16,6 @@ __all__ = ["THROUGH_DCP"]
 Kind = Literal["Writer", "Reader"]
 Opened = Callable[[Kind, Uri], Any]
 """Opens a URI as a writer or a reader of DCP."""
-REGION = "us-east-1"
 
 
 def _peer(key: str, name: str, opened: Opened, **more: Any) -> Peer:
@@ -63,18 +60,6 @@ def _fsspec(kind: Kind, uri: Uri) -> Any:
     return getattr(_fsspec_filesystem, f"Fsspec{kind}")(url, **options)
 
 
-def _connector(kind: Kind, uri: Uri) -> Any:
-    """Open a URI with the connector at the endpoint of ``uri``, which its public arguments cannot
-    set."""
-    dcp: Any = importlib.import_module("s3torchconnector.dcp")
-    client: Any = importlib.import_module("s3torchconnector._s3client")
-    opened = getattr(dcp, f"S3Storage{kind}")(REGION, f"s3://{uri.location}")
-    config = client.S3ClientConfig(force_path_style=True)
-    made = client.S3Client(REGION, endpoint=_endpoint(uri), s3client_config=config)
-    opened.fs = dcp.S3FileSystem(REGION, s3_client=made)
-    return opened
-
-
 def _endpoint(uri: Uri) -> str | None:
     return uri.options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL")
 
@@ -90,13 +75,5 @@ THROUGH_DCP = (
     _peer("dcp4", "DCP, 4 threads", partial(_files, threads=4), loads=False),
     _peer("dcp", "DCP, s3fs", _fsspec, durable=True, schemes=("s3",), modules=("s3fs",)),
     _peer("dcp", "DCP, fsspec", _fsspec, durable=True, schemes=("fsspec+",), modules=("fsspec",)),
-    _peer(
-        "s3torchconnector",
-        "DCP, s3torchconnector",
-        _connector,
-        durable=True,
-        schemes=("s3",),
-        modules=("s3torchconnector", "tenacity"),
-    ),
     _peer("holdfast-dcp", "holdfast through DCP", _ours, durable=True),
 )

@@ -76,10 +76,8 @@ GROUPS = {
         argument(
             "--peer",
             "NAMES",
-            "also measure these, separated by commas: dcp, dcp4, torchsave, "
-            "safetensors, torchsnapshot, tensorizer, runai, fastsafetensors, "
-            "s3torchconnector, fio; all: every one that is installed and supports the "
-            "storage",
+            "also measure these, separated by commas: dcp, dcp4, holdfast-dcp, torchsave, "
+            "safetensors, torchsnapshot; all: every one that is installed and supports the storage",
             default="",
         ),
         argument(

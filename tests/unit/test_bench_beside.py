@@ -1,9 +1,8 @@
-"""The baselines of ``holdfast bench``: the limit of a storage, peers, and fio."""
+"""The baselines of ``holdfast bench``: the limit of a storage, and peers."""
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.bench.contest import Contestant, blamed, contest
-from holdfast.bench.limit.fio import Fio, fio_seconds
 from holdfast.bench.limit.of import limit_of
 from holdfast.bench.limit.raw_file import RawFile
 from holdfast.bench.limit.sweep import fastest_reader
 from holdfast.bench.measured.beside import NOT_EQUAL, PeerContest
-from holdfast.bench.peers.choice import asks_for_fio, chosen
+from holdfast.bench.peers.choice import chosen
 from holdfast.bench.peers.peer import Peer
 from holdfast.bench.states import State, build, flat_tensors
 from holdfast.drivers.uri import Uri, join, parse
@@ -26,7 +24,6 @@ from holdfast.errors import StorageError, UsageError
 MIB = 1 << 20
 FILE = parse("file:///x")
 TINY_GIB = 1 / 256
-needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 
 def no_word(line: str) -> None:
@@ -139,13 +136,7 @@ def test_absent_programs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
     with pytest.raises(UsageError, match=r"(?s)safetensors is not .*pip install safetensors"):
         chosen("safetensors", FILE)
-    assert not {"safetensors", "runai"} & {peer.key for peer in chosen("all", FILE)}
-    with pytest.raises(UsageError, match="fio cannot be measured on s3://"):
-        asks_for_fio("dcp,fio", parse("s3://b/x"))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert not asks_for_fio("all", FILE)
-    with pytest.raises(UsageError, match=r"(?s)fio is not installed.*apt install fio"):
-        asks_for_fio("torchsave, fio", FILE)
+    assert "safetensors" not in {peer.key for peer in chosen("all", FILE)}
 
 
 @pytest.mark.nightly(4)
@@ -183,51 +174,14 @@ def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
     def fail(uri: Uri, state: State) -> None:
         raise RuntimeError(f"cannot load {len(state)} things")
 
-    broken = replace(good, name="broken", load=fail, saves=False)
+    broken = replace(good, name="broken", load=fail)
     said: list[str] = []
     found = PeerContest([broken], parse(tmp_path), build(TINY_GIB), said.append)
     assert said == ["broken is not measured: cannot load 3 things"]
     reason = "not measured, because it failed: cannot load 3 things"
-    assert found.invalid == {"load: broken": (reason,)}
+    assert found.invalid == {"save: broken": (reason,), "load: broken": (reason,)}
     assert (found.saving(), found.loading()) == ([], [])
     assert list(tmp_path.iterdir()) == []
-
-
-REPORT = """fio: this platform does not support something
-{"fio version": "fio-3.33", "jobs": [{"jobname": "write", "error": 0,
- "read": {"io_bytes": 0, "bw_bytes": 0, "runtime": 0},
- "write": {"io_bytes": 8388608, "bw_bytes": 33554432, "runtime": 250}}]}"""
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes", "said"),
-    [
-        (REPORT, 9 * MIB, "fio moved 8,388,608 bytes of 9,437,184"),
-        (REPORT.replace('"error": 0', '"error": 5'), 8 * MIB, "fio moved"),
-        (REPORT.replace("runtime", "run"), 8 * MIB, "cannot be read"),
-    ],
-)
-def test_other_reports_of_fio_are_refused(text: str, nbytes: int, said: str) -> None:
-    """Warnings may precede a good one."""
-    assert fio_seconds(REPORT, "write", 8 * MIB) == 0.25
-    with pytest.raises(OSError, match=said):
-        fio_seconds(text, "write", nbytes)
-
-
-@needs_fio
-@pytest.mark.parametrize("preallocate", [False, True])
-def test_fio_writes_and_reads_a_file(tmp_path: Path, preallocate: bool) -> None:
-    """The folder's name may have a colon, which fio takes for a separator."""
-    folder = tmp_path / "a:b"
-    folder.mkdir()
-    fio = Fio(RawFile(folder / "file", 3 * MIB + 5, 4, preallocate))
-    assert 0 < fio.write() < 60
-    assert [path.stat().st_size for path in folder.iterdir()] == [fio.nbytes]
-    assert 0 < fio.read() < 60
-    fio.remove()
-    assert list(folder.iterdir()) == []
-    with pytest.raises(OSError, match="error=No such file or directory"):
-        Fio(RawFile(Path("/proc/self/file"), MIB, 4)).try_out()
 
 
 def failing(error: BaseException) -> Callable[[], None]:
