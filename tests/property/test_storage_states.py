@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, assume, given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.bits import difference, fresh_uri, from_bytes, plain, raw
 from support.effort import examples
-from support.ranks import load_as_ranks, save_as_ranks, save_cut
+from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.planner.box import Box
 from holdfast.planner.image import BLOCKS_NAME
 from holdfast.storage.format.fragment import Fragment, decode_fragment, fragment_of, join
 from holdfast.storage.format.manifest import Manifest
@@ -252,54 +251,3 @@ def by_start(image: bytes) -> dict[int, torch.Tensor]:
         for name, tensor in read.items()
         if name != BLOCKS_NAME
     }
-
-
-@st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]]]:
-    """Some tensors of up to three dimensions, each cut into as many boxes as there are ranks."""
-    world, tensors, boxes = draw(st.integers(1, 4)), {}, {}
-    for number in range(draw(st.integers(1, 3))):
-        shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5, 70]), max_size=3)))
-        parts = [Box((0,) * len(shape), shape)]
-        while len(parts) < world and any(part.volume > 1 for part in parts):
-            index, dim = draw(
-                st.sampled_from(
-                    [(i, d) for i, p in enumerate(parts) for d in range(p.ndim) if p.lengths[d] > 1]
-                )
-            )
-            part = parts.pop(index)
-            at = draw(st.integers(1, part.lengths[dim] - 1))
-            for start, stop in ((0, at), (at, part.lengths[dim])):
-                offsets, lengths = list(part.offsets), list(part.lengths)
-                offsets[dim], lengths[dim] = offsets[dim] + start, stop - start
-                parts.append(Box(tuple(offsets), tuple(lengths)))
-        if len(parts) == world:
-            dtype = draw(st.sampled_from(["<f4", "<u1", "<c16", "<i2"]))
-            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            content = np.random.default_rng(number).bytes(nbytes)
-            tensors[f"t{number}"] = np.frombuffer(content, dtype).reshape(shape)
-            boxes[f"t{number}"] = parts
-    return tensors, boxes
-
-
-@few
-@given(cut_tensors(), st.data())
-def test_any_cut_is_read_in_any_window(
-    case: tuple[dict[str, np.ndarray], dict[str, list[Box]]], data: st.DataObject
-) -> None:
-    """However a tensor was cut, other jobs load it and readers slice it as numpy does."""
-    tensors, boxes = case
-    assume(tensors)
-    uri = fresh_uri()
-    storage = MemoryDriver(uri.removeprefix("memory://"))
-    save_cut(storage, tensors, boxes)
-    whole = {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}
-    for found in load_as_ranks(storage, [blank(whole)] * data.draw(st.integers(1, 3))):
-        assert difference(whole, found) is None
-    with holdfast.open(uri) as checkpoint:
-        for name, array in tensors.items():
-            ends = [
-                sorted(data.draw(st.integers(0, length)) for _ in "ab") for length in array.shape
-            ]
-            index = tuple(slice(*pair) for pair in ends)
-            assert difference(whole[name][index].clone(), checkpoint.read(name, index)) is None
