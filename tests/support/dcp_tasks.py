@@ -32,8 +32,7 @@ def dcp_save(uri: str, layout: str, steps: int, plain: bool = False) -> dict[str
 
 
 def dcp_load(uri: str, layout: str, plain: bool = False) -> dict[str, Any]:
-    """Load through DCP into a job that is made otherwise, and tell what it is then. ``plain``: with
-    DCP's own reader."""
+    """Load through DCP, or its own reader (``plain``), into another job; return its state."""
     model, optim = sharded(layout, 2)
     model_state, optim_state = get_state_dict(model, optim)
     state = {"model": model_state, "optim": optim_state, "step": 0}

@@ -97,8 +97,7 @@ def _sharded(whole: torch.Tensor, width: int) -> ShardedTensor:
 
 
 def sharded_tensors(uri: str) -> bool:
-    """Save ShardedTensors of several parts a rank, and what FSDP1 makes; load both, the former cut
-    otherwise. Whether all are what they were."""
+    """Save ShardedTensors of several parts a rank and FSDP1's; return whether loads equal them."""
     warnings.simplefilter("ignore")
     whole = torch.arange(70.0).reshape(5, 14)
     model, _ = fsdp1(1, mesh=False, orig=True)
@@ -144,8 +143,7 @@ def _wrapped(mesh: DeviceMesh) -> DTensor:
 
 
 def hooked_tensors(uri: str) -> dict[str, str]:
-    """Save and load DTensors of which hooks tell how they are laid out: as their placements do, and
-    otherwise."""
+    """Save and load DTensors with hooks that agree with their placements, or do not."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
 

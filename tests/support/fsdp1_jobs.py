@@ -43,8 +43,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job holds its model: ``kind`` is the name of a strategy of FSDP1, or "FSDP2", "DDP" or
-    "plain". ``orig`` is use_orig_params."""
+    """Form of a job: a strategy of FSDP1, "FSDP2", "DDP" or "plain"; ``orig``: use_orig_params."""
 
     kind: str
     orig: bool = True

@@ -48,10 +48,7 @@ LEARNING_RATE = 1e-2
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel layout of a job. The remaining ranks are data-parallel.
-
-    ``vocabulary`` includes the padding.
-    """
+    """Parallel layout of a job; other ranks are data-parallel. ``vocabulary`` includes padding."""
 
     world: int
     tensor: int = 1
@@ -204,10 +201,7 @@ def trains(layout: Layout, uri: str, save_after: int, last: int) -> list[float]:
 
 
 def goes_on(layout: Layout, uri: str, last: int, again: str) -> tuple[int, list[float]]:
-    """Resume another job from ``uri``, and save the loaded state to ``again`` before training.
-
-    Return the step and the losses after it.
-    """
+    """Resume another job from ``uri``, save it ``again``; return the step and later losses."""
     with Job(layout, seed=2) as job:
         state = job.state()
         holdfast.load(uri, into=state)
@@ -218,10 +212,7 @@ def goes_on(layout: Layout, uri: str, last: int, again: str) -> tuple[int, list[
 def saves_by_megatron(
     layout: Layout, folder: str, save_after: int, last: int, strategy: Any = None
 ) -> list[float]:
-    """Return the losses of a job that saves with Megatron's own ``save`` and trains on.
-
-    Without a strategy of ours, the files are in Megatron's own format.
-    """
+    """Return the losses of a job that saves with Megatron's ``save``, perhaps by our strategy."""
     with Job(layout, seed=1) as job:
         losses = job.train(0, save_after)
         described = job.described() | {"step": save_after}
@@ -255,10 +246,7 @@ def loads_by_megatron(layout: Layout, folder: str, first: int, last: int) -> lis
 
 
 def runs_blocks(layout: Layout, blocks: Sequence[str], folder: str) -> list[str]:
-    """Run the code blocks of a how-to page with the variables they use.
-
-    Return the names that Megatron has loaded.
-    """
+    """Run the code blocks of a how-to page; return the names that Megatron has loaded."""
     with Job(layout, seed=1) as job:
         job.train(0, 2)
         names: dict[str, Any] = {

@@ -163,11 +163,7 @@ def test_what_the_next_step_would_overwrite_is_not_loaded_into(
 
 
 def test_parameters_that_are_whole_are_saved(tmp_path: Path) -> None:
-    """Parameters that ZeRO-3 has gathered, or that ZeRO-1 or Megatron keeps whole, are saved.
-
-    They load into a plain module, into a state dict whose master copies the caller renews, and next
-    to the optimizer of Megatron that restores its masters.
-    """
+    """Whole parameters of ZeRO and Megatron are saved, and loaded where masters follow."""
     whole = zero3(gathered=True)
     holdfast.save(tmp_path / "3", {"model": whole})
     plain = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
@@ -190,10 +186,7 @@ def test_parameters_that_are_whole_are_saved(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_comes_after_a_save_is_seen(tmp_path: Path) -> None:
-    """A mark that appears after a save is noticed, although the state's layout is cached.
-
-    The parameters have become placeholders, or have gained master copies.
-    """
+    """A mark that appears after a save is noticed, although the state's layout is cached."""
     model = nn.Linear(3, 4)
     state = {"model": model, "leaf": [model.weight]}
     holdfast.save(tmp_path / "a", state)

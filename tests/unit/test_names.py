@@ -115,8 +115,7 @@ class Sparing(nn.Linear):
 
 
 def incomplete() -> nn.Module:
-    """Parameters, buffers and modules that are declared, and not there; and a buffer that is not
-    saved."""
+    """Return a module with declared members that are absent, and a buffer that is not saved."""
     net = nn.ModuleDict(
         {"a": nn.Linear(3, 3, bias=False), "b": nn.BatchNorm1d(2, affine=False), "c": nn.Identity()}
     )
@@ -145,8 +144,7 @@ STATES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", STATES)
 def test_a_modules_state_is_what_its_state_dict_says(kind: str) -> None:
-    """Also where it, or one of its modules, has hooks, or a way of its own to make it; detached, in
-    the same memory."""
+    """A module's state equals its state dict, in the same memory, also with hooks and overrides."""
     module = STATES[kind]()
     found, expected = module_state(Walked(module)), module.state_dict()
     names = [

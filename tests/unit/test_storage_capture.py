@@ -75,10 +75,7 @@ def captured(plan: SavePlan, chunks: TensorChunks | None = None) -> MemoryChunks
 def test_an_image_captured_first_is_written_with_the_same_bytes(
     compression: Compression | None, budget_nbytes: int | None
 ) -> None:
-    """An image that is captured first has the same bytes as one captured while it is written.
-
-    The state changes between capture and write.
-    """
+    """An image captured before the state changes has the bytes of one captured while written."""
     driver = MemoryDriver()
     plan = planned(state())
     direct = TensorChunks(plan.layout, plan.source)

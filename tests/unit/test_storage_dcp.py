@@ -288,8 +288,7 @@ def test_planner_may_transform(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_dcp", [False, True])
 def test_either_loads_what_either_saves(tmp_path: Path, by_dcp: bool) -> None:
-    """DCP fills tensors in place, values of every kind, or builds the state, whose keys are text;
-    Holdfast loads and verifies the same."""
+    """DCP fills or builds what either has saved; Holdfast loads and verifies the same."""
     state = full_state() | {"step": 7}
     if by_dcp:
         metadata = dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c"))
@@ -309,8 +308,7 @@ def test_either_loads_what_either_saves(tmp_path: Path, by_dcp: bool) -> None:
 
 
 def test_tied_tensors(tmp_path: Path) -> None:
-    """A lone rank stores tied tensors once. A tensor under two names is filled if the stored values
-    agree; else it is an error."""
+    """A lone rank stores tied tensors once; stored values that differ cannot fill one tensor."""
     t = torch.arange(1000.0)
     dcp.save({"a": t, "b": t}, storage_writer=HoldfastWriter(tmp_path / "c"))
     with holdfast.open(tmp_path / "c") as c:

@@ -59,8 +59,7 @@ def trained() -> dict[str, Any]:
 def test_state_is_imported(
     tmp_path: Path, rng: np.random.Generator, options: dict[str, Any]
 ) -> None:
-    """Containers, values, and tensors of every dtype and shape come back where they were, from any
-    number of files."""
+    """Containers, values and tensors of every dtype come back, from any number of files."""
     state = trained() | {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in DTYPES}
     state |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
     state["large"] = random_bits(rng, torch.int16, (300_001,))
@@ -70,8 +69,7 @@ def test_state_is_imported(
 
 
 def test_names_are_chosen_skipped_and_changed(tmp_path: Path) -> None:
-    """Patterns select values and tensors, also new names, which must not collide; an incomplete list
-    becomes separate items."""
+    """Patterns select, skip and rename items; an incomplete list becomes separate items."""
     saved(trained(), tmp_path)
     with pytest.raises(holdfast.UsageError, match="would both be named 'w'"):
         imported(tmp_path, rename={"*.weight": "w"})
@@ -270,8 +268,7 @@ def test_cut_or_exchanged_files_are_damage(tmp_path: Path, numel: int) -> None:
 )
 @given(st.data())
 def test_any_damage_ends_well(tmp_path: Path, data: st.DataObject) -> None:
-    """Damage of the metadata or of an item is an error of ours, or leaves a whole checkpoint:
-    elements have no checksum."""
+    """Damage is an error of ours, or leaves a whole checkpoint: elements have no checksum."""
     if not (tmp_path / "dcp").exists():
         saved({"w": torch.ones(3, 5), "v": [1, {"a": 2}]}, tmp_path / "dcp")
     name = data.draw(st.sampled_from(sorted(p.name for p in (tmp_path / "dcp").iterdir())))

@@ -423,8 +423,7 @@ def test_large_tensors_become_several_items(
 def test_dcp_items_are_renamed_and_converted(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Selection, names, ties and dtypes work as in other exports, wherever windows cut items; an
-    earlier export is replaced if asked, a folder of DCP's own never."""
+    """Selection, names, ties and dtypes apply; only an export of ours is replaced, if asked."""
     monkeypatch.setattr(dcp_export, "ITEM_NBYTES", 1 << 20)
     model = {
         "w": torch.from_numpy(rng.standard_normal((3_000_001, 3), np.float32)),

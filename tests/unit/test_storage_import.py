@@ -164,10 +164,7 @@ SHARDS = ("model.fp16-00001-of-00002.safetensors", "model-00001-of-00002.fp16.sa
 
 
 def folder_of(folder: Path, keys: Sequence[str]) -> Path:
-    """Return a folder with these files and indexes.
-
-    Each model has a tensor with its name; an index names one of the shards.
-    """
+    """Return a folder with these files, each with a tensor of its name, and indexes of shards."""
     for key in keys:
         if key.endswith(".json"):
             shard = SHARDS[".safetensors.index." in key]
@@ -197,8 +194,7 @@ def folder_of(folder: Path, keys: Sequence[str]) -> Path:
 def test_plain_model_is_preferred_to_variants(
     tmp_path: Path, keys: list[str], expected: str | None
 ) -> None:
-    """A variant is recognised wherever libraries put its name, and no choice is guessed: the error
-    names the models, each of which can be imported by its own URI."""
+    """A variant of a model is recognised by name, and no choice between models is guessed."""
     folder = folder_of(tmp_path, keys)
     if expected is not None:
         assert list(imported(folder)) == [expected]
@@ -245,8 +241,7 @@ def test_dtype_that_torch_lacks_is_refused(
 def test_metadata_of_files_is_exported_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Metadata of all files is kept, also by a copy; the first of two contradicting files counts,
-    with a warning."""
+    """Metadata of all files is kept; of two that contradict, the first, with a warning."""
     weight_map = {}
     for number, (name, rank) in enumerate([("a", "8"), ("b", "16")], 1):
         weight_map[name] = f"model-0000{number}-of-00002.safetensors"

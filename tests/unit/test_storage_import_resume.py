@@ -116,8 +116,7 @@ def destination(serve: Serve) -> Destination:
 def test_an_import_goes_on_where_it_stopped(
     tmp_path: Path, destination: Destination, make: Make
 ) -> None:
-    """A second import keeps the attempt and its complete images, and writes the others. Until then
-    nothing is visible."""
+    """A second import keeps the attempt and its complete images, and writes the others."""
     source = make(tmp_path, 1)
     destination.stopped(source, 3)
     there = destination.images()
@@ -140,8 +139,7 @@ def test_an_import_goes_on_where_it_stopped(
 def test_a_changed_source_is_imported_anew(
     tmp_path: Path, destination: Destination, hidden: bool
 ) -> None:
-    """The checkpoint has nothing of the earlier content, even if the file's size and time are the
-    same, and the earlier images are deleted."""
+    """A file of other contents is imported anew, even if its size and time are the same."""
     source = as_safetensors(tmp_path, 1)
     file = source / "model.safetensors"
     destination.stopped(source, 3)
@@ -197,9 +195,7 @@ def test_a_file_that_changes_meanwhile_leaves_nothing(
 def test_of_two_imports_at_once_one_arrives(
     tmp_path: Path, destination: Destination, same: bool
 ) -> None:
-    """The one that began first is halted while it writes its fourth image. The second takes over
-    what is whole, if it imports the same, and commits. The first then fails, and writes nothing
-    more."""
+    """The second import takes over complete images; the first then fails and stops writing."""
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
     source = as_safetensors(tmp_path / "1", 1)

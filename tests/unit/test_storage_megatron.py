@@ -91,8 +91,7 @@ def job_driver() -> MemoryDriver:
 
 
 def test_parts_have_the_names_that_are_their_keys() -> None:
-    """Each pipeline stage has its layers on the same paths; they are one tensor, which any other
-    division into stages loads, and a plain tensor of that name."""
+    """Layers of all pipeline stages form one tensor, which loads into any other stages."""
     driver = job_driver()
     stages = [{"model": {f"{i}.w": layer(first + i) for i in (0, 1)}, "n": 1} for first in (0, 2)]
     save_as_ranks(driver, stages)
@@ -164,11 +163,7 @@ def test_values_of_objects_come_back_into_them() -> None:
 
 @pytest.mark.parametrize("rows", [3, 5])
 def test_a_padded_tensor_is_filled_as_far_as_the_stored_one_goes(rows: int) -> None:
-    """A padded tensor is filled up to the end of the stored one.
-
-    It has more or fewer rows, and a shard may lie wholly in the padding. A tensor without padding
-    must have the stored shape.
-    """
+    """A padded tensor is filled up to the end of the stored one; others need its shape."""
     uri = fresh_uri()
     stored = torch.arange(8.0).reshape(4, 2)
     holdfast.save(uri, {"w": ShardedTensor("w", stored, (4, 2), (0, 0))})

@@ -44,8 +44,7 @@ def written(folder: Path, common: object, **items: object) -> Path:
 
 
 def test_common_state_is_imported(tmp_path: Path) -> None:
-    """Values and tensors keep their paths; an optimizer and objects go where a loading job
-    expects them."""
+    """Values and tensors keep their paths; an optimizer and objects go where a job loads them."""
     common = {
         "iteration": 7,
         "optimizer": optimizer(),

@@ -85,11 +85,7 @@ def test_a_module_is_given_memory_by_a_load(before: bool) -> None:
 
 
 def test_a_module_may_be_on_meta_in_part(caplog: pytest.LogCaptureFixture) -> None:
-    """A load fills parameters that have memory in place.
-
-    Parameters that are missing from the checkpoint stay on meta; so do buffers that no checkpoint
-    has, which the log names.
-    """
+    """A load fills parameters in memory in place; what is not stored stays on meta."""
     net, _ = trained()
     uri = fresh_uri()
     holdfast.save(uri, {"net": net})

@@ -81,8 +81,7 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
 
 
 def test_small_records_are_read_together(tmp_path: Path, serve: Serve) -> None:
-    """A file may have tens of thousands of small records, so they share requests, also for a
-    directory longer than the first read."""
+    """Tens of thousands of small records share requests, also with a long directory."""
     state = {f"layers.{n}.a-rather-long-name": torch.full((1,), float(n)) for n in range(9000)}
     torch.save(state, tmp_path / "a.pt")
     uri, keys = noted(serve, tmp_path)

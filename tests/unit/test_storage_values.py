@@ -81,8 +81,7 @@ NAMES = [
 
 
 def test_names_are_kept_whatever_they_are() -> None:
-    """Keys may be any text, including text that means something to paths and formats. A tensor is
-    read by its name in the state."""
+    """Keys may be any text, also text that means something to paths and formats."""
     state = {
         "values": dict(zip(NAMES, range(len(NAMES)), strict=True)),
         "containers": {f"{name}~": {name: {"t": torch.tensor(i)}} for i, name in enumerate(NAMES)},
