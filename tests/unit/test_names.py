@@ -93,13 +93,6 @@ def hooked() -> nn.Module:
     return net
 
 
-def told_before() -> nn.Module:
-    """A hook writes to a buffer before a state dict is made."""
-    net = nn.Sequential(nn.BatchNorm1d(2))
-    net[0].register_state_dict_pre_hook(lambda module, *_: module.running_mean.fill_(7))
-    return net
-
-
 def replaced() -> nn.Module:
     """One of its modules has a way of its own, and its kind has not."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -129,7 +122,6 @@ def incomplete() -> nn.Module:
 
 STATES: dict[str, Callable[[], nn.Module]] = {
     "hooked": hooked,
-    "told before": told_before,
     "replaced": replaced,
     "sparing": lambda: nn.Sequential(Sparing(3, 3), nn.Linear(3, 3)),
     "incomplete": incomplete,

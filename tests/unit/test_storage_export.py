@@ -155,9 +155,6 @@ def test_reserved_name_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
     holdfast.export(uri, tmp_path / "x", rename={"__metadata__": "meta"})
     assert model_in(tmp_path / "x")["meta"].tolist() == [1.0, 1.0]
-    (image,) = images(store(uri))
-    (tmp_path / "image").write_bytes(store(uri).objects[image][0])
-    assert load_file(tmp_path / "image")["__metadata__#2"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("form", ["hf", "torch", "dcp"])

@@ -141,16 +141,6 @@ def test_a_type_that_an_object_would_not_get_back_is_refused(value: Any) -> None
         assert holdfast.load(uri, into=state)["deep"][0] is value
 
 
-def test_a_module_is_loaded_into_the_containers_that_it_has() -> None:
-    """Whatever its state dict is: of modules no kinds are stored."""
-    net = torch.nn.Linear(2, 2)
-    net._register_state_dict_hook(lambda module, state, prefix, meta: OrderedDict(state))
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net})
-    assert type(holdfast.load(uri)["net"]) is dict
-    holdfast.load(uri, into={"net": net})
-
-
 def test_a_kind_of_a_later_release_is_a_dict() -> None:
     """Fields may say more than this release knows; nothing is imported for them."""
     uri = fresh_uri()

@@ -61,23 +61,6 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
     run(main)
 
 
-@pytest.mark.nightly(3)
-def test_a_rank_that_is_ahead_in_its_failures_fails_each_of_those_calls() -> None:
-    """Three early failures fail the leader's next three calls."""
-
-    async def main() -> None:
-        job = Job(dist.HashStore(), 2)
-        for number in range(3):
-            await together(job.fails(1, SAVE, holdfast.StateError(f"failure {number}")))
-        for number in range(3):
-            (outcome,) = await together(job.calls(0, SAVE))
-            assert kinds([outcome]) == [(errors.RankFailedError, 1)]
-            assert f"failure {number}" in str(outcome)
-        await job.all(SAVE)
-
-    run(main)
-
-
 @pytest.mark.nightly(8)
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
