@@ -23,11 +23,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.storage.state.gaps import gap_between
 
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64, torch.complex128,
-]  # fmt: skip
+DTYPES = [torch.bool, torch.int8, torch.uint64, torch.float8_e5m2, torch.bfloat16, torch.complex64]
 
 
 def saved(state: Any, **options: Any) -> str:
@@ -48,7 +44,7 @@ def whats(report: holdfast.DiffReport) -> list[tuple[str, str]]:
 
 
 def test_a_copy_is_equal_and_not_read() -> None:
-    """All tensors have equal digests; damage is not even seen."""
+    """Tensors with equal digests are equal, and are not read."""
     state = {"w": torch.randn(100, 100), "tied": torch.ones(3), "step": 3}
     a = saved(state)
     b = fresh_uri()
@@ -60,7 +56,7 @@ def test_a_copy_is_equal_and_not_read() -> None:
 
 
 def test_every_kind_of_difference_is_named() -> None:
-    """Tensors of one side, shapes, dtypes, values; and what is equal is counted."""
+    """Diff names tensors of one side only and differences in shape, dtype and values."""
     same = torch.randn(1000)
     a = saved(
         {"same": same, "a": same, "v": torch.arange(4), "s": torch.ones(3, 2), "t": torch.ones(2)}
@@ -85,7 +81,7 @@ def test_every_kind_of_difference_is_named() -> None:
 
 
 def test_tensors_of_different_layouts_are_compared_by_their_values() -> None:
-    """Rows on two ranks, columns on three, and whole: equal; one element more makes them different."""
+    """Tensors cut in rows, cut in columns and whole are compared by their elements."""
     array = np.arange(24.0).reshape(4, 6)
     by_rows = fresh_uri()
     save_cut(store(by_rows), {"w": array}, {"w": [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]})
@@ -103,18 +99,15 @@ def test_tensors_of_different_layouts_are_compared_by_their_values() -> None:
 
 
 def test_a_small_budget_is_enough(rng: np.random.Generator) -> None:
-    """Tensors are compared in windows, and differ once each."""
+    """Diff compares a large tensor in windows, and reports it once."""
     big = random_bits(rng, torch.int16, (50_001,))
-    odd = random_bits(rng, torch.uint8, (33_333,))
     wide = random_bits(rng, torch.complex128, (4_099,))
     other = big.clone()
     other[::7] ^= 1
-    a = saved({"odd": odd, "big": big, "wide": wide})
-    report = holdfast.diff(
-        a, saved({"odd": odd, "big": other, "wide": wide}), budget_nbytes=1 << 16
-    )
+    a = saved({"big": big, "wide": wide})
+    report = holdfast.diff(a, saved({"big": other, "wide": wide}), budget_nbytes=1 << 16)
     assert [(t.name, t.differing, t.max_abs) for t in report.tensors] == [("big", 7143, 1)]
-    assert report.equal_tensors == 2
+    assert report.equal_tensors == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +151,7 @@ def test_distances_that_float64_does_not_have() -> None:
 
 
 def test_small_values_are_compared() -> None:
-    """By type too; and so are containers that are empty or of another type."""
+    """Diff compares values and containers by type too."""
     a = saved({"x": 1, "t": (1, 2), "o": OrderedDict(a=1), "e": {}, "same": "é", "only": None})
     b = saved({"x": 1.0, "t": [1, 2], "o": {"a": 1}, "same": "é"})
     report = holdfast.diff(a, b)
@@ -187,7 +180,7 @@ def test_the_number_of_ranks_is_no_difference_and_their_own_tensors_are_compared
 
 
 def test_tied_tensors_are_equal_to_separate_ones() -> None:
-    """How they are stored is no difference, as no layout is."""
+    """Diff ignores whether equal tensors share their storage."""
     tensor = torch.randn(10)
     a = saved({"a": tensor, "b": tensor})
     assert holdfast.diff(a, saved({"a": tensor, "b": tensor.clone()})).equal
@@ -196,9 +189,8 @@ def test_tied_tensors_are_equal_to_separate_ones() -> None:
 
 
 def test_damage_is_an_error_and_no_difference() -> None:
-    """What has to be read is verified."""
-    a = saved({"w": torch.zeros(10_000), "x": torch.zeros(5)})
-    b = saved({"w": torch.zeros(10_000), "x": torch.ones(5)})
+    """Diff raises DamagedError for damage in what it has to read."""
+    a, b = (saved({"w": torch.full((10_000,), value)}) for value in (0.0, 1.0))
     flipped(store(b), images(store(b))[0], 5000)
     with pytest.raises(holdfast.DamagedError, match="not what was written"):
         holdfast.diff(a, b)
@@ -214,7 +206,7 @@ def run(*arguments: str, status: int) -> str:
 
 
 def test_the_command_says_whether_they_are_equal() -> None:
-    """Status 0 if they are, 1 if not, with a line for each difference, 2 if it cannot be known."""
+    """The command exits with 0 if equal, with 1 and a line per difference if not, with 2 on errors."""
     state = {"m": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "step": 1}
     a = saved(state)
     assert run("diff", a, a, status=0) == "equal: 2 tensors; 0 B of each side read\n"
@@ -230,7 +222,7 @@ def test_the_command_says_whether_they_are_equal() -> None:
 
 
 def test_the_command_speaks_json() -> None:
-    """One document, with everything, that any JSON parser reads."""
+    """The command prints one JSON document without NaN constants."""
     a = saved({"w": torch.zeros(2), "n": 1})
     b = saved({"w": torch.tensor([0.0, math.nan])})
 
@@ -241,17 +233,10 @@ def test_the_command_speaks_json() -> None:
     kind = {"dtype": "float32", "shape": [2]}
     assert found.pop("seconds") > 0
     assert found == {
-        "a": a,
-        "b": b,
-        "equal": False,
+        "a": a, "b": b, "equal": False, "equal_tensors": 0, "equal_by_digest": 0, "read_nbytes": 8,
         "tensors": [
-            {
-                "name": "w", "rank": None, "what": "values", "a": kind, "b": kind, "differing": 1,
-                "max_abs": "nan",
-            }
+            {"name": "w", "rank": None, "what": "values", "a": kind, "b": kind,
+             "differing": 1, "max_abs": "nan"}
         ],
         "values": [{"path": 'state["n"]', "a": [{"ranks": [0], "value": 1}], "b": None}],
-        "equal_tensors": 0,
-        "equal_by_digest": 0,
-        "read_nbytes": 8,
     }  # fmt: skip

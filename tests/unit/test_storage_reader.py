@@ -18,10 +18,8 @@ from holdfast.drivers.local.driver import LocalDriver
 
 SLICES = [
     slice(None),
-    slice(1, 3),
     slice(-2, None),
     slice(None, None, 2),
-    slice(None, None, -1),
     slice(4, 0, -2),
     slice(3, 1),
     slice(0, 99),
@@ -40,70 +38,38 @@ def stored() -> tuple[str, torch.Tensor]:
     return uri, tensor
 
 
-def numpy_index(index: Any) -> Any:
-    """The same index for numpy, to which None means something else."""
-    return () if index is None else index
-
-
-@pytest.mark.parametrize("index", INDICES, ids=str)
-def test_an_index_means_what_it_means_to_numpy(
-    index: Any, stored: tuple[str, torch.Tensor]
-) -> None:
-    """Integers, slices with any step, and fewer of them than dimensions."""
+def test_an_index_means_what_it_means_to_numpy(stored: tuple[str, torch.Tensor]) -> None:
+    """Integers and slices with any step select what they do in numpy."""
     uri, tensor = stored
-    expected = tensor.numpy()[numpy_index(index)]
     with holdfast.open(uri) as c:
-        read = c.read("x", index)
-    assert read.shape == expected.shape
-    assert read.tolist() == expected.tolist()
+        for index in INDICES:
+            read, expected = c.read("x", index), tensor.numpy()[() if index is None else index]
+            assert read.shape == expected.shape
+            assert read.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        5,
-        -6,
-        (0, 4),
-        (0, 0, 0, 0),
-        1.0,
-        "a",
-        (None,),
-        True,
-        ...,
-        [0],
-        (slice(0, 1), np.ones(4, bool)),
-    ],
-    ids=str,
-)
-def test_an_index_that_does_not_fit_is_refused(
-    index: Any, stored: tuple[str, torch.Tensor]
-) -> None:
-    """Nothing is read, and the error is one of usage."""
-    uri, _ = stored
-    with holdfast.open(uri) as c, pytest.raises(holdfast.UsageError):
-        c.read("x", index)
-
-
-class Counting(LocalDriver):
-    """Remembers how many bytes it was asked for."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.asked: list[int] = []
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        self.asked.append(len(into))
-        await super().read(key, start, into)
+def test_an_index_that_does_not_fit_is_refused(stored: tuple[str, torch.Tensor]) -> None:
+    """A read refuses an index out of range, and any other than integers and slices."""
+    with holdfast.open(stored[0]) as c:
+        for index in (5, -6, (0, 4), (0, 0, 0, 0), 1.0, (None,), True, ..., [0], np.ones(5, bool)):
+            with pytest.raises(holdfast.UsageError):
+                c.read("x", index)
 
 
 def test_a_small_slice_reads_little(tmp_path: Path, serve: Serve) -> None:
-    """64 KB wanted of a large tensor: what is read is that, a block at each end, and checksums."""
+    """A slice of 64 KiB reads no more than that, a block at each end, and checksums."""
     holdfast.save(tmp_path, {"x": torch.zeros(8 << 20)})
-    driver = Counting(tmp_path)
-    with holdfast.open(serve(lambda path: driver)) as c:
-        driver.asked.clear()
+    asked: list[int] = []
+
+    class Counting(LocalDriver):
+        async def read(self, key: str, start: int, into: Buffer) -> None:
+            asked.append(len(into))
+            await super().read(key, start, into)
+
+    with holdfast.open(serve(lambda path: Counting(tmp_path))) as c:
+        asked.clear()
         c.read("x", slice(1_000_000, 1_016_384))
-    assert 64 << 10 <= sum(driver.asked) <= (64 << 10) * 3 + (8 << 10)
+    assert 64 << 10 <= sum(asked) <= (64 << 10) * 3 + (8 << 10)
 
 
 def test_tensors_are_described() -> None:
@@ -132,7 +98,7 @@ def test_tensors_are_described() -> None:
 
 
 def test_values_are_listed_by_path() -> None:
-    """As a user would write them in Python."""
+    """Values are listed under their paths in Python syntax."""
     uri = fresh_uri()
     holdfast.save(
         uri, {"optim": {"lr": 0.5, "betas": (0.9, None)}, 3: {None: "x"}, "t": torch.ones(1)}
@@ -159,7 +125,7 @@ def test_the_step_is_taken_from_the_state_unless_given() -> None:
 
 
 def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
-    """Reading on gives ReplacedError, not damage: nothing is wrong with the storage."""
+    """A read from a replaced checkpoint raises ReplacedError, not DamagedError."""
     uri = fresh_uri()
     holdfast.save(uri, {"x": torch.ones(3)})
     with holdfast.open(uri) as c:
@@ -169,7 +135,7 @@ def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
 
 
 def test_an_image_is_a_safetensors_file(tmp_path: Path) -> None:
-    """Any safetensors reader opens it, and finds the tensors under their names."""
+    """A safetensors reader opens an image, and finds the tensors under their names."""
     from safetensors.numpy import load_file
 
     state = {
