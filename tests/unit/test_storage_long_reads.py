@@ -16,7 +16,6 @@ from holdfast.planner.loading import LoadPlan, Targets
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.pipeline.image_reader import ImageReader, plan_reads
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.runtime.buffers import HostBuffer
 from holdfast.storage.runtime.engine import CPU_THREADS, run
 
 NBYTES = 3 * CHUNK_NBYTES + 5 * BLOCK_NBYTES + 99
@@ -48,15 +47,10 @@ def _wanted(start: int, stop: int) -> Targets:
     return Targets(zero, np.array([[start]], np.int64), column, zero, column, zero)
 
 
-def _read(manifest: Manifest, plan: LoadPlan) -> dict[int, int]:
-    """How many bytes are delivered, by the number of the read."""
-    delivered: dict[int, int] = {}
-
-    def deliver(read: int, buffer: HostBuffer) -> None:
-        delivered[read] = len(buffer.view)
-
-    run(ImageReader(Handed(), manifest, 1 << 30).run(plan, deliver))
-    return delivered
+def _read(manifest: Manifest, plan: LoadPlan, delivered: list[int]) -> None:
+    """Run the plan; note the numbers of delivered reads."""
+    reader = ImageReader(Handed(), manifest, 1 << 30)
+    run(reader.run(plan, lambda read, buffer: delivered.append(read)))
 
 
 def _flip(manifest: Manifest, position: int) -> None:
@@ -70,7 +64,7 @@ def _flip(manifest: Manifest, position: int) -> None:
 def test_a_read_is_as_long_as_the_driver_wants_where_threads_have_enough_of_them(
     manifest: Manifest,
 ) -> None:
-    """Of a small image, reads are single chunks: each thread is to have some."""
+    """Reads of a small image are single chunks, so that each thread gets some."""
     targets = _wanted(0, NBYTES)
     assert len(plan_reads(Handed(), manifest, targets).start) == 4
     large = np.array([64 * CPU_THREADS * CHUNK_NBYTES], np.int64)
@@ -80,29 +74,17 @@ def test_a_read_is_as_long_as_the_driver_wants_where_threads_have_enough_of_them
 
 
 def test_a_read_that_begins_and_ends_within_chunks_is_verified(manifest: Manifest) -> None:
-    """By the digests of its blocks at both ends; what lies outside of it does not matter."""
+    """Block digests verify the ends of a read; damage anywhere in it prevents its delivery."""
     start = CHUNK_NBYTES // 2
     plan = plan_reads(Handed(), manifest, _wanted(start, start + CHUNK_NBYTES), LONG_NBYTES)
     _flip(manifest, int(plan.start[0]) - 1)
     _flip(manifest, int(plan.stop[0]))
-    assert len(_read(manifest, plan)) == 1
+    delivered: list[int] = []
+    _read(manifest, plan, delivered)
+    assert delivered == [0]
     for position in (int(plan.start[0]), CHUNK_NBYTES, int(plan.stop[0]) - 1):
         _flip(manifest, position)
         with pytest.raises(DamagedError, match="not what was written"):
-            _read(manifest, plan)
+            _read(manifest, plan, delivered)
         _flip(manifest, position)
-
-
-@pytest.mark.nightly(4)
-@pytest.mark.parametrize("position", [CHUNK_NBYTES - 1, LONG_NBYTES - 1])
-def test_damage_in_any_chunk_of_a_read_is_found(manifest: Manifest, position: int) -> None:
-    """And nothing of that read is delivered."""
-    plan = plan_reads(Handed(), manifest, _wanted(0, NBYTES), LONG_NBYTES)
-    _flip(manifest, position)
-    delivered: list[int] = []
-    reader = ImageReader(Handed(), manifest, 1 << 30)
-    with pytest.raises(DamagedError) as raised:
-        run(reader.run(plan, lambda read, buffer: delivered.append(read)))
-    assert 0 not in delivered
-    chunk = position // CHUNK_NBYTES
-    assert f"{chunk * CHUNK_NBYTES:,}" in str(raised.value)
+    assert delivered == [0]

@@ -101,13 +101,11 @@ def _load(seen: Seen, into: Any = None, **given: Any) -> tuple[Any, holdfast.Loa
     return found, reports[0]
 
 
-@pytest.mark.nightly(4)
-@pytest.mark.parametrize("built", [False, True], ids=["into", "built"])
-def test_what_was_read_ahead_is_read_once(seen: Seen, built: bool) -> None:
-    """Digests and the first 32 MiB of chunks are read ahead, everything once."""
+@pytest.mark.nightly(2)
+def test_what_was_read_ahead_is_read_once(seen: Seen) -> None:
+    """A load reads digests and the first 32 MiB of chunks ahead, and every byte once."""
     state = _saved(seen)
-    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    found, report = _load(seen, None if built else target)
+    found, report = _load(seen)
     assert all(torch.equal(found[name], state[name]) for name in state)
     chunks = [(start, stop) for start, stop in seen.fetched if stop - start > PIECE_NBYTES]
     assert [start // CHUNK_NBYTES for start, _ in chunks] == [0, 1, 2]
@@ -152,13 +150,10 @@ def test_a_state_that_does_not_fit_waits_for_nothing(seen: Seen) -> None:
     assert not any(int(tensor.sum()) for tensor in target.values())
     assert len(seen.fetched) > 2
     assert seen.in_flight == 0
-    with pytest.raises(holdfast.StateError):
-        _load(seen, {"t0": torch.zeros(3), "bad": {1.5j: 1}})
-    assert seen.in_flight == 0
 
 
 def test_an_error_of_what_was_read_ahead_is_the_load_s(seen: Seen) -> None:
-    """Raised as if the bytes had been read when they are wanted."""
+    """An error of a read ahead is raised by the load."""
     state = _saved(seen)
     seen.fails = StorageDownError("out", temporary=False)
     with pytest.raises(StorageDownError, match="out"):
