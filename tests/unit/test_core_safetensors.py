@@ -67,11 +67,3 @@ def test_what_is_no_header_is_refused(data: bytes, message: str) -> None:
     """A malformed header is refused before any of it is used."""
     with pytest.raises(ValueError, match=message):
         parsed(data, 6)
-
-
-def test_tensors_must_not_overlap() -> None:
-    """Tensors that overlap or leave a gap are refused."""
-    for start, stop in ((3, 6), (7, 10)):
-        entries = [Entry("a", "U8", (6,), 0, 6), Entry("b", "U8", (3,), start, stop)]
-        with pytest.raises(ValueError, match="begin at"):
-            parsed(header(entries, {}, 1)[8:], stop)

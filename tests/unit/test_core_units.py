@@ -1,10 +1,13 @@
-"""Sizes and durations, from text and as text; division that rounds up."""
+"""Test sizes, durations and rounding, and pauses of the garbage collector."""
 
 from __future__ import annotations
+
+import gc
 
 import numpy as np
 import pytest
 
+from holdfast.core.garbage import collector_paused
 from holdfast.core.units import (
     ceil_div,
     duration_text,
@@ -86,3 +89,22 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 def test_groups_are_as_large_as_allowed(sizes: list[int], groups: list[list[int]]) -> None:
     """Groups keep the order and hold up to ten bytes; a larger item is alone."""
     assert list(in_groups(sizes, lambda size: size, 10)) == groups
+
+
+def test_the_collector_runs_again_after_the_last_pause() -> None:
+    """The collector is paused until the last pause ends, and stays off if it was off before."""
+    gc.enable()
+    try:
+        first, second = collector_paused(), collector_paused()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        second.__exit__(None, None, None)
+        assert gc.isenabled()
+        gc.disable()
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
