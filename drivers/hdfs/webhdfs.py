@@ -60,32 +60,31 @@ class WebHdfs:
         path = f"/webhdfs/v1{quote(self._at_server(target))}?op=CONCAT&sources={names}"
         reasons = []
         for address in self.addresses:  # the first may be a standby, which refuses
-            try:
-                answer = await self._answer_of(address, path, user)
-            except NoTicket as error:
-                reasons.append(f"{address} asks for a Kerberos ticket: {error}")
-                continue
-            except TimeoutError:
-                reasons.append(f"{address}: no answer for {self._timeout_s:g} s")
-                continue
-            except http.client.HTTPException as error:
-                reasons.append(f"{address}: the answer is not HTTP: {error!r}"[:_REASON_MAX])
-                continue
-            except (OSError, ValueError) as error:
-                reasons.append(f"{address}: {str(error) or type(error).__name__}")
-                continue
-            if answer.status == 200:
+            reason = await self._refusal(address, path, user)
+            if reason is None:
                 return
-            reasons.append(f"{address} answered {answer.status}: {answer.reason}")
+            reasons.append(reason)
         raise ConcatRefused("; ".join(reasons) or "no address of WebHDFS is known")
+
+    async def _refusal(self, address: str, path: str, user: str) -> str | None:
+        """Send the request to one name node. Return why it was not performed, None if it was."""
+        try:
+            answer = await run(lambda call: self._ask(address, path, user), self._timeout_s)
+        except NoTicket as error:
+            return f"{address} asks for a Kerberos ticket: {error}"
+        except TimeoutError:
+            return f"{address}: no answer for {self._timeout_s:g} s"
+        except http.client.HTTPException as error:
+            return f"{address}: the answer is not HTTP: {error!r}"[:_REASON_MAX]
+        except (OSError, ValueError) as error:
+            return f"{address}: {str(error) or type(error).__name__}"
+        if answer.status == 200:
+            return None
+        return f"{address} answered {answer.status}: {answer.reason}"
 
     def _at_server(self, path: str) -> str:
         old, new = self._moved
         return new + path.removeprefix(old)
-
-    async def _answer_of(self, address: str, path: str, user: str) -> _Answer:
-        """Run :meth:`_ask` in a thread. Raises its errors, and TimeoutError at the deadline."""
-        return await run(lambda call: self._ask(address, path, user), self._timeout_s)
 
     def _ask(self, address: str, path: str, user: str) -> _Answer:
         """Send the request with a delegation token; without one, as ``user``, and then with a

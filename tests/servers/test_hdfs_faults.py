@@ -127,25 +127,6 @@ def test_a_datanode_is_gone_mid_save(
 
 
 @pytest.mark.drill
-def test_the_name_node_is_killed_and_started_again_mid_save(
-    cluster: Hadoop, uri: str, state: State
-) -> None:
-    """The save may go on when it is back, or fail; never is anything else than the old or the new
-    checkpoint loaded."""
-    holdfast.save(uri, state)
-    newer = changed(state)
-    handle = holdfast.async_save(uri.replace("timeout=5s&op_timeout_s=20", "timeout=60s"), newer)
-    time.sleep(0.6)
-    cluster.kill("nn0")
-    cluster.begin("nn0")
-    error = _outcome(handle)
-    cluster.wait()
-    there = finished(uri, state, newer)
-    assert there or error is not None
-    one_save_tidies_up(uri, state)
-
-
-@pytest.mark.drill
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_name_node_is_gone_mid_save(
     cluster: Hadoop, uri: str, state: State, how: signal.Signals

@@ -66,6 +66,11 @@ def test_steps_in_memory_are_checkpoints_for_whoever_has_the_token(
         assert "step-00000001" in listed
         assert "step-00000002" in listed
         assert command(["verify", f"{uri}/step-00000002"]) == 0
+        assert command(["show", f"{uri}/step-00000002"]) == 0
+        with holdfast.open(f"{uri}/step-00000002") as checkpoint:
+            assert torch.equal(checkpoint.read("w", rows=slice(7, 9)), state["w"][7:9])
+        with pytest.raises(holdfast.StorageError, match="read-only"):
+            holdfast.save(f"{uri}/step-00000003", state)
         assert command(["cp", f"{uri}/step-00000001", str(tmp_path / "copy")]) == 0
         for step in (3, 4, 5):  # what was copied from is written over
             handle = run.step(step, state)

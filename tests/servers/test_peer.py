@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import re
@@ -16,13 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shelves import MemfdShelf, Showing, showing, until
 
-import holdfast
-from holdfast.cli import app
 from holdfast.drivers.registry import open_driver
 from holdfast.errors import (
     AccessError,
@@ -155,43 +151,6 @@ def test_connections_are_used_again(shelf: MemfdShelf) -> None:
 
     with showing(shelf, quiet_s=2.0) as shown:
         asyncio.run(use(shown))
-
-
-# A checkpoint
-
-
-def test_a_checkpoint_in_memory_is_one_for_every_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``ls``, ``show``, ``verify``, ``cp``, ``load`` and ``open`` take it as they take one on
-    disk."""
-    state = {"w": torch.randn(3_000_000), "ü x": torch.arange(5), "step": 500}
-    holdfast.save(tmp_path / "run/step-00000500", state)
-    with showing(MemfdShelf.of_folder(tmp_path / "run", "run")) as shown:
-        monkeypatch.setenv("HOLDFAST_PEER_TOKEN", shown.token)
-        root = shown.uri("run")
-        uri = shown.uri("run/step-00000500")
-        assert "step-00000500" in run("ls", root)
-        assert "ü x" in run("show", uri)
-        assert run("verify", uri).startswith("ok: 2 files")
-        run("cp", uri, f"file://{tmp_path}/copy")
-        found = holdfast.load(uri)
-        with holdfast.open(uri) as checkpoint:
-            assert torch.equal(checkpoint.read("w", rows=slice(7, 9)), state["w"][7:9])
-        with pytest.raises(StorageError, match="read-only"):
-            holdfast.save(shown.uri("run/step-00000501"), state)
-    for loaded in (found, holdfast.load(tmp_path / "copy")):
-        assert torch.equal(loaded["w"], state["w"])
-        assert torch.equal(loaded["ü x"], state["ü x"])
-
-
-def run(*arguments: str) -> str:
-    """What a command prints; it ends with 0."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        status = app.run(arguments)
-    assert status == 0, out.getvalue()
-    return out.getvalue()
 
 
 # TLS

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from holdfast.drivers import memory
@@ -29,15 +28,6 @@ class MemfdShelf:
     objects: dict[str, Memory] = field(default_factory=dict)
     pinned: dict[str, int] = field(default_factory=dict)
     modified_s: float = 1_700_000_000.25
-
-    @classmethod
-    def of_folder(cls, folder: Path, name: str) -> MemfdShelf:
-        """The files below ``folder``, under keys that begin with ``name``."""
-        shelf = cls()
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                shelf.add(f"{name}/{path.relative_to(folder)}", path.read_bytes())
-        return shelf
 
     def add(self, key: str, data: bytes) -> None:
         """``data`` has one byte at least."""

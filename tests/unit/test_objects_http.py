@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import torch
+from support.servers.scripted import Answer, Request, ScriptedServer
 
 import holdfast
 from holdfast.drivers.objects.http import HttpDriver
@@ -22,78 +20,31 @@ from holdfast.errors import DamagedError, NotACheckpointError, NotFoundError, St
 pytest.importorskip("obstore", reason="obstore is not installed")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Files below the server's folder, whole or in ranges."""
+def showing(folder: Path, *, ranges: bool = True) -> ScriptedServer:
+    """A web server that shows the files of a folder, whole or in ranges."""
 
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, *, body: bool) -> None:
-        folder: Path = self.server.folder  # type: ignore[attr-defined]
-        path = folder / unquote(self.path).lstrip("/")
-        content = path.read_bytes() if path.is_file() else None
-        if content is None:
-            self._send(404, b"", 0, "")
-            return
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted is None:
-            self._send(200, content if body else b"", len(content), "")
-            return
+    def answer(asked: Request) -> Answer:
+        path = folder / unquote(asked.path).lstrip("/")
+        if not path.is_file():
+            return Answer(404)
+        content = path.read_bytes()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", asked.headers.get("range", ""))
+        if wanted is None or not ranges:
+            return Answer(body=content)
         start, stop = int(wanted[1]), min(int(wanted[2]) + 1, len(content))
         if start >= len(content):
-            self._send(416, b"", 0, f"bytes */{len(content)}")
-            return
-        self._send(
-            206, content[start:stop], stop - start, f"bytes {start}-{stop - 1}/{len(content)}"
-        )
+            return Answer(416, headers={"content-range": f"bytes */{len(content)}"})
+        shown = {"content-range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        return Answer(206, content[start:stop], shown)
 
-    def _send(self, status: int, body: bytes, nbytes: int, shown: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(nbytes))
-        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
-        self.send_header("ETag", '"1"')
-        if shown:
-            self.send_header("Content-Range", shown)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-class _WholeHandler(_Handler):
-    """Handler that ignores ranges and sends whole files, as servers may and Python's own does."""
-
-    def do_GET(self) -> None:
-        del self.headers["Range"]
-        super().do_GET()
+    return ScriptedServer(answer)
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[str]:
     """The URL of a web server that shows ``tmp_path``."""
-    with _served(tmp_path, _Handler) as url:
-        yield url
-
-
-@contextmanager
-def _served(folder: Path, handler: type[_Handler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.folder = folder  # type: ignore[attr-defined]
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    with showing(tmp_path) as server:
+        yield server.url
 
 
 def test_a_checkpoint_is_loaded_from_a_web_server(site: str, tmp_path: Path) -> None:
@@ -147,10 +98,10 @@ def test_a_web_server_without_ranges_is_told_of(tmp_path: Path) -> None:
     """The error for a server without range requests names the fault and a suitable server."""
     holdfast.save(tmp_path / "run", {"x": torch.arange(10)})
     with (
-        _served(tmp_path, _WholeHandler) as url,
+        showing(tmp_path, ranges=False) as server,
         pytest.raises(
             StorageError,
             match=r"Range request not supported.*a server, or a gateway, that answers ranges",
         ),
     ):
-        holdfast.load(f"{url}/run")
+        holdfast.load(f"{server.url}/run")

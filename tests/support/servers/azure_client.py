@@ -8,19 +8,19 @@ to be handed on.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import http.client
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from urllib.parse import quote, urlencode, urlsplit
 
 __all__ = ["AzureClient", "Listed"]
 
 _VERSION = "2021-08-06"
-_SIGNED_HEADERS = ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +72,28 @@ class AzureClient:
             if not marker:
                 return
 
-    def sas(self, container: str, permissions: str, *, starts_s: float, expires_s: float) -> str:
-        """A signature for one container, as a query: ``permissions`` such as ``rl``, between two
-        times of Unix."""
-        start, end = _iso(starts_s), _iso(expires_s)
-        resource = f"/blob/{self.account}/{container}"
-        fields = [
-            permissions,
-            start,
-            end,
-            resource,
-            "",
-            "",
-            "",
-            _VERSION,
-            "c",
-            "",
-            "",
-            "",
-            "",
-            "",
-            "",
-            "",
-        ]
-        signature = self._sign("\n".join(fields))
-        return urlencode(
-            {"sp": permissions, "st": start, "se": end, "sv": _VERSION, "sr": "c", "sig": signature}
+    def sas(
+        self, permissions: str, *, starts_s: float, expires_s: float, container: str = ""
+    ) -> str:
+        """Return a signature for one container, or for the account's blobs, as a query.
+
+        ``permissions`` are letters such as ``rl``, valid between two times of Unix.
+        """
+        start, end = (
+            time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)) for at_s in (starts_s, expires_s)
         )
+        query = {"sv": _VERSION, "sp": permissions, "st": start, "se": end}
+        if container:
+            resource = f"/blob/{self.account}/{container}"
+            fields = [permissions, start, end, resource, "", "", "", _VERSION, "c", *[""] * 7]
+            query |= {"sr": "c"}
+        else:
+            fields = [self.account, permissions, "b", "sco", start, end, "", "", _VERSION, "", ""]
+            query |= {"ss": "b", "srt": "sco"}
+        digest = hmac.new(
+            base64.b64decode(self.key), "\n".join(fields).encode(), hashlib.sha256
+        ).digest()
+        return urlencode({**query, "sig": base64.b64encode(digest).decode()})
 
     def _request(
         self,
@@ -108,64 +103,23 @@ class AzureClient:
         headers: Mapping[str, str] | None = None,
         data: bytes = b"",
     ) -> bytes:
-        at = urlsplit(self.endpoint)
-        target = f"{at.path}/{quote(path, safe='/')}"
-        sent = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION, **(headers or {})}
-        sent["Authorization"] = (
-            f"SharedKey "
-            f"{self.account}:{self._sign(self._canonical(method, target, query, sent, data))}"
-        )
+        at, now_s = urlsplit(self.endpoint), time.time()
+        signature = self.sas("rwdlac", starts_s=now_s - 600, expires_s=now_s + 600)
+        target = f"{at.path}/{quote(path, safe='/')}?{urlencode({**query})}&{signature}"
+        sent = {"x-ms-version": _VERSION, **(headers or {})}
         connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=30)
-        try:
-            connection.request(
-                method, f"{target}?{urlencode(query)}" if query else target, data, sent
-            )
+        with contextlib.closing(connection):
+            connection.request(method, target, data, sent)
             answer = connection.getresponse()
             content = answer.read()
-        finally:
-            connection.close()
         if answer.status == 404:
             raise FileNotFoundError(path)
         if answer.status >= 300:
             raise OSError(f"{method} {path}: {answer.status} {content[:300]!r}")
         return content
 
-    def _canonical(
-        self,
-        method: str,
-        target: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        data: bytes,
-    ) -> str:
-        """What Shared Key signs of a request."""
-        lines = [
-            method,
-            "",
-            "",
-            str(len(data)) if data else "",
-            "",
-            "",
-            "",
-            *([""] * len(_SIGNED_HEADERS)),
-        ]
-        lines += [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
-        lines.append(f"/{self.account}{target}")
-        lines += [f"{name}:{query[name]}" for name in sorted(query)]
-        return "\n".join(lines)
-
-    def _sign(self, text: str) -> str:
-        digest = hmac.new(base64.b64decode(self.key), text.encode(), hashlib.sha256).digest()
-        return base64.b64encode(digest).decode()
-
 
 def _listed(blob: ET.Element) -> Listed:
     # Blocks that are not committed have no ETag yet.
     committed = bool(blob.findtext("Properties/Etag"))
     return Listed(blob.findtext("Name") or "", committed)
-
-
-def _iso(at_s: float) -> str:
-    import datetime
-
-    return datetime.datetime.fromtimestamp(at_s, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -72,8 +72,6 @@ class Front:
         bucket, _, name = path.lstrip("/").partition("/")
         name = unquote(name)
         query = request.rel_url.query
-        if not name and request.method == "GET" and "uploads" in query:
-            return self._list_uploads(bucket, query.get("prefix", ""))
         if not name and request.method == "GET":
             return await self._list(request, bucket)
         if request.method == "POST" and "uploads" in query:
@@ -130,15 +128,6 @@ class Front:
         return _xml(
             f"<CompleteMultipartUploadResult><ETag>{etag}</ETag></CompleteMultipartUploadResult>"
         )
-
-    def _list_uploads(self, bucket: str, prefix: str) -> web.Response:
-        names = [upload.name for upload in self._uploads.values() if upload.bucket == bucket]
-        found = "".join(
-            f"<Upload><Key>{escape(name)}</Key></Upload>"
-            for name in names
-            if name.startswith(prefix)
-        )
-        return _xml(f"<ListMultipartUploadsResult>{found}</ListMultipartUploadsResult>")
 
     async def _list(self, request: web.Request, bucket: str) -> web.StreamResponse:
         """As the server lists; but where there is no bucket it answers 500, and Google 404."""
