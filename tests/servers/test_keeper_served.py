@@ -31,7 +31,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def asked(address: str, path: str, token: str | None) -> str:
-    """What a keeper answers to a plain client of HTTP."""
+    """Return a keeper's response to a plain HTTP client."""
     request = urllib.request.Request(f"http://{address}{path}")
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
@@ -44,7 +44,7 @@ def asked(address: str, path: str, token: str | None) -> str:
 def test_steps_in_memory_are_checkpoints_for_whoever_has_the_token(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They can be listed, verified, copied and loaded; and figures can be scraped."""
+    """They are listed, verified, read and copied, and metrics are scraped."""
     state = {"w": torch.arange(300_000.0), "step": 0}
     keeper = holdfast.Keeper(serve="127.0.0.1", linger="1min")
     with holdfast.Checkpointer(tmp_path / "run", keeper=keeper, grace_s=None) as run:
@@ -92,7 +92,7 @@ def test_steps_in_memory_are_checkpoints_for_whoever_has_the_token(
 
 
 def test_a_place_that_is_none_is_said_before_a_keeper_is_started(base: Path) -> None:
-    """With what it has to be."""
+    """An invalid address is refused, with what it has to be."""
     with pytest.raises(holdfast.UsageError, match="an interface or an address"):
         holdfast.Keeper(serve="127.0.0.1:99999")
     assert keeper_folders() == []

@@ -19,8 +19,7 @@ from holdfast.drivers.uri import parse
 
 @pytest.mark.nightly(10)
 def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each phase has a time, those of checkpoints a share of their limit, which is that of a client
-    that is not ours; and nothing is left."""
+    """Phases of checkpoints have a share of the client's rate, and nothing is left."""
     assert app.run(["bench", az_url, "--size", "4MiB", "--runs", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {limit.partition(",")[0] for limit in found["limits"].values()} == {"obstore"}
@@ -35,7 +34,7 @@ def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -
 def test_a_peer_saves_to_a_server_and_is_checked(
     s3_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DCP through s3fs, beside our own phases, with its share of the client's rate."""
+    """DCP saves through s3fs, next to our own phases."""
     pytest.importorskip("s3fs")
     arguments = ["bench", s3_url, "--size", "4MiB", "--runs", "1", "--json", "--peer", "dcp"]
     assert app.run(arguments) == 1
@@ -50,8 +49,7 @@ def test_a_peer_saves_to_a_server_and_is_checked(
 @pytest.mark.nightly(5)
 @pytest.mark.parametrize("mib", [8, 70])
 def test_requests_are_as_many_as_forecast(mib: int, radosgw: Radosgw) -> None:
-    """Of image and manifest: one put, or one that begins, parts, and one that ends; then looks at
-    what is stored, and the reads of a load."""
+    """A save and a load send exactly as many requests for image and manifest as forecast."""
     workload = sized(mib << 20)
     state = materialise(workload.specs(0, 1), 0, 1)
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:

@@ -30,7 +30,7 @@ def below(url: str, path: str) -> str:
 
 
 def keys(url: str) -> list[str]:
-    """What is visible there."""
+    """Return the visible keys."""
 
     async def listed(driver: Driver) -> list[str]:
         try:

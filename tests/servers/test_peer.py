@@ -57,8 +57,7 @@ def shown(shelf: MemfdShelf) -> Iterator[Showing]:
 
 
 def exchanged(shown: Showing, data: bytes, *, ends: bool = False) -> bytes:
-    """What the server sends until it closes the connection. ``ends``: nothing more will be sent to
-    it, so it closes the connection even where it waits for more."""
+    """Send ``data`` and return the response. With ``ends``, nothing more will be sent."""
     with socket.create_connection(("127.0.0.1", shown.port), timeout=60) as sock:
         sock.sendall(data)
         if ends:
@@ -84,7 +83,7 @@ def asked(
 
 
 def is_alive(shown: Showing) -> bool:
-    """Whether the server answers as ever."""
+    """Return whether the server still answers."""
     return asked(shown, "/v1/object/run/b")[2] == b"small"
 
 
@@ -92,7 +91,7 @@ def is_alive(shown: Showing) -> bool:
 
 
 def test_what_is_on_the_shelf_is_read(shown: Showing, shelf: MemfdShelf) -> None:
-    """Ranges, whole objects, sizes, times and lists; and nothing is pinned afterwards."""
+    """Ranges, objects, sizes, times and lists are right, and nothing stays pinned."""
 
     async def use() -> None:
         driver = open_driver(shown.uri("run"), token=shown.token)
@@ -117,7 +116,7 @@ def test_what_is_on_the_shelf_is_read(shown: Showing, shelf: MemfdShelf) -> None
 
 
 def test_what_is_not_there_is_told(shown: Showing) -> None:
-    """A missing object, a range beyond the end; another run is not below this root."""
+    """Missing objects, ranges beyond the end and other runs raise errors."""
 
     async def use() -> None:
         driver = open_driver(shown.uri("run"), token=shown.token)
@@ -135,8 +134,7 @@ def test_what_is_not_there_is_told(shown: Showing) -> None:
 
 
 def test_connections_are_used_again(shelf: MemfdShelf) -> None:
-    """Also after answers that are refusals; and a connection that the server has closed meanwhile
-    is replaced unseen."""
+    """Connections are reused, also after refusals, and replaced once the server has closed them."""
 
     async def use(shown: Showing) -> None:
         driver = open_driver(shown.uri("run"), token=shown.token, retries=0)
@@ -235,8 +233,7 @@ def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
 
 
 def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> None:
-    """A slot that is filled anew as soon as an answer has ended, for a client that is slow: it gets
-    what was there when it asked."""
+    """A slow client gets the content at its request, even if the slot is refilled right after."""
     nbytes = 8 << 20
     held = reserved_memory(nbytes)
     held.view[:] = b"\x01" * nbytes
@@ -279,7 +276,7 @@ def test_a_request_that_never_ends_is_cut_off(shelf: MemfdShelf, sent: bytes) ->
 
 
 def test_connections_beyond_the_limit_are_closed(shelf: MemfdShelf) -> None:
-    """Those that are there go on; when one ends there is room again."""
+    """Existing connections continue; when one ends there is room again."""
     with showing(shelf, connections_max=2) as shown, contextlib.ExitStack() as stack:
         kept = [
             stack.enter_context(socket.create_connection(("127.0.0.1", shown.port), timeout=60))
@@ -299,7 +296,7 @@ def test_connections_beyond_the_limit_are_closed(shelf: MemfdShelf) -> None:
 
 
 def test_requests_beyond_the_limit_come_back_later(shelf: MemfdShelf) -> None:
-    """They are told so, and the retry layer does it."""
+    """Requests beyond the limit are refused as busy, and the retry layer repeats them."""
     shelf.add("run/huge", bytes(64 << 20))
     with showing(shelf, requests_max=1) as shown, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -371,7 +368,7 @@ def test_a_wrong_token_gets_nothing(shown: Showing, token: str) -> None:
     ],
 )
 def test_ranges(shown: Showing, said: str, status: int, found: bytes | None) -> None:
-    """A single range is served as far as the object goes; others are refused."""
+    """A single range is served up to the end of the object; others are refused."""
     answered, headers, body = asked(shown, "/v1/object/run/b", f"Range: {said}")
     assert answered == status
     if found is not None:
@@ -441,8 +438,7 @@ def tried() -> Iterator[tuple[Showing, MemfdShelf]]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=20)), max_size=14))
 def test_anything_may_be_sent(tried: tuple[Showing, MemfdShelf], pieces: list[bytes]) -> None:
-    """Without the token nothing of an object comes back, whatever the request; the server lives,
-    and pins nothing."""
+    """Whatever is sent without the token, no byte of an object comes back, and the server lives."""
     shown, shelf = tried
     data = b"".join(pieces)
     answer = b""

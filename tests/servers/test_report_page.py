@@ -103,7 +103,7 @@ def assert_shown(browser: Browser, path: Path, dark: bool, picture: Path) -> Non
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_shows_a_measurement(browser: Browser, dark: bool, tmp_path: Path) -> None:
-    """The page of ``holdfast bench``, as that of a report."""
+    """The page of ``holdfast bench`` is as legible as a report's."""
     rounds = tuple((1.0 + n / 20, 0.7, 0.9, 0.8) for n in range(5))
     seconds = tuple(map(max, rounds))
     writes = Operations(80, 5 * 10**9, tuple(n % 7 if 15 < n < 22 else 0 for n in range(BUCKETS)))
@@ -127,7 +127,7 @@ def assert_drawn(picture: Path, dark: bool) -> None:
 
 
 def test_a_script_in_a_page_does_not_run(browser: Browser, tmp_path: Path) -> None:
-    """What got past the escaping would be stopped by the policy of the page."""
+    """The page's policy stops a script that passed the escaping."""
     saves = [RecordedSave(listed(1), save_of({}))]
     page = report_page("s3://bucket/run", saves)
     hostile = "<script>document.title = 'run'</script><img src='http://127.0.0.1:9/x'>"

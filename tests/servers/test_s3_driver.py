@@ -58,7 +58,7 @@ def test_radosgw_is_fit(s3_url: str) -> None:
 async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
     radosgw: Radosgw, s3_url: str, seed: int
 ) -> None:
-    """On a slow line a write returns late; what its memory holds afterwards is not what is stored."""
+    """A write returns once its part is stored; later changes of its memory do not matter."""
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         driver = through(proxy, s3_url, part_size="5MiB")
         proxy.faults = Faults(up_nbytes_per_s=10 * MIB)
@@ -84,8 +84,7 @@ async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
 async def test_an_aborted_upload_does_not_harm_another_to_its_key(
     radosgw: Radosgw, s3_url: str
 ) -> None:
-    """The server cannot say which is whose, so what is left is dropped when the other is done, and
-    not before."""
+    """Leftovers of an aborted upload are dropped only when the other upload has ended."""
     driver, other = open_driver(s3_url, part_size="5MiB"), open_driver(s3_url, part_size="5MiB")
     before = unfinished(radosgw)
     first, second = await driver.create("x", 10 * MIB), await other.create("x", 10 * MIB)

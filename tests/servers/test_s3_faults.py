@@ -65,7 +65,7 @@ class Place:
         return sum(len(found.get("Parts", ())) for found in listed)
 
     def leftovers(self) -> list[str]:
-        """Return the keys besides those of the current checkpoint, and of unfinished uploads."""
+        """Return unfinished uploads, and keys that are not the current checkpoint's."""
         keys = self.keys()
         (current,) = {key.split("/")[1] for key in keys if re.match("data/.*safetensors$", key)}
         names = ("fate", "0.safetensors", "telemetry.jsonl.gz")
@@ -88,7 +88,7 @@ def proxy(radosgw: Radosgw) -> Iterator[FaultProxy]:
 
 @pytest.mark.nightly(5)
 def test_a_server_that_restarts_is_waited_for(place: Place, proxy: FaultProxy) -> None:
-    """A save goes on after the server was killed and restarted among its parts."""
+    """A save finishes although its server is killed and restarted during the upload."""
     proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
     handle = holdfast.async_save(place.uri(endpoint=proxy.endpoint), OLD)
     time.sleep(1.0)
@@ -200,7 +200,7 @@ def test_a_save_survives_that_one_answer_is_lost(
 def test_a_pruning_survives_that_the_answer_to_its_sign_is_lost(
     place: Place, proxy: FaultProxy
 ) -> None:
-    """It goes on, rather than take its own sign for that of another pruning."""
+    """It continues, and does not mistake its own lock for another pruning's."""
     uri = place.uri(endpoint=proxy.endpoint)
     for step in (1, 2):
         holdfast.save(uri.replace("?", f"/step-{step}?", 1), {"step": step})

@@ -108,8 +108,7 @@ def test_a_renewed_file_is_read_by_a_driver_that_is_open(
 
 
 def test_what_is_refused_is_not_asked_for_ever(file: Path) -> None:
-    """Where the file has not changed, a driver looks for other credentials once, and then takes the
-    refusal."""
+    """With an unchanged file, a driver looks for other credentials once, then fails."""
 
     async def use(driver: Driver) -> list[int]:
         counts = []
@@ -126,7 +125,7 @@ def test_what_is_refused_is_not_asked_for_ever(file: Path) -> None:
 
 
 def test_a_refusal_of_good_credentials_is_no_reason_to_look_again(file: Path) -> None:
-    """AccessDenied is about what they allow: one request, and the error."""
+    """AccessDenied is about permissions: one request, then the error."""
 
     async def use(driver: Driver) -> None:
         with pytest.raises(AccessError, match="AccessDenied"):

@@ -33,12 +33,12 @@ OF_ONE = "Generic {store} error: {request} request failed for key run/x: Told wh
 
 
 def answer(status: str, code: str, message: str = "", method: str = "PUT") -> str:
-    """What obstore says of an answer of the server."""
+    """Return obstore's message for a response of the server."""
     return ANSWER.format(method=method, status=status, code=code, message=message)
 
 
 def of_one(request: str, code: str) -> str:
-    """What obstore says of one object of a bulk delete."""
+    """Return obstore's message for one object of a bulk delete."""
     store = "S3" if request == "DeleteObjects" else "MicrosoftAzure"
     return OF_ONE.format(store=store, request=request, code=code)
 

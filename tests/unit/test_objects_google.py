@@ -38,7 +38,7 @@ def run(uri: str) -> None:
 
 
 def google(request: Request) -> Answer:
-    """Google's servers: tokens for what is told them, and a bucket for anybody."""
+    """Answer as Google's servers: tokens, and a public bucket."""
     later = datetime.now(UTC) + timedelta(hours=1)
     if request.path == "/sts":
         good = b"subject_token=from-the-cluster" in request.body
@@ -87,7 +87,7 @@ def use_file(path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 def tokens(server: ScriptedServer) -> set[str | None]:
-    """Of all requests for objects."""
+    """Return the tokens of all requests for objects."""
     return {
         request.headers.get("authorization")
         for request in server.log
@@ -96,8 +96,7 @@ def tokens(server: ScriptedServer) -> set[str | None]:
 
 
 def test_federated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The subject's token, which the cluster keeps in a file, is exchanged; objects are asked for
-    with what comes back."""
+    """The subject's token from a file is exchanged for the one that requests carry."""
     with ScriptedServer(google) as server:
         use_file(tmp_path / "adc.json", federated(tmp_path, server), monkeypatch)
         run(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s")

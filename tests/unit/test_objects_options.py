@@ -45,8 +45,7 @@ def test_a_location_is_a_bucket_and_a_root(uri: str, expected: tuple[str, str]) 
     ],
 )
 def test_a_location_that_names_no_root_is_refused(uri: str) -> None:
-    """No bucket, steps upwards, empty names, what is no UTF-8, and a user, which a store would take
-    for the bucket's name."""
+    """A missing bucket, steps upwards, empty names, invalid UTF-8 and users are refused."""
     with pytest.raises(UriError):
         split_location(parse(uri))
 
@@ -106,7 +105,7 @@ async def _get(uri: str) -> bytes:
 def test_an_endpoint_from_elsewhere_holds_no_secret_either(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What AWS's own variables say is refused, too, before anything is sent, and not repeated."""
+    """An endpoint from AWS's variables is refused before any request, and not repeated."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(UriError, match=r"the endpoint.*without user, password, query") as caught:
         asyncio.run(_get("s3://bucket/run"))
@@ -146,7 +145,7 @@ def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def place(
     bucket: str = "bucket", region: str = "us-east-1", endpoint: str = "", style: str = "auto"
 ) -> Place:
-    """Where requests for ``bucket`` go, as things are now."""
+    """Return where requests for ``bucket`` go now."""
     return place_of(session_for(""), bucket, region, endpoint, style, "s3://bucket")
 
 
@@ -263,7 +262,7 @@ def test_what_is_no_bucket_is_refused(bucket: str) -> None:
 
 @pytest.mark.parametrize("separator", ["/", ":"])
 def test_a_root_below_an_access_point(separator: str) -> None:
-    """What follows the name of an access point is the root."""
+    """The root follows the name of an access point."""
     uri = f"s3://arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap/run/1"
     bucket, root = bucket_and_root(parse(uri))
     assert (bucket, root) == (

@@ -84,7 +84,7 @@ class Store:
     "lost", [Answer(cut=True), refusal(500, "InternalError")], ids=["cut", "500"]
 )
 def test_an_exclusive_put_whose_answer_is_lost_succeeds(cloud: str, lost: Answer) -> None:
-    """The key is taken at the second try, by the very bytes of the first: they are the put's own."""
+    """The second try finds the key taken by the put's own bytes."""
     store = Store(lost)
     with ScriptedServer(store) as server:
         used(uri(server, cloud), lambda driver: driver.put("key", b"claim 1", exclusive=True))
@@ -94,8 +94,7 @@ def test_an_exclusive_put_whose_answer_is_lost_succeeds(cloud: str, lost: Answer
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_an_exclusive_put_is_one_request_of_the_driver(cloud: str) -> None:
-    """Its client repeats nothing in silence; what became of a put that was not answered is not
-    known, and is temporary."""
+    """The client repeats nothing, and an unanswered put is a temporary error."""
     with ScriptedServer(Store(Answer(cut=True))) as server:
         with pytest.raises(StorageDownError) as caught:
             used(
@@ -108,8 +107,7 @@ def test_an_exclusive_put_is_one_request_of_the_driver(cloud: str) -> None:
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_an_exclusive_put_does_not_take_the_object_of_another_for_its_own(cloud: str) -> None:
-    """Neither at the first try, whatever the bytes, nor where others are found after a try that
-    failed."""
+    """The key stays taken, even by equal bytes, and after a failed first try."""
     with ScriptedServer(Store(taken=b"claim 1")) as server, pytest.raises(ExistsError):
         used(uri(server, cloud), lambda driver: driver.put("key", b"claim 1", exclusive=True))
     store = Store()
@@ -239,8 +237,7 @@ def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None
 
 
 def _ranges_of(content: bytes, sent_nbytes: list[int]) -> Callable[[Request], Answer]:
-    """Answers reads of ranges of ``content``: to each of the first ones so many bytes, after which
-    nothing more comes; then all that is asked for."""
+    """Answer reads of ranges, the first ones with too few bytes, after which nothing comes."""
     left = iter(sent_nbytes)
 
     def answer(asked: Request) -> Answer:
@@ -256,8 +253,7 @@ def _ranges_of(content: bytes, sent_nbytes: list[int]) -> Callable[[Request], An
 
 
 def test_pieces_go_on_where_a_store_fell_silent() -> None:
-    """An answer that breaks off in the middle of a piece: what was passed on is not passed on
-    again, and nothing is left out."""
+    """After a response that breaks off, the rest is read, and no byte twice."""
     content = bytes(range(256)) * (3 * MIB // 256)
     with ScriptedServer(_ranges_of(content, [MIB + MIB // 2, 77])) as server:
         taken = bytearray()

@@ -55,7 +55,7 @@ def state(rng: np.random.Generator) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path, rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
-    """A checkpoint, and what is in it."""
+    """A saved checkpoint and its state."""
     made = state(rng)
     holdfast.save(tmp_path / "step-12", made)
     return f"file://{tmp_path}/step-12", made
@@ -183,7 +183,7 @@ def test_damage_is_an_error_and_never_a_value(
 def test_a_replaced_checkpoint_says_so(
     saved: tuple[str, dict[str, Any]], fs: HoldfastFileSystem
 ) -> None:
-    """What was opened is not there any more; a new file system shows the new one."""
+    """An open file system refuses a replaced checkpoint; a new one shows it."""
     assert fs.isfile("w.npy")
     holdfast.save(saved[0], {"w": torch.ones(2)})
     with pytest.raises(ReplacedError):

@@ -51,11 +51,11 @@ class AzureClient:
         self._request("PUT", f"{container}/{name}", {}, {"x-ms-blob-type": "BlockBlob"}, data)
 
     def get(self, container: str, name: str) -> bytes:
-        """All of a blob. Raises FileNotFoundError where there is none."""
+        """Return a blob. Raises FileNotFoundError."""
         return self._request("GET", f"{container}/{name}", {})
 
     def list(self, container: str, prefix: str = "", *, page: int = 5000) -> Iterator[Listed]:
-        """All blobs whose names begin so, and those of which there are uncommitted blocks only."""
+        """Yield all blobs whose names begin so, uncommitted ones too."""
         marker = ""
         while True:
             query = {

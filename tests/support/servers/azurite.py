@@ -49,11 +49,11 @@ class Azurite:
 
     @property
     def uri(self) -> str:
-        """Of the container."""
+        """URI of the container."""
         return f"az://holdfast?endpoint={self.endpoint}"
 
     def environment(self) -> dict[str, str]:
-        """What its clients need."""
+        """Return the variables that clients need."""
         return {"AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": self.client.key}
 
     def start(self) -> None:

@@ -42,11 +42,11 @@ class FakeGcs:
 
     @property
     def uri(self) -> str:
-        """Of the bucket."""
+        """URI of the bucket."""
         return f"gs://holdfast?endpoint={self.endpoint}"
 
     def environment(self) -> dict[str, str]:
-        """What its clients need: a service account that asks nobody for tokens."""
+        """Return the variables that clients need: a service account without tokens."""
         account = {"client_email": "", "private_key": "", "private_key_id": ""}
         account |= {"gcs_base_url": self.endpoint, "disable_oauth": True}  # type: ignore[dict-item]
         # Where the JSON interface is, for the probe.

@@ -92,7 +92,7 @@ class Front:
         )
 
     async def _upload(self, request: web.Request, upload_id: str) -> web.Response:
-        """What is asked about one upload: take a part, complete it, abort it."""
+        """Take a part, or complete or abort the upload."""
         upload = self._uploads.get(upload_id)
         if upload is None:
             return _error("NoSuchUpload", 404)
@@ -130,7 +130,7 @@ class Front:
         )
 
     async def _list(self, request: web.Request, bucket: str) -> web.StreamResponse:
-        """As the server lists; but where there is no bucket it answers 500, and Google 404."""
+        """Pass on a list; a missing bucket is 404, as on Google's servers."""
         async with self._client.get(
             f"{self._upstream}/storage/v1/b/{quote(bucket, safe='')}"
         ) as answer:
@@ -141,8 +141,7 @@ class Front:
     async def _insert(
         self, bucket: str, name: str, data: bytes, generation: str | None
     ) -> web.Response:
-        """Store an object, if its generation is the one that is asked for; 0 is that of an object
-        that does not exist."""
+        """Store an object if its generation matches; 0 means that it must not exist."""
         mark = secrets.token_hex(16)
         about = json.dumps({"name": name})
         head = (

@@ -77,7 +77,7 @@ class Hadoop:
 
     @property
     def uri(self) -> str:
-        """Of its root; of the name service where there are two name nodes, with them as an option."""
+        """URI of the root; with two name nodes, of their name service."""
         if not self.ha:
             return f"hdfs://{self.address}/?webhdfs={self.host}:{self._ports['nn0'][1]}"
         return f"hdfs://{NAME_SERVICE}/?conf={self._folder('client')}"
@@ -168,7 +168,7 @@ class Hadoop:
         self.running.clear()
 
     def admin(self, *words: str) -> str:
-        """What ``hdfs dfsadmin`` prints."""
+        """Return the output of ``hdfs dfsadmin``."""
         return self.run(
             "client" if self.ha else "nn0", "org.apache.hadoop.hdfs.tools.DFSAdmin", *words
         )
@@ -180,8 +180,7 @@ class Hadoop:
             return ""
 
     def _registered(self, name: str) -> bool:
-        """Whether a DataNode that runs is known as such: the name node counts one that was killed
-        for a while."""
+        """Return whether a running DataNode has registered since its last start."""
         log = (self.folder / f"{name}.log").read_text(errors="replace")
         return (
             name not in self.running
@@ -272,8 +271,7 @@ class Hadoop:
     def run(
         self, name: str, program: str, *words: str, environment: Mapping[str, str] | None = None
     ) -> str:
-        """What a Java program prints, with the configuration of ``name``. Raises RuntimeError if it
-        fails."""
+        """Return the output of a Java program. Raises RuntimeError if it fails."""
         done = subprocess.run(
             [*self._command(name, program), *words],
             env={**os.environ, **(environment or {})},

@@ -70,8 +70,7 @@ class Kdc:
         return self.folder / "krb5.conf"
 
     def environment(self, cache: Path | None = None) -> dict[str, str]:
-        """What a process needs to use the realm, with the tickets in ``cache``; without ``cache``
-        it has none."""
+        """Return a client's variables; without ``cache`` it has no ticket."""
         return {
             "KRB5_CONFIG": str(self.config),
             "KRB5CCNAME": f"FILE:{cache or self.folder / 'no-cache'}",

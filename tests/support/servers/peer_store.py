@@ -32,7 +32,7 @@ def _server(name: str) -> Showing:
 
 
 class ShownDriver(PeerDriver):
-    """Reads as ``peer://`` does. What it writes is in the server's memory at once."""
+    """Reads as ``peer://`` does, and writes directly into the server's memory."""
 
     def __init__(self, uri: Uri, values: dict[str, Any]) -> None:
         name, _, root = uri.location.partition("/")
@@ -61,25 +61,25 @@ class ShownDriver(PeerDriver):
         return cls(uri, option_values(cls.OPTIONS, uri))
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        """Of the store."""
+        """Create it in the store."""
         self._target(key)
         return await self._store.create(key, nbytes)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Of the store."""
+        """Put it into the store."""
         self._target(key)
         await self._store.put(key, data, exclusive=exclusive)
 
     async def delete(self, key: str) -> None:
-        """Of the store."""
+        """Delete it from the store."""
         await self._store.delete(key)
 
     async def delete_all(self, prefix: str) -> None:
-        """Of the store."""
+        """Delete them from the store."""
         await self._store.delete_all(prefix)
 
     async def sweep(self, prefix: str) -> None:
-        """Of the store."""
+        """Sweep the store."""
         await self._store.sweep(prefix)
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ _REQUEST = re.compile(rb"((?:GET|HEAD|PUT|POST|DELETE) [^ ]+) HTTP/1.1\r\n")
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, on connections that are open and on new ones. ``up`` is towards the server."""
+    """Faults of open and new connections. ``up`` is towards the server."""
 
     up_nbytes_per_s: float | None = None
     """Of each connection."""
@@ -52,7 +52,7 @@ class FaultProxy:
 
     @property
     def endpoint(self) -> str:
-        """Where it listens."""
+        """URL at which it listens."""
         return f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> FaultProxy:
@@ -145,7 +145,7 @@ class FaultProxy:
         return found
 
     def _cut(self, one: socket.socket) -> None:
-        """Reset it: what was sent may or may not have arrived."""
+        """Reset a connection: the bytes sent may or may not arrive."""
         self.cuts += 1
         self._sockets.discard(one)
         try:

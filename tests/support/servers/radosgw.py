@@ -92,7 +92,7 @@ rgw_gc_processor_max_time = 60
 
 @dataclass(frozen=True, slots=True)
 class _Ceph:
-    """Where Ceph's programs and libraries are."""
+    """Folders of Ceph's programs and libraries."""
 
     programs: Path
     libraries: Path
@@ -239,7 +239,7 @@ class Radosgw:
             self._end(name, signal.SIGTERM if name == "mon" else signal.SIGKILL)
 
     def admin(self, *words: str) -> bytes:
-        """What the cluster answers to a command. The program is a script for the host's own Python."""
+        """Run a command of the cluster, a script for the host's own Python."""
         return self.run(
             str(self._ceph.programs / "ceph"), "--connect-timeout", "20", *words, script=True
         )

@@ -56,8 +56,7 @@ class S3Probe:
             return found
 
     def list(self) -> list[str]:
-        """See the kit's Probe. An unfinished upload has no name of its own: it is told by the key
-        that it is to have."""
+        """See the kit's Probe. Unfinished uploads are named after their keys."""
         with self._asking() as client:
             found = self._found(client, "list_objects_v2", "Contents")
             parts = self._found(client, "list_multipart_uploads", "Uploads")
@@ -73,8 +72,7 @@ class S3Probe:
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
-        """A client whose connections are closed afterwards: those of the driver under trial are
-        counted."""
+        """Yield a client that is closed afterwards, because the kit counts connections."""
         client = _client(self._endpoint)
         try:
             yield client

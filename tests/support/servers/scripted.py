@@ -72,8 +72,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back. ``cut`` closes the connection instead; ``pause_s`` is between two pieces
-    of 64 KiB of the body."""
+    """A response. ``cut`` closes the connection instead; ``pause_s`` separates pieces of 64 KiB."""
 
     status: int = 200
     body: bytes = b""
@@ -118,7 +117,7 @@ class ScriptedServer:
 
     @property
     def methods(self) -> list[str]:
-        """Of all requests so far."""
+        """Methods of all requests so far."""
         return [request.method for request in self.log]
 
     def context(self, host: str) -> ssl.SSLContext:

@@ -58,7 +58,7 @@ class SecureHadoop:
         return self.hadoop.at(path)
 
     def environment(self, cache: Path | None = None) -> dict[str, str]:
-        """What a client process needs; without ``cache`` it has no ticket."""
+        """Return a client's variables; without ``cache`` it has no ticket."""
         return self.kdc.environment(cache) | {"HADOOP_CONF_DIR": str(self.conf)}
 
     def ticket(self, user: str = "alice") -> Path:
