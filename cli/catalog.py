@@ -462,7 +462,6 @@ COMMANDS: tuple[Command, ...] = (
             argument(
                 "--seed", "X", "seed of weights and batches (default: 0)", type=int, default=0
             ),
-            JSON,
         ),
         examples={
             "holdfast demo": "four ranks, then two",

@@ -6,6 +6,5 @@ fewer ranks. ``run`` tells the story by its ``plan``. ``train`` is the training 
 ``torn`` lists what a killed save leaves. ``account`` and ``picture`` present the results.
 
 ``holdfast keeper demo`` loses hosts that keep steps in memory. ``keepers`` tells the story.
-``train_kept`` is the training script, ``hosts`` runs the keepers, and ``aftermath`` sums up the
-outcomes.
+``train_kept`` is the training script, and ``hosts`` runs the keepers.
 """

@@ -11,28 +11,132 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...core.units import size_text
 from ...drivers.uri import redact
 from ...errors import RankFailedError
 from ..commands import print_json
+from ..progress import last_line
 from ..tables import print_table
 from ..text import one_of
 from .account import Account
-from .aftermath import LEFT, TITLES, Accident, Outcome, differences, outcome_of
 from .hosts import HOSTS, Hosts
 from .jobs import Job, stopped_by_sigterm
 from .journal import Event
 from .plan import checkpoints_uri
 
-__all__ = ["main"]
+__all__ = ["Accident", "Outcome", "main"]
 
 EVERY = 10
 """Steps between two saves to storage."""
 STEPS = 40
+
+TITLES = (
+    "what happened",
+    "at step",
+    "resumed from",
+    "lost",
+    "resume",
+    "to first step",
+    "own memory",
+    "other hosts",
+    "rebuilt",
+    "storage",
+)
+TIERS = ("own", "peer", "parity", "storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Accident:
+    """An accident: at ``step`` all trainers are killed, and these ``hosts`` are lost.
+
+    ``expected`` is the step from which the next job should resume. ``tier`` is where most of its
+    bytes should come from, one of :data:`TIERS`.
+    """
+
+    title: str
+    step: int
+    hosts: tuple[str, ...]
+    expected: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The resume after an accident.
+
+    ``tiers`` holds bytes over all ranks, ``resume_s`` the time of the slowest rank, and
+    ``first_step_s`` the time from the start of the job to its first step.
+    """
+
+    accident: Accident
+    step: int | None
+    tiers: Mapping[str, int]
+    resume_s: float
+    first_step_s: float
+
+    @property
+    def as_expected(self) -> bool:
+        """Return whether the job resumed from the expected step and the expected tier."""
+        return self.step == self.accident.expected and bool(self.tiers.get(self.accident.tier))
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells below :data:`TITLES`."""
+        step = self.step or 0
+        nbytes = [self.tiers.get(tier, 0) for tier in TIERS]
+        return (
+            self.accident.title,
+            str(self.accident.step),
+            str(step),
+            str(self.accident.step - step),
+            f"{self.resume_s:.2f} s",
+            f"{self.first_step_s:.1f} s",
+            *(size_text(n) if n else "-" for n in nbytes),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the outcome as a JSON object."""
+        step = self.step or 0
+        return {
+            "what": self.accident.title,
+            "hosts": list(self.accident.hosts),
+            "step": self.accident.step,
+            "resumed_step": self.step,
+            "lost_steps": self.accident.step - step,
+            "resume_s": self.resume_s,
+            "first_step_s": self.first_step_s,
+            "nbytes": {tier: self.tiers.get(tier, 0) for tier in TIERS},
+            "as_expected": self.as_expected,
+        }
+
+
+def outcome_of(accident: Accident, resumed: Sequence[Event], first_step_s: float) -> Outcome:
+    """Combine the resume events of all ranks into an outcome."""
+    tiers = {tier: sum(event.told["tiers"].get(tier, 0) for event in resumed) for tier in TIERS}
+    return Outcome(
+        accident,
+        resumed[0].told["step"],
+        tiers,
+        max(event.told["seconds"] for event in resumed),
+        first_step_s,
+    )
+
+
+def differences(
+    taken: Iterable[tuple[int, float]], uninterrupted: Mapping[int, float]
+) -> list[int]:
+    """Return the steps that were not taken, or whose loss differed from the uninterrupted run."""
+    losses: dict[int, set[float]] = {step: set() for step in uninterrupted}
+    for step, loss in taken:
+        losses.setdefault(step, set()).add(loss)
+    return [step for step in sorted(losses) if losses[step] != {uninterrupted.get(step)}]
+
+
 ACCIDENTS = (
     Accident("all trainers killed", 14, (), 14, "own"),
     Accident("one host lost", 23, ("b",), 23, "parity"),
@@ -111,7 +215,7 @@ class _Demo:
         """Print the table and the verdict."""
         print()
         rows = [outcome.row() for outcome in self.outcomes]
-        print_table("Resume of the next job", TITLES, rows, LEFT)
+        print_table("Resume of the next job", TITLES, rows, TITLES[:1])
         if self.differing:
             self.account.say(
                 f"losses differ from an uninterrupted run at steps {self.differing}", "red"
@@ -180,7 +284,8 @@ class _RunningJob:
         else:
             account.chapter(f"Resume after: {self._before.title}")
         self._began_s = time.time()
-        with account.waiting():
+        with last_line(lines=False) as show:
+            show("torchrun starts the ranks")
             self._job.run(self._hear, survives=self._accident is None)
         if self._accident is not None and len(self._guarded) < len(HOSTS):
             failed = "; ".join(self._failures) or "the ranks do not say why"
@@ -240,4 +345,4 @@ class _RunningJob:
         lost = "their keepers live on"
         if accident.hosts:
             lost = f"{one_of(len(accident.hosts), 'host')} lost: {', '.join(accident.hosts)}"
-        account.say(f"kill -9 of all trainers at step {accident.step}; {lost}", "yellow")
+        account.say(f"kill -9 of all trainers at step {accident.step}; {lost}", "red")

@@ -16,7 +16,7 @@ from .text import SEQUENCES
 __all__ = ["Plan", "checkpoint_uri", "checkpoints_uri", "prepare"]
 
 _MARKER = ".holdfast-demo"
-_OURS = ("checkpoints", "logs", "loss.svg", "tree.txt")
+_OURS = ("checkpoints", "logs", "loss.svg")
 
 
 @dataclass(frozen=True, slots=True)

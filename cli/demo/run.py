@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+import re
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ...core.units import size_text
 from ...drivers.uri import parse, redact
 from ...errors import SaveError
 from ...storage.operations.maintenance.listing import list_checkpoints
-from .. import show
+from ..progress import last_line
 from ..text import one_of
 from .account import Account
 from .jobs import Job
@@ -44,26 +40,22 @@ def main(
     ranks_before: int = 4,
     ranks_after: int = 2,
     seed: int,
-    json_output: bool,
 ) -> int:
     """Run the demo. Return 0 if the loss continues as in the uninterrupted run, else 1. Raises a
     HoldfastError."""
     plan = Plan(steps, kill_at, every, ranks_before, ranks_after, seed)
     root = checkpoints_uri(uri, Path(out).absolute())
-    stream = sys.stderr if json_output else sys.stdout
-    demo = _Demo(plan, root, prepare(out), Account(stream))
+    demo = _Demo(plan, root, prepare(out))
     demo.run()
-    if json_output:
-        print(json.dumps(demo.summary()))
     return int(demo.difference() > DIFFERENCE_MAX)
 
 
 class _Demo:
-    def __init__(self, plan: Plan, root: str, folder: Path, account: Account) -> None:
+    def __init__(self, plan: Plan, root: str, folder: Path) -> None:
         self.plan = plan
         self.root = root
         self.folder = folder
-        self.account = account
+        self.account = Account(sys.stdout)
         self.before = Record(plan.before)
         self.after = Record(plan.after)
         self.reference = Record(plan.before)
@@ -71,7 +63,6 @@ class _Demo:
         self.torn: list[Found] = []
         self.missed = True
         """True if the kill came after the commit."""
-        self.seconds = 0.0
 
     def run(self) -> None:
         began_s = time.monotonic()
@@ -82,11 +73,14 @@ class _Demo:
         self._look_at_what_is_left()
         self._go_on()
         self._compare()
-        written = self._write_down()
-        self.seconds = time.monotonic() - began_s
-        self.account.chapter(f"Results ({self.seconds:.0f} s in total)")
-        for path, what in written:
-            self.account.say(f"{path}  {what}")
+        picture = self.folder / "loss.svg"
+        victim = self.plan.victim
+        draw(
+            self.before, self.after, self.reference,
+            killed_at=self.killed_at, victim=victim, file=picture,
+        )  # fmt: skip
+        self.account.chapter(f"Results ({time.monotonic() - began_s:.0f} s in total)")
+        self.account.say(f"{picture}  the loss across the kill")
 
     def difference(self) -> float:
         """Return the greatest difference in loss, after the kill, from the uninterrupted run."""
@@ -108,7 +102,7 @@ class _Demo:
                 return
             self.account.say(
                 f"the kill came too late, step {self.killed_at} was committed: trying again",
-                "yellow",
+                "red",
             )
             self.before.failures.clear()
         raise SaveError(
@@ -120,7 +114,8 @@ class _Demo:
         plan = self.plan
         settings = {"--steps": plan.steps, "--every": plan.every, "--seed": plan.seed}
         arguments = [str(part) for setting in settings.items() for part in setting]
-        with self.account.waiting() as show:
+        with last_line(lines=False) as show:
+            show("torchrun starts the ranks")
 
             def on_event(event: Event) -> None:
                 self._note(record, event)
@@ -163,12 +158,15 @@ class _Demo:
     def _look_at_what_is_left(self) -> None:
         self.account.chapter("What the kill left, and what the other ranks reported")
         self.account.say(f"below {redact(self._torn_uri())}, a second later:")
-        self.account.files(self.torn)
+        width = max((len(f.key) for f in self.torn), default=0)
+        for f in self.torn:
+            state = "whole" if f.finished else f"unfinished, {f.stored_nbytes:,} stored"
+            self.account.say(f"  {f.key:<{width}} {f.nbytes:>12,} bytes  {state}")
         steps = " and ".join(map(str, self._committed()))
         self.account.say(
             f"no manifest, so no checkpoint: holdfast.list_checkpoints finds steps {steps}"
         )
-        self.account.failures(self.before.failures)
+        self._say_failures()
         left = len(find(self._torn_uri()))
         if left:
             self.account.say(
@@ -176,6 +174,17 @@ class _Demo:
             )
         else:
             self.account.say("rank 0, which leads the save, then aborted it and deleted its files")
+
+    def _say_failures(self) -> None:
+        """Print the first error of torch, and the first of ours, from the surviving ranks."""
+        for whose, ours in (("torch", False), ("holdfast", True)):
+            said = [e for e in self.before.failures if e.told["ours"] == ours]
+            if said:
+                first = min(said, key=lambda e: e.time_s)
+                message = " ".join(first.told["message"].split())
+                if not ours:  # drop the C++ source line and the guesses
+                    message = re.sub(r"^\[\S+\] ", "", message).partition(". ")[0]
+                self.account.say(f"{whose}, on rank {first.rank}: {message}")
 
     def _go_on(self) -> None:
         self.account.chapter(f"Resume on {one_of(self.plan.after, 'rank')}")
@@ -214,51 +223,3 @@ class _Demo:
             self.account.say(f"yes: {found} (ranks add in a different order)", "green")
         else:
             self.account.say(f"no: {found} (that is more than rounding)", "red")
-
-    def _write_down(self) -> list[tuple[Path, str]]:
-        picture, tree = self.folder / "loss.svg", self.folder / "tree.txt"
-        draw(
-            self.before,
-            self.after,
-            self.reference,
-            killed_at=self.killed_at,
-            victim=self.plan.victim,
-            file=picture,
-        )
-        newest = checkpoint_uri(self.root, self._committed()[-1])
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            show.run(newest, json_output=False, values=False, depth=None)
-        tree.write_text(text.getvalue())
-        return [
-            (picture, "the loss across the kill"),
-            (tree, "the newest checkpoint, by holdfast show"),
-        ]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the results as a JSON object."""
-        wanted, read = self.after.loaded_nbytes()
-        return {
-            "uri": redact(self.root),
-            "seconds": self.seconds,
-            "killed": {"step": self.killed_at, "rank": self.plan.victim},
-            "torn": [asdict(f) for f in self.torn],
-            "failures": [{"rank": e.rank, **e.told} for e in self.before.failures],
-            "saves": {
-                "before": [asdict(s) for s in self.before.saves],
-                "after": [asdict(s) for s in self.after.saves],
-            },
-            "resumed": {
-                "step": self.after.first - 1,
-                "bytes_wanted": wanted,
-                "bytes_read": read,
-            },
-            "losses": {
-                "before": self.before.losses,
-                "after": self.after.losses,
-                "reference": self.reference.losses,
-            },
-            "difference": {
-                "before": self.before.difference(self.reference),
-                "after": self.difference(),
-            },
-        }

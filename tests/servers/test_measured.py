@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
-from support.bench_job import keys_at
 from support.servers.proxy import FaultProxy
 from support.servers.radosgw import Radosgw
 
@@ -14,7 +14,21 @@ from holdfast.bench.simulated.forecast import Rates, forecast
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.sized import sized
 from holdfast.cli import app
+from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import parse
+
+
+def keys_at(uri: str) -> list[str]:
+    """Return all keys at a URI."""
+
+    async def listed() -> list[str]:
+        driver = open_driver(uri)
+        try:
+            return [info.key async for info in driver.list("")]
+        finally:
+            await driver.close()
+
+    return asyncio.run(listed())
 
 
 @pytest.mark.nightly(10)

@@ -13,8 +13,8 @@ import pytest
 
 import holdfast
 from holdfast.cli.app import run as run_command
-from holdfast.cli.demo.aftermath import Accident, Outcome
 from holdfast.cli.demo.hosts import HOSTS, Hosts
+from holdfast.cli.demo.keepers import Accident, Outcome
 
 LOST = Accident("one host lost", 23, ("b",), 23, "parity")
 
