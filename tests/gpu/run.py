@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,10 +79,9 @@ def _run_all(given: argparse.Namespace) -> int:
         if missing:
             for name in missing:
                 print(f"make gpu: {name} is missing, which {NEEDED[name]}", file=sys.stderr)
-                print(
-                    "`make gpu-wheels`, with a network, fetches xxhash into wheels/.",
-                    file=sys.stderr,
-                )
+            print(
+                "`make gpu-wheels`, with a network, fetches xxhash into wheels/.", file=sys.stderr
+            )
             return 2
         (Path(folder) / "holdfast").symlink_to(ROOT)
         return _run(given, paths)
@@ -162,39 +161,29 @@ def run_part(
     """Run ``command``, and return whether it ended with 0 in time. No process of its group is left
     afterwards."""
     print(f"== {name}", flush=True)
-    with _group(command, environment) as process:
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            print(f"make gpu: {name} took more than {limit_s:.0f} s", file=sys.stderr)
-            return False
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"make gpu: {name} took more than {limit_s:.0f} s", file=sys.stderr)
+        return False
+    finally:
+        _end(process)
     if code < 0:
         print(f"make gpu: {name} was killed by signal {-code}", file=sys.stderr)
     return code == 0
 
 
-@contextlib.contextmanager
-def _group(
-    command: Sequence[str], environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that leads a group of its own; kill the group at the end. A process that
-    still runs then is interrupted first, so that pytest writes its results."""
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process that still runs, so that pytest writes its results; kill its group."""
     try:
-        yield process
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPTED_S)
     finally:
-        try:
-            _interrupt(process)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)  # which does nothing to one that has ended
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(INTERRUPTED_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":
