@@ -166,17 +166,17 @@ class SqliteDriver(Driver):
     def _page(self, at: str, after: str) -> Sequence[tuple[str, int, float]]:
         try:
             with self._store.reading() as db:
-                return db.execute(_LIST if at else _LIST_ALL, {"at": at, "after": after, "most": LIST_BATCH}).fetchall()
+                return db.execute(_LIST, {"at": at, "after": after, "most": LIST_BATCH}).fetchall()
         except FileNotFoundError:
             return []
 
     def _put(self, path: str, data: bytes, exclusive: bool) -> None:
         with self._store.writing() as db:
-            if exclusive and db.execute("SELECT 1 FROM objects WHERE path = ?", (path,)).fetchone():
+            if exclusive and db.execute(_FIND, (path,)).fetchone():
                 raise self._error(ExistsError, "the object already exists", path)
             upload = _begin(db, path, len(data))
             _add_part(db, upload, 0, memoryview(data))
-            _publish(db, path, upload)
+            _publish(db, path, upload, len(data))
 
     def _change(self, statement: str, values: dict[str, object]) -> None:
         try:
@@ -198,8 +198,7 @@ class SqliteDriver(Driver):
 
 
 class _SqliteUpload(Upload):
-    """An upload. Its parts are written as they arrive, and stay invisible until an object points to
-    it."""
+    """An upload. Its parts are written as they arrive, and stay invisible until it is committed."""
 
     def __init__(self, driver: SqliteDriver, key: str, nbytes: int) -> None:
         self._driver, self._key, self._path = driver, key, driver._path(key)
@@ -249,8 +248,7 @@ class _SqliteUpload(Upload):
         try:
             self._written.check_complete(nbytes)
             with self._driver._store.writing() as db:
-                db.execute("UPDATE uploads SET nbytes = ? WHERE id = ?", (self._written.nbytes, self._id))
-                _publish(db, self._path, self._id)
+                _publish(db, self._path, self._id, self._written.nbytes)
         except BaseException:
             self.drop()
             raise
@@ -275,29 +273,25 @@ def _add_part(db: sqlite3.Connection, upload: int | None, start: int, data: Buff
         db.execute("INSERT INTO parts (upload, start, stop, data) VALUES (?, ?, ?, ?)", values)
 
 
-def _publish(db: sqlite3.Connection, path: str, upload: int | None) -> None:
-    """Point the object to this upload and delete its old one. Raises IntegrityError if the upload
-    has been deleted."""
+def _publish(db: sqlite3.Connection, path: str, upload: int | None, nbytes: int) -> None:
+    """Make this upload the object, and delete its old one. Raises IntegrityError if the upload has
+    been deleted."""
     db.execute(_DELETE, {"at": path})
-    db.execute("INSERT INTO objects (path, upload, modified_s) VALUES (?, ?, ?)", (path, upload, time.time()))
+    if not db.execute(_PUBLISH, (nbytes, time.time(), upload)).rowcount:
+        raise sqlite3.IntegrityError("the upload has been deleted")
 
 
-_FIND = "SELECT upload, nbytes, modified_s FROM objects JOIN uploads ON upload = id WHERE objects.path = ?"
+_FIND = "SELECT id, nbytes, touched_s FROM uploads WHERE path = ? AND visible"
 _PARTS = """
 SELECT id, start, stop FROM parts WHERE upload = :upload AND start < :stop AND stop > :start
 AND start >= (SELECT max(start) FROM parts WHERE upload = :upload AND start <= :start) ORDER BY start
 """
-_LIST_ALL = """
-SELECT objects.path, nbytes, modified_s FROM objects JOIN uploads ON upload = id
-WHERE objects.path > :after ORDER BY objects.path LIMIT :most
-"""
 _LIST = f"""
-SELECT path, nbytes, modified_s FROM (SELECT objects.path, nbytes, modified_s FROM objects JOIN uploads ON upload = id)
-WHERE {AT_OR_BELOW} AND path > :after ORDER BY path LIMIT :most
+SELECT path, nbytes, touched_s FROM uploads
+WHERE visible AND path > :after AND (:at = '' OR {AT_OR_BELOW}) ORDER BY path LIMIT :most
 """
-_DELETE = "DELETE FROM uploads WHERE id IN (SELECT upload FROM objects WHERE path = :at)"
+_PUBLISH = "UPDATE uploads SET visible = 1, nbytes = ?, touched_s = ? WHERE id = ?"
+_DELETE = "DELETE FROM uploads WHERE path = :at AND visible"
 _DELETE_ALL = f"DELETE FROM uploads WHERE {AT_OR_BELOW}"
-_SWEEP = f"""
-DELETE FROM uploads WHERE {AT_OR_BELOW} AND touched_s < :before_s AND id NOT IN (SELECT upload FROM objects)
-"""
-_DROP = "DELETE FROM uploads WHERE id = ? AND id NOT IN (SELECT upload FROM objects)"
+_SWEEP = f"DELETE FROM uploads WHERE {AT_OR_BELOW} AND touched_s < :before_s AND NOT visible"
+_DROP = "DELETE FROM uploads WHERE id = ? AND NOT visible"

@@ -25,16 +25,16 @@ class SqliteProbe:
     def write(self, key: str, data: bytes) -> None:
         with self._opened() as db:
             path = self._prefix + key
-            db.execute("DELETE FROM uploads WHERE id IN (SELECT upload FROM objects WHERE path = ?)", (path,))
+            db.execute("DELETE FROM uploads WHERE path = ? AND visible", (path,))
             values = (path, len(data), time.time())
-            upload = db.execute("INSERT INTO uploads (path, nbytes, touched_s) VALUES (?, ?, ?)", values).lastrowid
+            insert = "INSERT INTO uploads (path, nbytes, touched_s, visible) VALUES (?, ?, ?, 1)"
+            upload = db.execute(insert, values).lastrowid
             for start in range(0, len(data), 30_000):
                 part = (upload, start, min(start + 30_000, len(data)), data[start : start + 30_000])
                 db.execute("INSERT INTO parts (upload, start, stop, data) VALUES (?, ?, ?, ?)", part)
-            db.execute("INSERT INTO objects VALUES (?, ?, ?)", (path, upload, time.time()))
 
     def read(self, key: str) -> bytes:
-        query = "SELECT data FROM parts JOIN objects USING (upload) WHERE path = ? ORDER BY start"
+        query = "SELECT data FROM parts JOIN uploads ON upload = uploads.id WHERE path = ? AND visible ORDER BY start"
         with self._opened() as db:
             parts = db.execute(query, (self._prefix + key,)).fetchall()
         if not parts:
@@ -42,9 +42,8 @@ class SqliteProbe:
         return b"".join(data for (data,) in parts)
 
     def list(self) -> list[str]:
-        query = "SELECT uploads.path, uploads.id, objects.path FROM uploads LEFT JOIN objects ON upload = id"
         with self._opened() as db:
-            rows = db.execute(query).fetchall()
+            rows = db.execute("SELECT path, id, visible FROM uploads").fetchall()
         below = [row for row in rows if row[0].startswith(self._prefix)]
         names = [path if visible else f"{path} (upload {upload})" for path, upload, visible in below]
         return sorted(name.removeprefix(self._prefix) for name in names)

@@ -1,8 +1,7 @@
 """The SQLite file: schema, connections, transactions and errors. All functions block.
 
-An upload is a row, and so is each of its parts. An object is a row that points to an upload. So a
-commit is one small insert, and deleting an upload also deletes its parts and, if it was visible,
-the object.
+An upload is a row, and so is each of its parts. An object is an upload that is visible. So a commit
+updates one row, and deleting an upload also deletes its parts.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ __all__ = ["Store", "sqlite_errors"]
 SCHEMA_VERSION = 1
 SCHEMA = """
 CREATE TABLE uploads (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, nbytes INTEGER NOT NULL, touched_s REAL NOT NULL
+    id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, nbytes INTEGER NOT NULL, touched_s REAL NOT NULL,
+    visible INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX uploads_by_path ON uploads (path);
+CREATE UNIQUE INDEX objects ON uploads (path) WHERE visible;
 CREATE TABLE parts (
     id INTEGER PRIMARY KEY, upload INTEGER NOT NULL REFERENCES uploads ON DELETE CASCADE,
     start INTEGER NOT NULL, stop INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE (upload, start)
 );
-CREATE TABLE objects (
-    path TEXT PRIMARY KEY, upload INTEGER NOT NULL UNIQUE REFERENCES uploads ON DELETE CASCADE, modified_s REAL NOT NULL
-) WITHOUT ROWID;
 """
 
 BUSY_TIMEOUT_S = 60.0
