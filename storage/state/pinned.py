@@ -5,6 +5,7 @@ Copies to other memory go through a buffer of the driver, and block other work.
 
 from __future__ import annotations
 
+import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...core.forks.renewal import new_lock
 from ..arenas.memory import Memory
 
 __all__ = ["Cuda", "pin"]
@@ -22,8 +22,6 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices of the process."""
 
 _log = logging.getLogger(__name__)
-_lock = new_lock()
-_has_warned = False
 
 
 @dataclass(frozen=True)
@@ -95,14 +93,9 @@ def _unpin(cuda: Cuda, address: int) -> None:
         _log.debug("cudaHostUnregister has returned %d", code)
 
 
+@functools.cache
 def _warn(problem: str) -> None:
-    """Log the problem once per process: every further slot would fail likewise."""
-    global _has_warned  # noqa: PLW0603
-    with _lock:
-        has_warned = _has_warned
-        _has_warned = True
-    if not has_warned:
-        _log.warning(
-            "memory of a keeper is not registered with CUDA, so copies to it are slower: %s",
-            problem,
-        )
+    """Log the problem once: every further slot would fail likewise."""
+    _log.warning(
+        "memory of a keeper is not registered with CUDA, so copies to it are slower: %s", problem
+    )

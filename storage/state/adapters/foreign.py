@@ -41,11 +41,6 @@ _FSDP1 = _Layout(
     "Put the module wrapped by FSDP1 into the state, next to its optimizer: "
     '{"model": model, "optim": optimizer}.',
 )
-_FAIRSCALE = _Layout(
-    "is sharded by fairscale's FullyShardedDataParallel, whose flat parameters this release does "
-    "not support",
-    "Shard with torch's fully_shard (FSDP2), or pass its full state_dict().",
-)
 _SHARDED_TENSOR = _Layout(
     "is a ShardedTensor in place of a parameter, as created by torch's old sharding API, which "
     "this release does not support",
@@ -238,8 +233,6 @@ def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
 
 
 def _of_module(part: torch.nn.Module, loading: bool) -> _Layout | None:
-    if _is_of(part, "fairscale") and type(part).__name__ == "FullyShardedDataParallel":
-        return _FAIRSCALE
     if (
         loading
         and _is_of(part, "deepspeed")

@@ -23,6 +23,7 @@ On first sight, a tensor is copied at the call and watched until the next fence
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -65,7 +66,6 @@ _ADVICE_EAGER = (
 _active: dict[int, LazyCapture] = {}
 _watches: dict[int, Watch] = {}
 _lock = new_lock()
-_hooked = False
 
 
 def fence() -> None:
@@ -447,13 +447,11 @@ def _end_watch(key: int) -> None:
         watch.end()
 
 
+@functools.cache
 def hook_optimizers() -> None:
     """Register a hook of every optimizer, once per process. Compiled steps see only hooks
     registered before their compilation."""
-    global _hooked  # noqa: PLW0603
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_pre_hook(never_compiled(lambda *_: fence()))
+    register_optimizer_step_pre_hook(never_compiled(lambda *_: fence()))
 
 
 def _forget_parent() -> None:
