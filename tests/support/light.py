@@ -48,7 +48,6 @@ FILES = frozenset(
         "unit/test_galois.py",
         "unit/test_layer_kinds.py",
         "unit/test_layer_retry.py",
-        "unit/test_layers.py",
         "unit/test_objects_failures.py",
         "unit/test_objects_options.py",
         "unit/test_objects_upload.py",
