@@ -339,6 +339,7 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
         (StatusError(503, **IN_AN_HOUR), BusyError, pytest.approx(1800, abs=1801)),
         (StatusError(503, **{"Retry-After": "soon"}), BusyError, None),
         (StatusError(507), FullError, None),
+        (StatusError(500), StorageDownError, None),
         (StatusError(400), StorageError, None),
         # s3fs makes an OSError of what botocore raises, and fsspec's own http takes any failure for
         # absence.

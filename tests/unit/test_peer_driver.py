@@ -36,6 +36,7 @@ from holdfast.storage.keeper.serving.http_requests import (
     Asked,
     RequestError,
     asked_of,
+    is_authorized,
     range_of,
 )
 
@@ -290,3 +291,11 @@ def test_any_range_is_inside_the_object_or_refused(header: str, nbytes: int) -> 
         return
     assert found is not None
     assert 0 <= found.start < found.stop <= nbytes
+
+
+def test_only_the_token_is_the_token() -> None:
+    """Anything else in the header is refused; the word before the token may be in any case."""
+    for header in (None, "", "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \udc80"):
+        assert not is_authorized(header, TOKEN)
+    for word in ("Bearer", "bearer"):
+        assert is_authorized(f"{word} {TOKEN}", TOKEN)
