@@ -178,25 +178,3 @@ def test_ranks_that_saved_no_value_get_one_of_those_that_did() -> None:
     """Ranks without a value get those of the others in turn."""
     value = Value(0, "x", [([1, 4], "a"), ([2], "b")])
     assert [value.of(rank) for rank in range(7)] == ["a", "a", "b", "a", "a", "a", "a"]
-
-
-BAD = [
-    lambda t: t.update(containers=[]), lambda t: t["containers"].append([5, "a", "dict"]), lambda t: t["containers"].append([-1, "a", "dict"]),
-    lambda t: t["containers"].append([0, "a", "set"]), lambda t: t["containers"].append([0, ["a"], "dict"]),
-    lambda t: t["values"].append([9, "a", [[[0], 1]]]), lambda t: t["values"].append([0, {"a": 1}, [[[0], 1]]]),
-    lambda t: t["values"].append([0, "a", []]), lambda t: t["values"].append([0, "a", [[[], 1]]]), lambda t: t["values"].append([1, "a", [[[0], 1]]]),
-    lambda t: t["tensor_keys"].append([9, "a", 1]), lambda t: t["tensor_keys"].append([0, "a", [1]]), lambda t: t.pop("arrays"),
-    lambda t: t.update(kinds=[[9, "Counter"]]), lambda t: t.update(kinds=[[1, "Counter"]]), lambda t: t.update(kinds=[["x", "Counter"]]),
-    lambda t: t.update(kinds=3), lambda t: t.update(placements=[[[9], [["w", ["R"]]]]]), lambda t: t.update(placements=[[[0], [[3]]]]),
-    lambda t: t.update(placements={"a": 1}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("spoil", BAD)
-def test_a_tree_that_is_none_is_damage(spoil: Any) -> None:
-    """Trees with unknown kinds, numbers out of range or values for nobody are damage."""
-    data = tree_of({"l": [1], "d": {"x": 2}}).to_json()
-    assert Tree.from_json(json.loads(json.dumps(data))).containers[1].kind == "list"
-    spoil(data)
-    with pytest.raises(holdfast.DamagedError):
-        Tree.from_json(json.loads(json.dumps(data)))

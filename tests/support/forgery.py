@@ -152,15 +152,6 @@ def tree(name: str, value: Any) -> Alter:
     return lambda columns, fields: fields["tree"].__setitem__(name, value)
 
 
-def dropped(name: str) -> Alter:
-    """Leave a column out."""
-
-    def alter(columns: Columns, head: Head) -> None:
-        del columns[name]
-
-    return alter
-
-
 def renamed(old: str, new: str) -> Alter:
     """Give a tensor another name."""
 

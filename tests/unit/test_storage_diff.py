@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import fresh_uri, from_bytes, random_bits, raw
+from support.bits import fresh_uri, from_bytes, random_bits, raw, saved
 from support.copies import flipped, images
 from support.ranks import save_as_ranks, save_cut
 
@@ -24,13 +24,6 @@ from holdfast.planner.box import Box
 from holdfast.storage.state.gaps import gap_between
 
 DTYPES = [torch.bool, torch.int8, torch.uint64, torch.float8_e5m2, torch.bfloat16, torch.complex64]
-
-
-def saved(state: Any, **options: Any) -> str:
-    """A new checkpoint of ``state``."""
-    uri = fresh_uri()
-    holdfast.save(uri, state, **options)
-    return uri
 
 
 def store(uri: str) -> MemoryDriver:

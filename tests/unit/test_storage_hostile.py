@@ -263,6 +263,9 @@ FORGERIES: dict[str, Alter] = {
     "value where a tensor is": lambda c, h: h["tree"]["values"].append([0, "w", [[[0], 1]]]),
     "value where a container is": lambda c, h: h["tree"]["values"].append([0, "list", [[[0], 1]]]),
     "two containers at one key": lambda c, h: h["tree"]["containers"].append(h["tree"]["containers"][1]),
+    "kinds of no container": tree("kinds", [[9, "Counter"]]), "kind of a container that is none": tree("kinds", [["x", "Counter"]]), "kinds of 3": tree("kinds", 3),
+    "kind of a list": tree("kinds", [[1, "Counter"]]), "placements of no rank": tree("placements", [[[9], [["w", ["R"]]]]]), "placements of 3": tree("placements", [[[0], [[3]]]]),
+    "placements of an object": tree("placements", {"a": 1}), "no arrays": lambda c, h: h["tree"].pop("arrays") and None,
     "strange tensor keys": tree("tensor_keys", [[0, "w", {"a": 1}]]), "tensor keys nowhere": tree("tensor_keys", [[88, "w", 1]]),
     "arrays of bfloat16": lambda c, h: (tree("arrays", ["w"])(c, h), head("dtypes", [["bfloat16", 2], ["int64", 8]])(c, h)) and None,
     **{
