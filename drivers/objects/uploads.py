@@ -32,7 +32,6 @@ from .errors import failures
 __all__ = [
     "PARTS_MAX",
     "Cutter",
-    "Part",
     "PartsUpload",
     "Target",
     "WholeUpload",
