@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,7 +42,7 @@ from .contest import Contestant, contest, header, rows
 from .machine import drop_caches, sync_tree
 from .peers.through_dcp import THROUGH_DCP
 from .program import GIB, Options, Program
-from .report import Report, Series, Target, ratio
+from .report import Report
 from .states import State, build, digests, nbytes_of, zero
 
 __all__ = ["own_keepers"]
@@ -63,7 +63,6 @@ DCP = "DCP's cold load"
 BESIDE = "captured, beside Python"
 LONG_GAP_S = 200e-6
 """A longer gap between two clock reads of a busy thread means an interruption."""
-BLOCKED_MS_PER_GIB = 15.0
 
 
 class _Copies:
@@ -193,13 +192,14 @@ class _Blocked:
         self.total_s.append(max(0.0, looked_s - began_s - (scheduled_s - began_scheduled_s)))
         self.longest_s.append(longest_s)
 
-    def per_gib_ms(self, nbytes: int) -> float:
-        """Return the median of the totals per GiB."""
-        return statistics.median(self.total_s) * 1e3 * GIB / nbytes
-
-    def note(self) -> str:
-        """Describe the longest block."""
-        return f"longest block of a trainer in Python: {max(self.longest_s) * 1e3:.1f} ms"
+    def note(self, nbytes: int) -> str:
+        """Describe the median of the totals per GiB, and the longest block."""
+        total_ms = statistics.median(self.total_s) * 1e3 * GIB / nbytes
+        longest_ms = max(self.longest_s) * 1e3
+        return (
+            f"a trainer in Python is blocked for {total_ms:.1f} ms per GiB, and for at most "
+            f"{longest_ms:.1f} ms at a time"
+        )
 
 
 def _scheduled() -> tuple[float, float]:
@@ -272,26 +272,6 @@ def _contestants(
     ]
 
 
-def _targets(found: Sequence[Series], blocked_ms: float) -> list[Target]:
-    by_name = {series.name: series for series in found}
-
-    def faster(name: str, than: str) -> float:
-        return ratio(by_name[than], by_name[name])
-
-    return [
-        Target("capture, share of memcpy's rate", faster(CAPTURE, MEMCPY), 0.9, at_least=True),
-        Target("resume, share of memcpy's rate", faster(RESTORE, MEMCPY), 0.5, at_least=True),
-        Target("resume, times faster than DCP's cold load", faster(RESTORE, DCP), 8, at_least=True),
-        Target("flush, share of a save's rate", faster(FLUSH, SAVE), 0.9, at_least=True),
-        Target(
-            "block of a trainer in Python, ms per GiB",
-            blocked_ms,
-            BLOCKED_MS_PER_GIB,
-            at_least=False,
-        ),
-    ]
-
-
 @contextmanager
 def own_keepers() -> Iterator[None]:
     """Use separate keepers for this program, and stop them at the end."""
@@ -321,8 +301,7 @@ def _report(given: Options, folder: Path) -> Report:
         f"{given.runs} rounds",
         header(),
         rows(found, nbytes),
-        _targets(found, blocked.per_gib_ms(nbytes)),
-        [blocked.note()],
+        notes=[blocked.note(nbytes)],
         series=found,
     )
 

@@ -30,7 +30,7 @@ from ..storage.arenas.client import status_of
 from ..storage.arenas.folder import keeper_folders
 from .keeper import own_keepers
 from .program import GIB, Options, Program, joined, launched
-from .report import Report, Series, Target
+from .report import Report, Series
 from .states import State, build, nbytes_of
 from .training import Training
 
@@ -49,7 +49,6 @@ SHARED_GIB = 1.0
 """Ranks hold some rows of a state of this size: few tensors, as in a large model."""
 ALONE = "alone"
 KEPT = "kept and protected"
-LONGER_PERCENT = 5.0
 
 
 class _Steps:
@@ -209,11 +208,7 @@ def _report(given: Options, folder: Path) -> Report:
             ]
             for series in found
         ],
-        [
-            Target("slowdown of steps, %", longer, LONGER_PERCENT, at_least=False),
-            Target("share of protected steps", protected / count, 0.95, at_least=True),
-        ],
-        [f"of {count} steps, {left_out} were not kept, and {protected} were protected"],
+        notes=[f"of {count} steps, {left_out} were not kept, and {protected} were protected"],
         series=found,
     )
 

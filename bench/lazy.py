@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import holdfast
 
 from .program import Options, Program, each_alone
-from .report import OURS, Report, Series, Target
+from .report import OURS, Report, Series
 from .states import Memcpy, State, build, digests
 from .training import KINDS, Training
 
@@ -54,10 +54,6 @@ HEADER = [
     "longer",
     "s per step and save",
 ]
-STILL_MS = 5.0
-ARM_MS_PER_GIB = 10.0
-"""The state is in host memory here, so the call arms its pages. With huge pages
-(``THP_MEM_ALLOC_ENABLE=1``) that takes a tenth of the time."""
 
 
 def _step_s(given: Options) -> float:
@@ -275,29 +271,10 @@ def _inflation(plain: Series, beside: Series) -> float:
 
 def _report(given: Options, folder: Path) -> Report:
     found = each_alone(given, folder, CONTESTANTS, step_s=_step_s(given))
-    ours = found[OURS]
-    still_ms = STILL_MS + ARM_MS_PER_GIB * given.gib
-    slower = 100 * _inflation(ours[1], ours[2])
-    targets = [
-        Target("stall per save, ms", 1e3 * ours[0].median, still_ms, at_least=False),
-        Target("slowdown of steps during a save, %, accelerator", slower, 3.0, at_least=False),
-    ]
-    if "DCP" in found:
-        every = zip(LENGTHS, found["DCP"][3:], ours[3 * len(KINDS) :], strict=False)
-        targets += [
-            Target(
-                f"{_every(copies)}, faster than DCP by",
-                theirs.median / mine.median,
-                2.0,
-                at_least=True,
-            )
-            for copies, theirs, mine in every
-        ]
     return Report(
         f"Effect on training of saves of about {given.gib:g} GiB at every step, {given.runs} steps",
         HEADER,
         _table(found),
-        targets,
         series=[series for group in found.values() for series in group],
     )
 

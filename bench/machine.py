@@ -21,8 +21,6 @@ __all__ = [
     "drop_caches",
     "evict",
     "flush",
-    "memory_nbytes",
-    "processor_s",
     "read_from_device_nbytes",
     "share_heap",
     "sync_tree",
@@ -64,30 +62,23 @@ def available_nbytes() -> int:
     return int(_field("/proc/meminfo", "MemAvailable").split()[0]) << 10
 
 
-def memory_nbytes() -> int:
-    """Return the bytes of memory of this host."""
-    return int(_field("/proc/meminfo", "MemTotal").split()[0]) << 10
-
-
 def read_from_device_nbytes() -> int:
     """Return the bytes that the kernel has fetched from storage for this process so far."""
     return int(_field("/proc/self/io", "read_bytes"))
 
 
-def processor_s() -> tuple[float, float]:
-    """Return the seconds of processor time so far: of this process, and of the whole machine with
-    its kernel."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]]
-    idle = sum(ticks[3:5])  # includes waits for disks
-    return time.process_time(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
-
-
 def busy_part() -> float:
     """Watch the processors for half a second, and return the share that is busy."""
-    _, before_s = processor_s()
+    before_s = _busy_s()
     time.sleep(_LOOK_S)
-    _, after_s = processor_s()
-    return (after_s - before_s) / (_LOOK_S * (os.cpu_count() or 1))
+    return (_busy_s() - before_s) / (_LOOK_S * (os.cpu_count() or 1))
+
+
+def _busy_s() -> float:
+    """Return the seconds of processor time so far of the whole machine, with its kernel."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]]
+    idle = sum(ticks[3:5])  # includes waits for disks
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 class PeakMemory:

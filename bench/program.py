@@ -137,8 +137,6 @@ class Program:
             found = self.report(given, folder)
             found.program = self.name
             found.machine = describe(folder) | found.machine
-        if given.tiny:
-            found.targets = []  # speed is not judged
         found.emit(parsed.json)
         return 0
 

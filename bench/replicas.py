@@ -24,7 +24,7 @@ from .contest import header, rows
 from .limit.raw_file import RawFile
 from .machine import PeakMemory, drop_caches, flush, read_from_device_nbytes
 from .program import Options, Program, joined, launched
-from .report import LIMIT, OURS, Report, Series, Target, ratio
+from .report import LIMIT, OURS, Report, Series
 from .states import State, build, digests, nbytes_of, zero
 
 __all__: list[str] = []
@@ -150,17 +150,11 @@ def _report(given: Options, folder: Path) -> Report:
         ]
         for row, s in zip(rows(found, nbytes), found, strict=True)
     ]
-    by_name = {series.name: series for series in found}
-    alone = ratio(by_name[ALONE], by_name[OURS])
     return Report(
         f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} rounds; "
         f"GB/s of one replica",
         [*header(), "processor s", "replicas asked for", "from the device"],
         table,
-        [
-            Target("times faster than each rank alone", alone, 2.0, at_least=True),
-            Target("bytes asked of the storage, in replicas", times[OURS][0], 1.01, at_least=False),
-        ],
         series=found,
     )
 

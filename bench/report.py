@@ -1,5 +1,4 @@
-"""Results of a benchmark: series of times, judged against targets, as text, JSON or a
-drawing."""
+"""Results of a benchmark: series of times as text, JSON or a drawing."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from .ratios import median_ratio
 
-__all__ = ["Report", "Series", "Target", "draw_all", "ratio"]
+__all__ = ["Report", "Series", "draw_all", "ratio"]
 
 LIMIT = "limit"
 OURS = "holdfast"
@@ -20,13 +19,12 @@ OURS = "holdfast"
 @dataclass
 class Series:
     """Figures of one contestant, per round: seconds and, where known, extra peak memory in bytes
-    and processor time in seconds, of this process and of the whole machine."""
+    and processor time in seconds."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
     peak_nbytes: list[int] = field(default_factory=list)
     own_processor_s: list[float] = field(default_factory=list)
-    all_processor_s: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -38,33 +36,6 @@ class Series:
         return max(self.peak_nbytes, default=None)
 
 
-@dataclass(frozen=True)
-class Target:
-    """A target and the value reached."""
-
-    name: str
-    value: float
-    bound: float
-    at_least: bool
-    """True if ``bound`` is a lower limit of ``value``, False if it is an upper one."""
-
-    @property
-    def met(self) -> bool:
-        if self.at_least:
-            return self.value >= self.bound
-        return self.value <= self.bound
-
-    def __str__(self) -> str:
-        if self.at_least:
-            sign = "≥"
-        else:
-            sign = "≤"
-        return (
-            f"{self.name}: {self.value:.3g} (target {sign} {self.bound:g}): "
-            f"{'met' if self.met else 'MISSED'}"
-        )
-
-
 @dataclass
 class Report:
     """Result of one program. ``rows`` are its table, and ``series`` the figures behind them."""
@@ -72,7 +43,6 @@ class Report:
     title: str
     header: list[str]
     rows: list[list[str]]
-    targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
     machine: dict[str, str] = field(default_factory=dict)
@@ -88,7 +58,6 @@ class Report:
             *_aligned([self.header, *self.rows]),
             "",
             *self.notes,
-            *map(str, self.targets),
         ]
         return "\n".join(lines)
 

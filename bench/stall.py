@@ -28,7 +28,7 @@ from .machine import PeakMemory, flush
 from .measured.plan import Plan
 from .measured.run import measured
 from .program import GIB, TINY_GIB, Options, Program, each_alone
-from .report import LIMIT, OURS, Report, Series, Target, draw_all, ratio
+from .report import LIMIT, OURS, Report, Series, draw_all, ratio
 from .states import Memcpy, State, build, digests, nbytes_of, zero
 
 __all__: list[str] = []
@@ -145,9 +145,8 @@ def _later(series: Series) -> Series:
 
 def _report(given: Options, folder: Path) -> Report:
     found = each_alone(given, folder, CONTESTANTS)
-    memcpy, ours, *_ = found[OURS]
-    stall = ratio(_later(ours), _later(memcpy))
     if given.own.chart:
+        memcpy = found[OURS][0]
         stalls = [_later(memcpy), *(_later(group[1]) for group in found.values())]
         _draw(given, folder, stalls)
     return Report(
@@ -155,7 +154,6 @@ def _report(given: Options, folder: Path) -> Report:
         f"{given.runs} calls after the first",
         HEADER,
         [row for name, group in found.items() for row in _rows(name, *group)],
-        [Target("waiting, in units of a memcpy", stall, 1.3, at_least=False)],
         series=[series for group in found.values() for series in group],
     )
 
