@@ -86,8 +86,9 @@ def test_text_means_one_uri(
 )
 def test_what_is_no_uri_is_an_error(text: Any) -> None:
     """Text that only resembles a URI is an error, and never a local folder."""
-    with pytest.raises(UriError):
+    with pytest.raises(UriError) as caught:
         parse(text)
+    assert "The URI comes first" not in str(caught.value)
 
 
 def test_a_leading_tilde_is_the_home_folder(
