@@ -10,11 +10,11 @@ are kept.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from ....core.aio import at_most
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....drivers.uri import join
@@ -127,12 +127,10 @@ async def _read(driver: Driver, key: str, memory: Memory, moved: Callable[[], No
         raise DamagedError("the image has another size than its label says", key=key)
     moved()
     ranges = range(0, memory.nbytes, _READ_NBYTES)
-    turn = asyncio.Semaphore(driver.traits.concurrency)
 
     async def read(start: int) -> None:
-        async with turn:
-            nbytes = min(_READ_NBYTES, memory.nbytes - start)
-            await driver.read(key, start, memory.buffer(start, nbytes).view)
-            moved()
+        nbytes = min(_READ_NBYTES, memory.nbytes - start)
+        await driver.read(key, start, memory.buffer(start, nbytes).view)
+        moved()
 
-    await asyncio.gather(*map(read, ranges))
+    await at_most(driver.traits.concurrency, map(read, ranges))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ....core.lru import LruCache
+from ....drivers.contract import ObjectInfo
 from ....errors import NotFoundError
 from ...arenas.label import GenerationId
 from ...arenas.messages import Inventory
@@ -23,19 +24,9 @@ from ..slot_memory import SlotPool
 from ..status import KeeperStatus
 from ..tiers import manifest_of
 
-__all__ = ["Content", "Item", "MemoryCatalog"]
+__all__ = ["Content", "MemoryCatalog"]
 
 _MANIFESTS_KEPT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One object. ``key``: starts with the name of the run, as in
-    ``<run>/step-00000500/manifest.safetensors``. ``modified_s``: seconds since the epoch."""
-
-    key: str
-    nbytes: int
-    modified_s: float
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -65,16 +56,19 @@ class MemoryCatalog:
         self._inventory = inventory
         self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
 
-    def listing(self) -> Sequence[Item]:
-        """Return all objects, in any order."""
+    def listing(self) -> Sequence[ObjectInfo]:
+        """Return all objects, in any order. Keys start with the name of the run, as in
+        ``<run>/step-00000500/manifest.safetensors``."""
         items = []
         for prefix, generation in self._shown().items():
             images = self._pool.images(generation)
             created_s = min(image.label.created_s for image in images)
             manifest = self._manifest(generation)
-            items.append(Item(f"{prefix}/{MANIFEST_KEY}", len(manifest), created_s))
+            items.append(ObjectInfo(f"{prefix}/{MANIFEST_KEY}", len(manifest), created_s))
             items += [
-                Item(f"{prefix}/{image.label.key}", image.memory.nbytes, image.label.created_s)
+                ObjectInfo(
+                    f"{prefix}/{image.label.key}", image.memory.nbytes, image.label.created_s
+                )
                 for image in images
                 if image.label.digests
             ]
