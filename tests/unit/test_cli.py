@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.cli import app
+from holdfast.cli import app, text
 from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -407,3 +407,11 @@ def test_closed_pipe_is_no_failure(stored: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+def test_ages_and_ranks_are_short() -> None:
+    """Ages are in the largest unit that fits. Many runs of ranks are cut short."""
+    ages = {-5: "now", 59: "59 s ago", 119: "1 min ago", 7200: "2 h ago", 90_000: "1 day ago"}
+    assert {seconds: text.age_text(seconds) for seconds in ages} == ages
+    assert text.ranks_text([8, 0, 1]) == "ranks 0–1, 8"
+    assert text.ranks_text(range(0, 64, 8)) == "ranks 0, 8, 16, 24, … (8 in all)"
