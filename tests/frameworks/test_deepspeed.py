@@ -1,5 +1,4 @@
-"""DeepSpeed itself: what ZeRO holds is saved and loaded in any of its stages, and what it saves is
-what any other layout saves."""
+"""Test DeepSpeed: checkpoints of any ZeRO stage equal those of any other layout."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ FORMS = {
 
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What each rank of a new job returns: DeepSpeed cannot begin twice in a process."""
+    """Run a function on the ranks of a new job: DeepSpeed cannot start twice in a process."""
     with RankProcesses(world, preload=["deepspeed"]) as ranks:
         return ranks.run(function, *args)
 
@@ -58,15 +57,14 @@ def _on_the_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """A checkpoint of ZeRO-3 on two ranks, in bf16, and what the job held and went on to do."""
+    """A checkpoint of ZeRO-3 on two ranks in bf16, with the job's tensors and further losses."""
     uri = str(tmp_path_factory.mktemp("zero") / "c")
     return uri, run(2, save_and_go_on, uri, FORMS["3, bf16"])[0]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_job_goes_on_from_its_checkpoint(form: str, tmp_path: Path) -> None:
-    """Stage by stage: the same bits, as DeepSpeed gathers them, and the same losses; the parameters
-    of the module are those of the masters that were loaded."""
+def test_job_resumes_from_its_checkpoint(form: str, tmp_path: Path) -> None:
+    """A job of any stage resumes with the same bits, as DeepSpeed gathers them, and losses."""
     uri = str(tmp_path / "c")
     held, expected = run(2, save_and_go_on, uri, FORMS[form])[0]
     for found, found_losses in run(2, load_and_go_on, uri, FORMS[form]):
@@ -89,11 +87,10 @@ def test_a_job_goes_on_from_its_checkpoint(form: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_zero_saves_any_other_layout_loads(
+def test_any_layout_loads_a_checkpoint_of_zero(
     job: Job, world: int, saved: tuple[str, Any]
 ) -> None:
-    """Another stage, another number of ranks, ZeRO in fp32, FSDP2, FSDP1, DDP, and a bare module;
-    the losses of those in fp32 are near those in bf16."""
+    """Other stages, ranks, dtypes and frameworks load the same bits, with nearly the same losses."""
     uri, (held, expected) = saved
     near = pytest.approx(expected, rel=1e-5 if job.dtype == BF16 else 0.02)
     for found, found_losses in run(world, load_and_go_on, uri, job):
@@ -101,8 +98,8 @@ def test_what_zero_saves_any_other_layout_loads(
         assert found_losses == near
 
 
-def test_what_fsdp2_saves_zero_loads(tmp_path: Path) -> None:
-    """Into stages 1 and 3, on three ranks, that have trained before."""
+def test_zero_loads_a_checkpoint_of_fsdp2(tmp_path: Path) -> None:
+    """Stages 1 and 3 load it on three ranks, after they have trained."""
     uri = str(tmp_path / "c")
     held, expected = run(2, save_and_go_on, uri, Job(other="FSDP2"))[0]
     for stage in (1, 3):
@@ -112,8 +109,8 @@ def test_what_fsdp2_saves_zero_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly(30)), 3])
-def test_what_one_process_saves_a_new_job_loads(stage: int, tmp_path: Path) -> None:
-    """It has never stepped, and has no state of an optimizer."""
+def test_new_job_loads_a_checkpoint_of_one_process(stage: int, tmp_path: Path) -> None:
+    """A job that has never stepped, and has no optimizer state yet, loads it."""
     uri = str(tmp_path / "c")
     _, expected = save_and_go_on(uri, Job())
     for found_losses in run(2, load_into_new, uri, Job(stage)):
@@ -124,7 +121,7 @@ def test_what_one_process_saves_a_new_job_loads(stage: int, tmp_path: Path) -> N
     ("stage", "other"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.nightly(30))]
 )
 def test_frozen_parameters_are_saved_and_loaded(stage: int, other: int, tmp_path: Path) -> None:
-    """They have no masters; stage 3 partitions them, the others do not."""
+    """Frozen parameters have no masters; only stage 3 partitions them."""
     uri = str(tmp_path / "c")
     held, expected = run(2, save_and_go_on, uri, Job(stage, frozen=True))[0]
     for found, found_losses in run(3, load_and_go_on, uri, Job(other, frozen=True)):
@@ -134,17 +131,17 @@ def test_frozen_parameters_are_saved_and_loaded(stage: int, other: int, tmp_path
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_are_loaded_without_their_optimizer(stage: int, saved: tuple[str, Any]) -> None:
-    """The masters are filled, so that the next step does not undo the load."""
+    """A load of weights alone fills the masters, so that the next step does not undo it."""
     uri, (held, _) = saved
     weights = {name: t for name, t in held.items() if name.startswith("model.")}
     for found in run(2, load_model_alone, uri, Job(stage, dtype=BF16)):
         assert difference(weights, found) is None
 
 
-def test_a_job_switches_from_checkpoints_of_deepspeed_and_back(
+def test_job_switches_from_checkpoints_of_deepspeed_and_back(
     saved: tuple[str, Any], tmp_path: Path
 ) -> None:
-    """What was loaded is what DeepSpeed saves, and the other way round."""
+    """DeepSpeed saves the loaded state, and its own checkpoint gives the same state."""
     uri, (held, expected) = saved
     job = Job(2, dtype=BF16)
     run(2, load_and_save_with_deepspeed, uri, str(tmp_path / "own"), job)
@@ -156,9 +153,8 @@ def test_a_job_switches_from_checkpoints_of_deepspeed_and_back(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly(30)), 3])
-def test_a_lazy_save_stores_what_was_held_at_the_call(stage: int, tmp_path: Path) -> None:
-    """The next step writes to the masters while the save goes on. A state is recognised at the next
-    save."""
+def test_lazy_save_stores_the_state_of_the_call(stage: int, tmp_path: Path) -> None:
+    """The next step writes to the masters during the save; the next save recognises the state."""
     job = Job(stage, dtype=BF16)
     for number, expected in enumerate(run(2, save_lazily, str(tmp_path), job)[0]):
         found, _ = load_and_go_on(str(tmp_path / str(number)), Job())
@@ -166,9 +162,11 @@ def test_a_lazy_save_stores_what_was_held_at_the_call(stage: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_not_known_of_deepspeed_is_refused_by_name(stage: int, tmp_path: Path) -> None:
-    """With its path, before any I/O, on save and load. Of stages 1 and 2 the module alone can be
-    saved: its parameters are whole."""
+def test_unknown_forms_of_deepspeed_are_refused(stage: int, tmp_path: Path) -> None:
+    """A save or load names the path before any I/O.
+
+    Below stage 3 the module alone can be saved, since its parameters are whole.
+    """
     expected = {
         "module": ('state["model"]["', "the engine itself"),
         "optimizer alone": ('state["optim"]', "Put the engine into the state"),

@@ -19,7 +19,7 @@ pytest.importorskip("torchtitan", reason="not installed: make frameworks")
 
 from support import torchtitan_job as job
 
-# torchtitan's own, and those of what it imports.
+# Warnings of torchtitan and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 ANYWHERE = {"exclude_from_loading": ["dataloader"]}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_memory_of_a_slot_is_pinned_until_it_is_unmapped():
-    """Torch sees that it is, and registers it anew afterwards."""
+    """Torch sees that it is pinned, and registers the memory of the next slot again."""
     torch.zeros(1, device="cuda")
     for _ in range(2):
         memory = reserved_memory(8 << 20)

@@ -1,4 +1,4 @@
-"""Lazy saves of tensors on a CUDA device: beside the trainer's streams, never across them."""
+"""Test lazy saves of tensors on a CUDA device, on a stream of their own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 CYCLES = 2_000_000_000
-"""Of the device, asleep: about a second."""
+"""Cycles that the device sleeps: about a second."""
 
 
 @pytest.mark.parametrize(
     "kind", [{"foreach": True}, {"fused": True}, {"capturable": True}, {"foreach": False}]
 )
 def test_an_optimizer_on_the_device_waits_for_the_copy(kind, tmp_path):
-    """The save is of the call, whatever the optimizer's kernels."""
+    """The save stores the state of the call with any kernels of the optimizer."""
     net = torch.nn.Linear(2000, 2000, device="cuda")
     optim = torch.optim.AdamW(net.parameters(), **kind)
     for _ in range(2):
@@ -93,8 +93,7 @@ def test_our_work_is_on_a_stream_of_its_own():
 
 
 def test_a_write_on_the_device_is_found(tmp_path):
-    """Through ``.data``, right after the call: what was copied is not what was summed. A later save
-    copies it at the call."""
+    """A write through ``.data`` right after the call fails the save; later ones copy at the call."""
     tensor = torch.zeros(1 << 22, device="cuda")
     for _ in range(2):
         holdfast.async_save(tmp_path / "first", {"w": tensor}, lazy=True).wait(60)
@@ -115,7 +114,7 @@ def test_a_write_on_the_device_is_found(tmp_path):
 
 
 def test_a_storage_on_the_device_that_is_freed_is_not_read(tmp_path):
-    """The save fails by name, or had copied it before; CUDA goes on working."""
+    """The save fails by name, or has copied the tensor before; CUDA still works."""
     tensor = torch.ones(1 << 24, device="cuda")
     for _ in range(2):
         holdfast.async_save(tmp_path / "first", {"w": tensor}, lazy=True).wait(60)

@@ -1,4 +1,4 @@
-"""The states that jobs on a GPU have. What needs no CUDA of its own runs on the host as well."""
+"""Test states of jobs on a GPU. Tests that need no CUDA of their own run on the host as well."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_elements_of_eight_bits_come_back(device, name, lazy, tmp_path):
 @pytest.mark.parametrize("kind", [{"fused": True}, {"capturable": True}, {"foreach": True}])
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(device, kind, tmp_path):
-    """The steps after a load are those that came after the save."""
+    """The steps after a load equal the steps after the save."""
     if device == "cpu" and "capturable" in kind:
         pytest.skip("capturable optimizers are for accelerators")
     net = torch.nn.Linear(64, 64, device=device)
@@ -180,8 +180,7 @@ def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 @needs_cuda
 @pytest.mark.parametrize("lazy", LAZY)
 def test_replays_of_a_graph_are_saved_and_loads_reach_the_graph(lazy, tmp_path):
-    """A save between capture and replay, and after replays; a replay goes on from what a load has
-    filled in place."""
+    """Saves between capture and replays store the tensor; a replay continues from a load."""
     tensor = torch.zeros(NUMEL, device="cuda")
     graph = graph_of(lambda: tensor.add_(1))
     tensor.zero_()
@@ -243,7 +242,7 @@ def test_an_optimizer_is_captured_beside_a_lazy_save(fenced, tmp_path):
 
 
 def missing_for_compile() -> str:
-    """What torch.compile needs for a GPU and this machine lacks, or nothing."""
+    """Return what torch.compile needs for a GPU and this machine lacks, or nothing."""
     if importlib.util.find_spec("triton") is None:
         return "triton"
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
@@ -311,8 +310,7 @@ def filled():
 @pytest.mark.parametrize("lazy", LAZY)
 @pytest.mark.parametrize("when", ["before the call", "after the call"])
 def test_a_save_succeeds_on_a_device_without_memory(when, lazy, filled, tmp_path):
-    """Sums and copies on the device give way to copies in host memory, and so does what packs
-    strided tensors there, and resolves conjugation."""
+    """Sums, packing and conjugation on the device are replaced by copies in host memory."""
     tensor = torch.arange(NUMEL * 64, device="cuda", dtype=torch.int32)
     complex_ = torch.randn(512, 512, dtype=torch.complex64, device="cuda")
     state = {"w": tensor, "t": tensor[:NUMEL].clone().view(512, 512).t(), "c": complex_.t().conj()}
@@ -350,7 +348,7 @@ def test_segments_that_expand_are_read(tmp_path):
 
 @needs_cuda
 def test_a_child_that_was_forked_after_cuda_began_saves_host_memory(tmp_path):
-    """As workers of data loaders may: CUDA is out of their reach, and is not asked for."""
+    """Workers of data loaders cannot use CUDA, and a save of host memory does not need it."""
     tensor = torch.ones(NUMEL, device="cuda")
     save(tmp_path / "before", {"w": tensor}, True)
 
