@@ -330,6 +330,21 @@ def test_a_manifest_names_nothing_elsewhere(attempt: str) -> None:
     assert caught.value.key == MANIFEST_KEY
 
 
+def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
+    """An overlap of one element is an error that names the tensor and the byte."""
+    uri = stored()
+
+    def shifted(columns: Columns, fields: Head) -> None:
+        columns["shard.start"] = columns["shard.start"].astype(np.uint64)
+        row = int(np.argsort(columns["shard.start"])[1])
+        columns["shard.start"][row] -= 8
+
+    forge(uri, shifted)
+    text = r"a shard of 'list.0' begins inside another, at byte 4,1.. of data/"
+    with pytest.raises(holdfast.DamagedError, match=text):
+        holdfast.open(uri)
+
+
 def test_another_version_is_not_guessed_at() -> None:
     """The error for another format version names it and the versions that this release reads."""
     uri = stored()
