@@ -151,13 +151,14 @@ def test_busy_save_is_skipped(commits: Commits, caplog: pytest.LogCaptureFixture
     assert "step 4: skipped, another save is in flight" in caplog.text
 
 
-def test_busy_save_waits(commits: Commits) -> None:
-    """With "wait", a save blocks training until the one before has ended."""
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_busy_save_waits(call: str, commits: Commits) -> None:
+    """With "wait", a save blocks training until the previous one has ended."""
     with holdfast.Checkpointer(commits.uri, every=1, when_busy="wait") as ckpt:
         commits.open.clear()
         ckpt.step(1, state(1))
         threading.Timer(0.1, commits.open.set).start()
-        ckpt.step(2, state(2))
+        getattr(ckpt, call)(2, state(2))
         assert ckpt.counters.saved + ckpt.counters.in_flight == 2
     assert (ckpt.counters.saved, ckpt.counters.waited, ckpt.counters.skipped) == (2, 1, 0)
     assert ckpt.counters.stalled_s > 0
