@@ -18,7 +18,7 @@ POINTS = 24
 
 
 def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> set[str]:
-    """What a save leaves behind, besides itself and what was about to be committed."""
+    """Return the leftovers of a save, apart from attempts that were about to be committed."""
     holdfast.save(uri, state_of_step(step))
     with holdfast.open(uri) as checkpoint:
         current = checkpoint.attempt
@@ -98,7 +98,7 @@ def test_not_even_an_empty_folder_stays_of_a_killed_save(
 
 
 def test_saves_of_several_processes_to_one_uri(tmp_path: Path) -> None:
-    """None of them is told to, all do at once."""
+    """Processes that save to one URI at the same time need not know of each other."""
     uri = tmp_path / "c"
     holdfast.save(uri, state_of_step(0))
     rivals = [spawned(save_against_others, str(uri), 1000 * i, 15) for i in range(1, 4)]

@@ -77,7 +77,7 @@ def test_folders_that_dcp_has_written_are_imported(ranks: RankProcesses, tmp_pat
 def test_folders_that_are_exported_dcp_loads_in_any_layout(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """What two ranks have saved as objects; by DCP's own reader."""
+    """DCP's own reader loads an export of objects that two ranks saved."""
     saved, _ = ranks.run(fsdp_save, str(tmp_path / "c"), "fsdp", 2, world=2)
     holdfast.export(tmp_path / "c", tmp_path / "dcp", format="dcp")
     for loaded in ranks.run(dcp_load, str(tmp_path / "dcp"), "tp", True, world=4):
@@ -150,7 +150,7 @@ def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
 @pytest.mark.nightly(25)
 @needs_processes
 def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
-    """Under torchrun: DCP saves from a process beside each rank."""
+    """Under torchrun, DCP saves from a process beside each rank."""
     run_job("dcp", tmp_path, world=2)
     for name, step in (("process-1", 1), ("process-2", 2), ("thread-3", 3)):
         assert difference(arranged_full(step), holdfast.load(tmp_path / name)) is None
@@ -160,7 +160,7 @@ def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
 def test_without_collectives_the_ranks_meet_by_other_means(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """What comes of it is one checkpoint."""
+    """The result is one checkpoint."""
     uri = tmp_path / "c"
     ranks.run(without_collectives, str(uri), world=3)
     assert difference(arranged_full(5), holdfast.load(uri)) is None

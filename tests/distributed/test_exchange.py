@@ -76,7 +76,7 @@ def test_compressed_images_are_exchanged_as_they_are_unpacked(
 
 
 def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Also those that were to be handed the manifest."""
+    """That includes the ranks that wait for another to read the manifest."""
     raised = errors(ranks.outcomes(ranks.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
     assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
 
@@ -84,7 +84,7 @@ def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: 
 def test_damage_that_one_rank_reads_for_others_is_an_error_on_all(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Whoever reads the flipped byte says so, in which file; nobody takes it."""
+    """The rank that reads the flipped byte names the file, and no rank uses the data."""
     ranks.run(replicated_save, str(tmp_path / "c"), CHUNKS)
     image = max(tmp_path.rglob("*.safetensors"), key=lambda path: (path.stat().st_size, path.name))
     with image.open("r+b") as file:

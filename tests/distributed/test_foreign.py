@@ -23,7 +23,7 @@ def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
 
 
 def test_sharded_tensors_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Several parts a rank, on two ranks and on three, of which one has fewer."""
+    """Two ranks and three ranks save several parts each, and one rank has fewer."""
     for world in (2, 3):
         assert all(ranks.run(sharded_tensors, str(tmp_path / str(world)), world=world))
 
@@ -31,7 +31,7 @@ def test_sharded_tensors_are_loaded_cut_otherwise(ranks: RankProcesses, tmp_path
 def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Of equal sizes and other offsets, as Megatron-FSDP has them."""
+    """Megatron-FSDP has parts of equal sizes at other offsets."""
     for found in ranks.run(hooked_tensors, str(tmp_path), world=2):
         assert found.pop("save right") == found.pop("load right") == ""
         names = {

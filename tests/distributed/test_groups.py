@@ -9,7 +9,7 @@ from support.rank_tasks import actor_and_critic, copies_of_one, runs_of_groups
 
 
 def test_two_groups_save_a_checkpoint_each(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Each is that of a job of two ranks, numbered from 0; neither waits for the other."""
+    """Each group saves a checkpoint of two ranks, numbered from 0, without waiting for the other."""
     found = ranks.run(actor_and_critic, str(tmp_path))
     assert [one["world"] for one in found] == [2] * 4
     assert all(one["whole"] for one in found)
@@ -27,6 +27,6 @@ def test_two_groups_train_with_a_checkpointer_each(ranks: RankProcesses, tmp_pat
 
 
 def test_a_rank_alone_saves_what_it_has_whole(ranks: RankProcesses, tmp_path: Path) -> None:
-    """A replicated tensor; one of which other ranks have parts is refused by name."""
+    """It saves a replicated tensor; a sharded one is refused by name."""
     for said in ranks.run(copies_of_one, str(tmp_path), world=2):
         assert "w: [3:5,0:3] is missing" in said or "w: [0:3,0:3] is missing" in said

@@ -44,7 +44,7 @@ def test_a_killed_job_ends_in_another_layout_as_if_it_had_never_stopped(
     tmp_path: Path,
     seed: int,
 ) -> None:
-    """kill -9 during a save that runs beside the training."""
+    """A rank dies of kill -9 during a save that runs beside the training."""
     uri = str(tmp_path / "run")
     _, whole = ranks.run(losses_of, kind, None, world=world)[0]
     with RankProcesses(world) as killed:

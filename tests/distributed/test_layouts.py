@@ -1,4 +1,4 @@
-"""What was saved in one parallel layout is loaded into any other, bit for bit."""
+"""A checkpoint of one parallel layout loads into any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import holdfast
 def trained(
     ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """A checkpoint of each layout on four ranks, and what is in it."""
+    """Return a checkpoint of each layout on four ranks, and its contents."""
     made = {}
     for layout in ("fsdp", "hsdp", "tp"):
         uri = str(tmp_path_factory.mktemp("trained") / layout)
@@ -45,7 +45,7 @@ def test_a_training_job_is_loaded_into_another_layout(
 def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_their_shards(
     lazy: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """FSDP2 leaves those of its root gathered after a forward without a backward."""
+    """FSDP2 leaves the root's parameters gathered after a forward without a backward."""
     uri = str(tmp_path / "c")
     for expected, found in ranks.run(fsdp_evaluated, uri, lazy, world=2):
         assert difference(expected, found) is None
@@ -59,7 +59,7 @@ def test_parameters_that_an_evaluation_has_gathered_are_saved_and_loaded_in_thei
 def test_a_model_that_was_sharded_on_meta_is_given_memory_by_a_load(
     layout: str, world: int, ranks: RankProcesses, trained: Any
 ) -> None:
-    """Each rank allocates its own shards. The optimizer was made before, and training goes on."""
+    """Each rank allocates its own shards for an existing optimizer, and training continues."""
     uri, _ = trained[layout]
     for found in ranks.run(fsdp_load, uri, layout, 2, True, "meta", world=world):
         assert difference(ranks.run(fsdp_load, uri, layout, 2, world=world)[0], found) is None

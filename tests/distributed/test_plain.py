@@ -9,7 +9,7 @@ from support.rank_tasks import partial_loads, random_load, random_save, recorded
 
 
 def test_random_states_are_each_ranks_own(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Every rank goes on drawing what it would have drawn."""
+    """Every rank continues its own random sequences."""
     drawn = ranks.run(random_save, str(tmp_path / "c"))
     assert ranks.run(random_load, str(tmp_path / "c")) == [
         [*numbers, rank] for rank, numbers in enumerate(drawn)
@@ -23,7 +23,7 @@ def test_no_collective_is_called(ranks: RankProcesses, tmp_path: Path) -> None:
 
 
 def test_what_is_left_is_told_of_all_ranks_on_each(ranks: RankProcesses, tmp_path: Path) -> None:
-    """Each rank reports the names that any rank misses, and those that no rank has a place for."""
+    """Each rank reports names that some rank misses, and names without a place on any rank."""
     for missing, unexpected in ranks.run(partial_loads, str(tmp_path / "c"), world=2):
         assert missing == ("new0", "new1")
         assert unexpected == ("extra",)

@@ -106,7 +106,7 @@ def nearly_tilings(draw: st.DrawFn) -> Case:
 
 
 def count(shape: Shape, boxes: Sequence[Sides]) -> tuple[Ints, bool]:
-    """How often each element is stored, and whether some box has no elements or sticks out."""
+    """Count how often each element is stored, and look for boxes that stick out or are empty."""
     times, outside = np.zeros(shape, dtype=int), False
     for offsets, lengths in boxes:
         pairs = list(zip(offsets, lengths, shape, strict=True))
@@ -180,7 +180,7 @@ def test_tilings_are_accepted(case: tuple[Shape, list[Box]]) -> None:
 @examples(400)
 @given(nearly_tilings())
 def test_flaws_are_those_counted(case: Case) -> None:
-    """The kinds of flaws found are exactly those that counting finds, and each example is one."""
+    """The flaws found are of exactly the kinds that counting finds, and each example is one."""
     shape, boxes = case
     times, _ = count(shape, boxes)
     shards = shard_table([(0, *box) for box in boxes], ndim=len(shape))

@@ -120,7 +120,7 @@ def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
 @examples(120)
 @given(st.lists(SHARDS, max_size=12))
 def test_shards_are_aligned_and_leave_no_holes(shards: list[Shard]) -> None:
-    """Shards are adjacent and aligned to their elements; those of whole pages to pages."""
+    """Shards are adjacent and aligned to their elements; whole pages are aligned to pages."""
     layout, _, itemsize, nbytes = laid_out(shards, block_nbytes=4096)
     assert (layout.start % itemsize == 0).all()
     assert (layout.start[nbytes % PAGE_NBYTES == 0] % PAGE_NBYTES == 0).all()

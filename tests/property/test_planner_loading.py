@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Held:
-    """A part of a tensor that a rank holds, where in which of its buffers, and who else holds it."""
+    """A part of a tensor that a rank holds, its place in a buffer, and its other holders."""
 
     tensor: int
     box: Box
@@ -50,7 +50,7 @@ class Held:
 
 
 def inset(tensor: int, box: Box, buffer: int, by: int) -> Held:
-    """What one rank holds in a buffer that is larger than the box by so many rows on each side."""
+    """Return the part of one rank whose buffer is larger than the box by ``by`` on each side."""
     local_shape = tuple(length + 2 * by for length in box.lengths)
     local_start = int(np.dot([by] * box.ndim, row_strides(local_shape)))
     return Held(tensor, box, buffer, local_start, local_shape, local_shape, (0,))
@@ -190,7 +190,7 @@ def fill(image: ImageLayout, mine: Holdings, arrays: Sequence[Array]) -> Bytes:
 
 
 def targets_of(held: Sequence[Held]) -> tuple[Targets, dict[int, tuple[int, Shape]]]:
-    """Targets for what a rank is to hold, and of each buffer the tensor and the shape."""
+    """Return the targets of a rank, and the tensor and shape of each buffer."""
     targets = Targets(
         np.array([part.tensor for part in held], dtype=np.int64),
         wide([part.box.offsets for part in held], 0),
@@ -256,7 +256,7 @@ def local_elements(targets: Targets, target: int, offsets: Ints, lengths: Ints) 
 def expected_of(
     held: Sequence[Held], arrays: Sequence[Array], buffers: Mapping[int, Array], targets: Targets
 ) -> dict[int, Array]:
-    """What the buffers must hold, from the tensors themselves."""
+    """Return the expected contents of the buffers, from the tensors themselves."""
     result = {index: np.zeros_like(buffer) for index, buffer in buffers.items()}
     for row, part in enumerate(held):
         content = arrays[part.tensor][slices(targets.offsets[row], targets.lengths[row])]
@@ -417,7 +417,7 @@ def assert_units_are_right(
 @examples(30)
 @given(st.integers(1, 6), st.lists(st.integers(1, 40), min_size=1, max_size=4))
 def test_replicas_read_even_parts(members: int, blocks: list[int]) -> None:
-    """Of what all want alike each reads one run, within a chunk of its share."""
+    """Replicas read one run each, of an equal share within one chunk."""
     stop = np.array(blocks) * BLOCK
     wish = WantedRanges(np.arange(len(blocks)), np.zeros(len(blocks), np.int64), stop)
     sharing = share([wish] * members, CHUNK)

@@ -95,7 +95,7 @@ def test_holders_write_everything_once(cases: list[Tensor], seed: int, balanced:
 @examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
 def test_holders_write_evenly(cases: list[Tensor], seed: int) -> None:
-    """Of what a group holds, each member writes its share, within 2% or an element."""
+    """Each member writes its share of its group's bytes, within 2% or an element."""
     for group in {case[0] for case in cases}:
         theirs = [row for row, case in enumerate(cases) if case[0] == group]
         share = sum(np.prod(cases[row][1]) * cases[row][2] for row in theirs) / len(group)
@@ -110,7 +110,7 @@ def test_holders_write_evenly(cases: list[Tensor], seed: int) -> None:
 @examples(150)
 @given(st.lists(tensors(), min_size=1, max_size=8), st.integers(0, 1000))
 def test_the_whole_job_is_balanced(cases: list[Tensor], seed: int) -> None:
-    """However groups overlap, the highest load is that of the best division, within 2% and cuts."""
+    """However groups overlap, the highest load is within 2% and cuts of the best division."""
     held = held_by(cases)
     shares = balance(held, WORLD)
     loads = [
@@ -169,7 +169,7 @@ def holdings(
 
 
 def written(held: Holdings, rank: int) -> list[tuple[int, list[int], list[int], list[int]]]:
-    """What a rank writes, as rows (tensor, offsets, lengths, offsets in the local tensor)."""
+    """Return the boxes that a rank writes as (tensor, offsets, lengths, local offsets)."""
     mine = divide(held, rank)
     local = [
         [int(index) for index in np.unravel_index(start, shape)]
@@ -180,7 +180,7 @@ def written(held: Holdings, rank: int) -> list[tuple[int, list[int], list[int], 
 
 
 def test_cuts_fall_on_rows() -> None:
-    """Where a share ends inside a row, the row goes to the next holder."""
+    """A row in which a share ends belongs to the next holder."""
     held = holdings([((0, 0), (1000, 8))], ((0, 1, 2),))
     rows = [
         (offsets[0], lengths) for rank in range(3) for _, offsets, lengths, _ in written(held, rank)

@@ -33,7 +33,7 @@ class Step:
 
 @dataclass
 class Workshop:
-    """Performs steps in virtual time, and looks at every moment at what is in use."""
+    """Performs steps in virtual time, and checks at every moment which resources are in use."""
 
     stages: list[StageSpec]
     budget: Budget
@@ -132,7 +132,7 @@ def workshops(draw: st.DrawFn, fragile: bool) -> Workshop:
 
 
 def pending() -> set[asyncio.Task[object]]:
-    """Tasks other than the one that asks."""
+    """Return all tasks but the caller's."""
     return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[return-value]
 
 

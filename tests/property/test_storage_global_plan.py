@@ -1,4 +1,4 @@
-"""Ranks agree on what all of their states together tell, whatever they remember."""
+"""Ranks agree on one plan from the states of all, whatever each remembers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def agree_all(
 
 
 def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:
-    """Who holds the same, told by who sees all states; None where that cannot be saved."""
+    """Return the holders as an observer of all states sees them; None if they cannot be saved."""
     seen: list[dict[str, tuple[int, ...]]] = []
     for state in job:
         mine = {}
@@ -98,14 +98,14 @@ def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:
 
 
 def on_one_mesh(job: Sequence[State]) -> bool:
-    """Whether all ranks of a mesh hold alike what lies on it, as a framework sees to."""
+    """Return whether the ranks of each mesh hold its tensors alike, as a framework ensures."""
     return all(len({job[rank].get(name) for rank in mesh}) == 1 for mesh in MESHES for name in "pq")
 
 
 def look(
     flats: Sequence[FlatState], agreed: Sequence[Agreed], job: Sequence[State]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Return the agreed holders by name; those that a mesh tells alone are not discussed."""
+    """Return the agreed holders by name; tensors known from their mesh are not discussed."""
     found = []
     for rank, (flat, told) in enumerate(zip(flats, agreed, strict=True)):
         mesh = next(mesh for mesh in MESHES if rank in mesh)
@@ -144,7 +144,7 @@ def test_parts_of_one_tensor_that_differ_between_meshes_are_refused() -> None:
 
 
 def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> None:
-    """Tensors of one mesh are never digested, those of one rank only once."""
+    """Tensors of one mesh are never digested, and tensors of one rank only once."""
     job = [
         {"a": 1, "b": rank, "p": 5} if rank < 2 else {"a": 1, "b": rank, "c": 7}
         for rank in range(WORLD)
@@ -161,7 +161,7 @@ def test_what_is_as_before_takes_one_round_and_no_more_digests_than_needed() -> 
 
 
 def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
-    """And so is what differed, and does not any more; from then on one round will do again."""
+    """Tensors that begin or cease to differ are detected; then one round suffices again."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     rounds, holders = [], []
     for values_of_a in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 1, 1), (3, 3, 3)):
@@ -174,7 +174,7 @@ def test_what_was_alike_and_is_not_is_found_out_anew() -> None:
 
 
 def test_a_rank_that_remembers_nothing_has_all_say_all() -> None:
-    """It was started anew, or holds something else now."""
+    """A rank that has restarted makes all ranks send full statements."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     flats = [flat_of({"a": 1}, rank) for rank in range(WORLD)]
     agree_all(flats, memory)

@@ -77,7 +77,7 @@ class OneImage:
     """One packed image, and what reads it."""
 
     def __init__(self, content: bytes, blocks: int, pages: int, order: list[int]) -> None:
-        """Chunks of so many blocks of so many pages, packed in this order as far as it goes."""
+        """Pack chunks of ``blocks`` blocks of ``pages`` pages, in this order as far as it goes."""
         block_nbytes = pages * PAGE
         chunk_nbytes = blocks * block_nbytes
         digests = page_of(memoryview(content), block_nbytes)

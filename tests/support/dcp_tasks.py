@@ -68,7 +68,7 @@ def arranged_full(step: int) -> dict[str, Any]:
 
 
 def accepts(function: Callable[..., Any], option: str) -> bool:
-    """Whether this torch has an option of DCP; 2.6, the oldest that is promised, has fewer."""
+    """Return whether this torch has an option of DCP; 2.6, the oldest supported, has fewer."""
     return option in inspect.signature(function).parameters
 
 
@@ -80,7 +80,7 @@ def caching_planner() -> DefaultSavePlanner:
 
 
 def cached_plans(folder: str) -> None:
-    """Saves by plans that DCP keeps from the first one; the last replaces that of the first."""
+    """Save by plans that DCP keeps from the first save; the last save replaces the first."""
     for step in range(4):
         writer = HoldfastWriter(f"{folder}/{step % 3}")
         dcp.save(arranged(step), storage_writer=writer, planner=caching_planner())

@@ -34,12 +34,12 @@ def outcome(call: Callable[[], Any]) -> str:
 
 
 class Refusals:
-    """What is refused: the errors of saves, and of loads of ``whole``, below ``uri``."""
+    """Collects the errors of refused saves, and of loads of ``whole``, below ``uri``."""
 
     def __init__(self, uri: str, whole: dict[str, Any]) -> None:
         self._uri = uri
         self.errors: dict[str, tuple[str, str]] = {}
-        """Of the save and of the load, by name."""
+        """Errors of the save and the load, by name."""
         holdfast.save(f"{uri}/whole", whole)
 
     def tried(self, name: str, state: dict[str, Any]) -> None:

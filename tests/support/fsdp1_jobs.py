@@ -159,7 +159,7 @@ def load_and_go_on(uri: str, layout: Layout, used: bool = False) -> Seen:
 
 
 def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
-    """Save while the gathered parameters of a forward are still there; what was held before it."""
+    """Save while the parameters gathered by a forward exist; return the state before it."""
     model, optim = built(layout, 1)
     step(model, optim, 0)
     held = contents(model, optim)
@@ -192,7 +192,7 @@ def refused(uri: str) -> dict[str, tuple[str, str]]:
 
 
 class Extra(nn.Linear):
-    """A module with a state beside its tensors."""
+    """A module with extra state."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -223,7 +223,7 @@ def load_differing_steps(uri: str) -> list[str]:
 
 
 def save_replaced_data(uri: str) -> dict[str, torch.Tensor]:
-    """Save a model whose original parameters were given new data; what is held then."""
+    """Save a model whose original parameters were given new data; return the state."""
     model, optim = built(Layout("FULL_SHARD"), 1)
     step(model, optim, 0)
     for parameter in model.parameters():

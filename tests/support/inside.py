@@ -39,7 +39,7 @@ def around_image_writes(
     patch: pytest.MonkeyPatch,
     around: Callable[[Callable[[], Awaitable[Any]], ImageWriter], Awaitable[Any]],
 ) -> None:
-    """Whatever writes an image calls ``around(write, writer)``, and returns what that returns."""
+    """Call ``around(write, writer)`` for each write of an image, and return its result."""
     plain = ImageWriter.write
 
     async def write(self: ImageWriter, key: Any) -> Any:
@@ -60,12 +60,12 @@ def on_allocation(patch: pytest.MonkeyPatch, note: Callable[[int], object]) -> N
 
 
 def read_within(patch: pytest.MonkeyPatch, budget_nbytes: int) -> None:
-    """What reads parts of a checkpoint has a budget of its own."""
+    """Give readers of parts of a checkpoint another budget."""
     patch.setattr(reader, "READ_BUDGET_NBYTES", budget_nbytes)
 
 
 def after_grace(patch: pytest.MonkeyPatch, clocks_differ_s: float = 1.0) -> None:
-    """The grace period of whatever is there is over, though the storage's clock be slow."""
+    """End the grace period of all attempts, even if the storage's clock is slow."""
     patch.setattr(limits, "GRACE_S", -clocks_differ_s)
 
 

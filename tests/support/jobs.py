@@ -111,7 +111,7 @@ def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def fsdp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
-    """Train, save, and tell what was saved."""
+    """Train and save; return the saved state."""
     model, optim = sharded(layout, 1)
     train(model, optim, 0, steps)
     holdfast.save(uri, {"model": model, "optim": optim, "step": steps})
@@ -121,7 +121,7 @@ def fsdp_save(uri: str, layout: str, steps: int) -> dict[str, Any]:
 def fsdp_load(
     uri: str, layout: str, more: int = 0, strict: bool = True, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Load into a job made otherwise, perhaps train on, and tell what it is then."""
+    """Load into a job of another layout, train for ``more`` steps, and return the state."""
     model, optim = sharded(layout, 2, device)
     state = {"model": model, "optim": optim, "step": 0}
     holdfast.load(uri, into=state, strict=strict)

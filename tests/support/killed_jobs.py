@@ -34,7 +34,7 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Job:
-    """A training job; ``gradients`` computes those of a step and returns its loss; ``after`` follows."""
+    """A training job; ``gradients`` runs backward and returns the loss; ``after`` ends a step."""
 
     state: dict[str, Any]
     gradients: Callable[[int], float]
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """All of it: what ``state`` leaves out is that of every job."""
+        """All state: ``state`` and the parts that every job has."""
         return {"optims": list(self.optims), "schedules": self.schedules, **self.state}
 
     def step(self, number: int) -> float:
@@ -62,7 +62,7 @@ class Job:
 
 
 def batch(number: int, features: int = 10) -> torch.Tensor:
-    """That of a step, which all ranks have."""
+    """Return the batch of a step, equal on all ranks."""
     return torch.randn(12, features, generator=torch.Generator().manual_seed(number))
 
 

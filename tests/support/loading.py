@@ -33,7 +33,7 @@ class Samples(IterableDataset[int]):
         return sample
 
     def state_dict(self) -> dict[str, Any]:
-        """What is left."""
+        """Return the remaining samples."""
         return {"left": self.left.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def save_lists(uri: str) -> None:
 
 
 def dealt_lists(uri: str) -> dict[str, list[str]]:
-    """What this rank gets of them by each rule."""
+    """Return this rank's list under each rule."""
     state = {rule: holdfast.PerRank([], rule) for rule in RULES}
     holdfast.load(uri, into=state, strict="state")
     return {rule: per_rank.value for rule, per_rank in state.items()}

@@ -27,7 +27,7 @@ path.)"""
 
 
 class Failed(Exception):
-    """What a rank raised, with its traceback as text; ``error`` is the exception."""
+    """An error of a rank, with its traceback as text; ``error`` is the exception."""
 
     def __init__(self, rank: int, error: BaseException, text: str) -> None:
         super().__init__(rank, error, text)
@@ -88,7 +88,7 @@ class RankProcesses:
         return world
 
     def outcomes(self, world: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """What each rank returned, a Failed, or Gone. Raises TimeoutError, and ends all processes."""
+        """Return each rank's result, Failed or Gone. On a timeout, end all and raise TimeoutError."""
         end = time.monotonic() + timeout_s
         results: list[Any] = []
         for rank in range(world):
@@ -111,7 +111,7 @@ class RankProcesses:
         world: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> list[Any]:
-        """What each rank returned. Raises the first Failed."""
+        """Run a job; return the results of all ranks, or raise the first Failed."""
         results = self.outcomes(self.begin(function, *args, world=world), timeout_s)
         for result in results:
             if isinstance(result, Failed):
@@ -123,7 +123,7 @@ class RankProcesses:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all. Those that may have started processes end by themselves, and these with them."""
+        """End all processes; those that may have children end by themselves."""
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
@@ -135,7 +135,7 @@ class RankProcesses:
 
 
 def errors(outcomes: Sequence[Any]) -> list[BaseException | None]:
-    """What each rank raised."""
+    """Return the error of each rank, or None."""
     return [outcome.error if isinstance(outcome, Failed) else None for outcome in outcomes]
 
 

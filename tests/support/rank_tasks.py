@@ -1,4 +1,4 @@
-"""Tasks for rank processes: random states, and what goes wrong."""
+"""Tasks for rank processes: random states, groups of ranks, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training runs of several ranks with a Checkpointer: what each rank process does."""
+"""Tasks for rank processes: training runs with a Checkpointer."""
 
 from __future__ import annotations
 

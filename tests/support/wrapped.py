@@ -40,7 +40,7 @@ class AppState:
         self.model, self.optim = model, optim
 
     def state_dict(self) -> dict[str, Any]:
-        """Of both, by torch."""
+        """Return both states."""
         model, optim = get_state_dict(self.model, self.optim)
         return {"model": model, "optim": optim}
 
@@ -90,7 +90,7 @@ class Moments:
         self.names = {p: name for name, p in model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the parameters that have some."""
+        """Return the moments of all parameters that have some."""
         (optim,) = self.holder["optim"]
         return {
             f"adam:{self.names[p]}/{key}": value
@@ -122,7 +122,7 @@ def state_with(kind: str, model: nn.Module, optim: torch.optim.Optimizer) -> dic
 
 
 def wrapped_save(uri: str, kind: str, layout: str) -> dict[str, Any]:
-    """Train, save, and tell what was saved."""
+    """Train and save; return the saved state."""
     model, optim = sharded(layout, 1)
     train(model, optim, 0, 3)
     holdfast.save(uri, state_with(kind, model, optim))
@@ -245,7 +245,7 @@ class Local(torch.optim.SGD):
 
 
 def local_states(uri: str) -> bool:
-    """Whether a new optimizer of that kind gets back just what this rank had."""
+    """Return whether a new optimizer of that kind gets back this rank's own states."""
     model, _ = sharded("fsdp", 1)
     optim = Local(model.parameters())
     optim.fill()
@@ -258,7 +258,7 @@ def local_states(uri: str) -> bool:
 
 
 def kinds_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, str]:
-    """How the states of the first matrix are laid out."""
+    """Return the layouts of the first matrix's states."""
     p = next(p for p in model.parameters() if p.ndim == 2)
     state = optim.state.get(p, {})
     return {k: str(v.placements) if isinstance(v, DTensor) else "plain" for k, v in state.items()}
@@ -301,13 +301,13 @@ def own_optimizer(uri: str, load: bool, with_module: bool = True) -> Any:
 
 
 class Given:
-    """An object that keeps what it is given."""
+    """An object that holds the state that it is given."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has."""
+        """Return the state."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def group(uri: str) -> Iterator[dist.Store]:
 
 
 def calls(uri: str) -> list[Callable[[], Any]]:
-    """What all ranks of a job call together."""
+    """Return the collective calls of a job."""
     return [
         lambda: holdfast.save(uri, STATE, deadline_s=5),
         lambda: holdfast.async_save(uri, STATE, deadline_s=5).wait(20),
@@ -58,7 +58,7 @@ def calls(uri: str) -> list[Callable[[], Any]]:
 def test_a_child_is_refused_what_all_ranks_do_together(
     number: int, uri: str, group: dist.Store
 ) -> None:
-    """Before it has told or asked the other ranks anything."""
+    """A child is refused before it contacts any other rank."""
     keys = group.num_keys()
 
     def child() -> None:
@@ -97,7 +97,7 @@ def test_a_child_that_leaves_the_group_is_a_process_of_its_own(uri: str, group: 
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
-    """Of a checkpoint; or its worker saves."""
+    """Rows of a checkpoint, read by a worker, which may also save."""
 
     def __init__(self, uri: str, saves: bool) -> None:
         self.uri, self.saves = uri, saves

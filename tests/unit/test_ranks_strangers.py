@@ -48,7 +48,7 @@ def arena() -> Iterator[Arena]:
 async def opened(
     arena: Arena, near: str = "", handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> AsyncIterator[tuple[Listener, dict[int, Connection]]]:
-    """A listener that admits member 1, and those that it has admitted."""
+    """Yield a listener that admits member 1, and its connections."""
     listener, connections = Listener(arena.fd, host_key(), near), dict[int, Connection]()
     accepting = asyncio.ensure_future(listener.accept([1], connections, handshake_timeout_s))
     try:

@@ -59,7 +59,7 @@ def test_a_state_without_tensors_writes_no_image(tmp_path: Path) -> None:
 
 
 def accesses(storage: MemoryDriver) -> list[tuple[str, str]]:
-    """The operations of a save over what is there, in order, but for the last clean-up."""
+    """Return the operations of a save over a checkpoint, except for the last cleanup."""
     seen: list[tuple[str, str]] = []
 
     async def note(operation: str, key: str) -> None:
@@ -70,7 +70,7 @@ def accesses(storage: MemoryDriver) -> list[tuple[str, str]]:
 
 
 def prepared() -> MemoryDriver:
-    """Storage with a checkpoint, and what a dead attempt left."""
+    """Return storage with a checkpoint and the leftovers of a dead attempt."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     run(storage.put("data/20200101T000000-00000000/attempt.json", b"{}"))
@@ -246,7 +246,7 @@ def test_a_save_that_was_overtaken_is_told_so_and_changes_nothing() -> None:
 
 
 def test_two_saves_of_one_process_to_one_uri_take_turns() -> None:
-    """The second waits for the first; both succeed, and the second is what is there."""
+    """The second save waits for the first; both succeed, and the second one stays."""
     uri = fresh_uri()
     handles = [holdfast.async_save(uri, {"i": i, "x": torch.full((1000,), i)}) for i in range(5)]
     for handle in handles:
@@ -357,7 +357,7 @@ def test_a_handle_can_be_awaited() -> None:
 def test_what_fails_in_the_background_is_raised_by_wait(
     operation: str, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each time it is asked, and logged once the caller was let go; the next save is not affected."""
+    """Every wait raises the error; it is logged if the call had returned; the next save works."""
     is_full = False
 
     async def fail(doing: str, key: str) -> None:

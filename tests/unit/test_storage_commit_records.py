@@ -1,4 +1,4 @@
-"""Commit records and settled attempts: what is committed is neither deleted nor mixed."""
+"""Commit records and settled attempts: a committed attempt is neither deleted nor mixed."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]
 
 
 def is_look(done: Sequence[tuple[str, str]]) -> bool:
-    """Whether the last of these operations of a saver read the manifest that it had put."""
+    """Return whether the last operation of a save read back its own manifest."""
     return ("put", MANIFEST_KEY) in done and done[-1] == ("get", MANIFEST_KEY)
 
 

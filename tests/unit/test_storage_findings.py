@@ -1,4 +1,4 @@
-"""What a save's telemetry shows: who was slow, and why; and the same as a trace."""
+"""Findings in a save's telemetry: slow ranks and their causes; and the trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.storage.operations.reporting.trace import chrome_trace
 
 
 def few_slow(seconds: float) -> StageReport:
-    """Writes of which one took nearly all of the time."""
+    """Return writes with one that took nearly all of the time."""
     usual = stage(2.0, NBYTES)
     histogram = list(usual.histogram)
     histogram[bucket_of(2.0 / CHUNKS)] -= 1

@@ -44,7 +44,7 @@ def grouped(
 
 
 def hyperparameters(net: nn.Module, optim: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:
-    """Of each parameter: learning rate, weight decay, betas and the first moment."""
+    """Return learning rate, weight decay, betas and first moment of each parameter."""
     name = {p: n for n, p in net.named_parameters()}
     return {
         name[p]: (g["lr"], g["weight_decay"], g["betas"], optim.state[p]["exp_avg"].tolist())
@@ -93,7 +93,7 @@ def split(groups: Groups) -> Groups:
 def test_hyperparameters_are_given_back_by_the_names_of_parameters(
     arranged: Callable[[Groups], Groups],
 ) -> None:
-    """In whatever order, and in how many parts, groups are made: each parameter has what it had."""
+    """However groups are ordered or split, each parameter keeps its hyperparameters."""
     net, optim, uri = stored(DECAY + REST)
     other, into = grouped(arranged(copy.deepcopy(DECAY + REST)))
     holdfast.load(uri, into={"net": other, "optim": into})
@@ -172,7 +172,7 @@ def test_keys_of_the_users_own_and_of_schedulers_are_taken_over() -> None:
 
 
 def test_names_that_torch_has_given_stay_those_of_the_job_that_loads() -> None:
-    """``param_names`` of a group are those of its parameters, in their order."""
+    """``param_names`` of a group match its parameters, in their order."""
     net, optim, uri = stored(DECAY, named=True)
     other, into = grouped([(names[::-1], h) for names, h in DECAY[::-1]], named=True)
     names = [group["param_names"] for group in into.param_groups]
@@ -251,7 +251,7 @@ def test_tied_parameters_are_found_by_any_of_their_names() -> None:
 
 
 def test_another_kind_of_optimizer_is_said() -> None:
-    """A checkpoint of AdamW does not fit SGD: the error says what each of them has."""
+    """A checkpoint of AdamW does not fit SGD; the error lists the hyperparameters of both."""
     _, _, uri = stored(DECAY)
     other = Net()
     into = torch.optim.SGD(

@@ -1,4 +1,4 @@
-"""Tensors of which a rank holds several parts, as their hooks tell."""
+"""Tensors that report several parts per rank through their hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
 
 
 class Cut:
-    """Boxes of a matrix, as DCP is told of them. ``shape``: that of the whole."""
+    """Boxes of a matrix, reported as DCP expects. ``shape``: the shape of the whole."""
 
     shape: tuple[int, ...] = (6, 8)
 
@@ -34,7 +34,7 @@ class Cut:
         return [SimpleNamespace(offsets=offsets, sizes=sizes) for offsets, sizes in self.boxes]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
-        """The shape of the whole, and no more that is asked for here."""
+        """Return the shape of the whole."""
         properties = SimpleNamespace(dtype=torch.float32)
         return [
             SimpleNamespace(tensor_data=SimpleNamespace(size=self.shape, properties=properties))
@@ -50,7 +50,7 @@ class Cut:
         return part
 
     def is_right(self) -> bool:
-        """Whether each part is that of WHOLE."""
+        """Return whether each part equals its part of WHOLE."""
         expected = Cut(self.boxes).parts
         return all(map(torch.equal, self.parts, expected))
 
@@ -84,7 +84,7 @@ def test_parts_go_to_any_other_layout_and_back() -> None:
 
 
 class Silent(Cut):
-    """Does not say what the shape of the whole is."""
+    """Does not report the shape of the whole."""
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
         """Nothing."""

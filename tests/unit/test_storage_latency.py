@@ -1,4 +1,4 @@
-"""How long the storage takes to answer is no matter of the trainer's."""
+"""The latency of the storage does not delay the trainer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(
 
 
 def rounds_of(save: Callable[[Driver], Coroutine[Any, Any, Any]], place: MemoryDriver) -> float:
-    """How many round trips ``save`` waits for, one after the other, where each operation takes one."""
+    """Return how many sequential round trips ``save`` needs, if each operation takes one."""
 
     async def trip(operation: str, key: str) -> None:
         await asyncio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What a load that failed has left in a state is made good by the next one, or named."""
+"""The leftovers of a failed load are repaired by the next load, or named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N = 8 << 20
 
 
 def run_of(folder: Path, *states: dict[str, Any]) -> None:
-    """Checkpoints of a run, of which the last one is damaged in the middle of ``a``."""
+    """Save checkpoints of a run, and damage the last one in the middle of ``a``."""
     with holdfast.Checkpointer(folder, grace_s=None) as checkpoints:
         for step, state in enumerate(states, 1):
             checkpoints.save(step, state)
@@ -57,7 +57,7 @@ def test_an_older_checkpoint_that_lacks_what_was_touched_is_refused(
 
 
 def test_an_older_checkpoint_that_has_all_that_was_touched_is_loaded_whole(tmp_path: Path) -> None:
-    """What the state has besides stays as it was: no checkpoint touched it."""
+    """Other parts of the state stay unchanged, because no checkpoint touched them."""
     run_of(tmp_path, full(1.0, "a", "b", "d"), full(2.0, "a", "b"))
     into = full(0.0, "a", "b", "c", "d")
     with holdfast.Checkpointer(tmp_path, grace_s=None) as checkpoints:
@@ -71,7 +71,7 @@ def test_an_older_checkpoint_that_has_all_that_was_touched_is_loaded_whole(tmp_p
 
 
 class Averages:
-    """An object that keeps what it is not given."""
+    """An object that keeps entries missing from a loaded state."""
 
     def __init__(self, *names: str) -> None:
         self.of = {name: torch.zeros(1 << 20) for name in names}
@@ -81,7 +81,7 @@ class Averages:
         return dict(self.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Those that are there."""
+        """Take over the given entries."""
         self.of |= state
 
 
@@ -117,7 +117,7 @@ class Replaced(MemoryDriver):
 
 @pytest.mark.parametrize(("new", "fits"), [(full(2.0, "a", "b"), True), (full(2.0, "b"), False)])
 def test_a_checkpoint_that_is_replaced_by_one_with_less_is_refused(new: Any, fits: bool) -> None:
-    """The load starts over with what is there now, which must have all that was begun."""
+    """The load restarts with the new checkpoint, which must have all names that it began to fill."""
     driver = Replaced()
     save_as_ranks(driver, [full(1.0, "a", "b")])
     driver.new = new

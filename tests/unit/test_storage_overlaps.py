@@ -26,7 +26,7 @@ class LM(nn.Module):
 
 
 def array(values: Any) -> np.ndarray:
-    """Of a tensor or an array."""
+    """Return a tensor or an array as an array."""
     return values.resolve_neg().numpy() if isinstance(values, torch.Tensor) else values
 
 
@@ -53,7 +53,7 @@ def test_tied_weights_of_which_two_values_are_stored_are_refused() -> None:
 
 
 def test_values_that_agree_after_a_cast_are_loaded() -> None:
-    """What counts is what the state would hold."""
+    """Values are compared as the state would hold them."""
     uri = fresh_uri()
     holdfast.save(uri, {"a": torch.ones(5), "b": torch.ones(5, dtype=torch.float16)})
     tied = torch.zeros(5, dtype=torch.float64)
@@ -77,7 +77,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] 
 def test_views_that_were_stored_as_they_are_come_back(
     layout: Any, rng: np.random.Generator
 ) -> None:
-    """What was consistent when it was saved is consistent when it is loaded, in every mode."""
+    """Views that agree when saved agree when loaded, in every mode."""
     base = torch.from_numpy(rng.random(64, np.float32))
     uri = fresh_uri()
     first, second = layout(base)
@@ -132,7 +132,7 @@ def test_neighbours_in_one_storage_are_filled_in_place(
 
 
 def test_one_tensor_under_many_names() -> None:
-    """Three names, of which the last differs; then the middle one."""
+    """Of three names, the last differs, and then the middle one."""
     for values in ([4.0, 4.0, 6.0], [4.0, 6.0, 4.0]):
         uri, tied = fresh_uri(), torch.zeros(3)
         holdfast.save(

@@ -110,7 +110,7 @@ def test_parts_arrive_in_the_order_asked_for(
 
 @pytest.mark.parametrize("hops", range(8))
 def test_who_waits_for_an_upload_goes_before_who_comes_later(hops: int) -> None:
-    """A caller that arrives as the upload opens does not overtake those that wait."""
+    """A caller that arrives as the upload opens does not overtake waiting callers."""
 
     async def run() -> None:
         go, went = asyncio.Event(), list[int]()

@@ -24,13 +24,13 @@ CHUNK_NBYTES = 16 << 20
 
 @dataclass
 class Seen:
-    """The ranges that were read in pieces, and in which byte of an object each read is damaged."""
+    """The ranges read in pieces, and the position of a flipped byte."""
 
     uri: str = ""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     flips: int | None = None
     cuts_nbytes: int = PIECE_NBYTES
-    """Where pieces end, whatever the traits say."""
+    """Size of the pieces, regardless of the traits."""
 
 
 class InPieces(MemoryDriver):
@@ -60,7 +60,7 @@ class InPieces(MemoryDriver):
 
 @pytest.fixture
 def seen(serve: Serve) -> Seen:
-    """What drivers that read in pieces see."""
+    """Return the record of drivers that read in pieces."""
     made = Seen()
     made.uri = serve(lambda location: InPieces(location, made))
     return made
@@ -86,7 +86,7 @@ def test_all_of_a_chunk_is_one_read(seen: Seen) -> None:
 
 
 def test_a_part_of_a_checkpoint_takes_its_pieces(seen: Seen) -> None:
-    """What is not wanted lies between two reads, and is not read."""
+    """Unwanted bytes between two reads are not read."""
     state = _state()
     holdfast.save(f"{seen.uri}/saved", state)
     target = {"t0": torch.zeros_like(state["t0"]), "t3": torch.zeros_like(state["t3"])}
@@ -152,7 +152,7 @@ def test_pieces_cut_elsewhere_are_the_driver_s_fault(seen: Seen) -> None:
 @pytest.mark.parametrize("arrived_nbytes", [1, 7, 10, 64, 1000])
 @pytest.mark.parametrize(("start", "nbytes"), [(0, 100), (3, 97), (10, 10), (19, 2), (5, 0)])
 def test_pieces_are_joined_to_multiples(start: int, nbytes: int, arrived_nbytes: int) -> None:
-    """Pieces end at multiples of their size; a restart repeats only what was not taken."""
+    """Pieces end at multiples of their size; a restart repeats only bytes not yet taken."""
     content = bytes(range(128))
     taken: list[bytes] = []
     joiner = PieceJoiner(start, nbytes, 10, lambda piece: taken.append(bytes(piece)), bytearray(10))

@@ -83,7 +83,7 @@ def retried(driver: Driver) -> Driver:
 def test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_written(
     layer: Callable[[Driver], Driver],
 ) -> None:
-    """Nothing is left of the save; the message says what is wrong, and what to do."""
+    """The save leaves nothing; the message names the problem and the remedy."""
     storage = Ignoring()
     with pytest.raises(holdfast.StorageError, match="although its key is taken") as caught:
         run(save(layer(storage), OLD))
@@ -93,7 +93,7 @@ def test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_wri
 
 
 def test_the_option_for_stores_without_conditional_puts_is_named() -> None:
-    """Where the driver has it; it makes the save work."""
+    """The message names the option if the driver has it, and the option makes the save work."""
     with pytest.raises(holdfast.StorageError, match=r"\?conditional=off"):
         run(save(retried(IgnoringStore()), OLD))
     with pytest.raises(holdfast.StorageError) as caught:
@@ -115,7 +115,7 @@ def test_on_such_a_storage_no_other_attempt_is_aborted() -> None:
 
 
 def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
-    """Both collect what others have left."""
+    """Both collect leftovers, so both check the storage."""
     ours = Ignoring("fitness-copies")
     with pytest.raises(holdfast.StorageError, match="although its key is taken"):
         copied(checkpoint(), ours)
@@ -183,7 +183,7 @@ def test_one_false_answer_that_the_marker_is_missing_does_not_fail_a_save() -> N
 def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(
     kind: type[MemoryDriver],
 ) -> None:
-    """What was there before stays the checkpoint, and nothing of the save is left."""
+    """The old checkpoint stays, and nothing of the save is left."""
     name = f"fitness-{kind.__name__}"
     run(save(MemoryDriver(name), OLD))
     before = run(contents(MemoryDriver(name)))
@@ -234,7 +234,7 @@ def test_a_manifest_that_is_not_kept_is_put_again(before: bool, kept: str) -> No
 @pytest.mark.parametrize("kept", DAMAGED)
 @pytest.mark.parametrize("before", [False, True], ids=["the first save", "a later save"])
 def test_a_storage_that_never_keeps_the_manifest_fails_the_save(before: bool, kept: str) -> None:
-    """The error says so. A save after that, when the storage keeps what it acknowledges, works."""
+    """The error says so, and a later save succeeds once the storage keeps its objects."""
     storage = Forgetful(MANIFEST_KEY, 0, DAMAGED[kept])
     if before:
         run(save(storage, OLD))

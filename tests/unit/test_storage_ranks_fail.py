@@ -1,4 +1,4 @@
-"""Test what ranks of a save learn of failures, what they remember, and forked children."""
+"""Test failures of ranks in a save, agreed plans, and forked children."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUDGET_NBYTES = 64 << 20
 
 
 def saved(drivers: list[Any]) -> list[Any]:
-    """Save as one rank per driver; what each returned or raised, and after how many seconds."""
+    """Save as one rank per driver; return each error and the seconds until it was raised."""
 
     async def act(team: StoreTeam) -> Any:
         began_s = time.monotonic()
@@ -66,7 +66,7 @@ def test_a_rank_that_fails_says_so_before_it_cleans_up() -> None:
 
 
 def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() -> None:
-    """Not what it saw of it: the first cause is what is to be mended."""
+    """The rank raises the first cause, not the vanished file."""
 
     class Failing(MemoryDriver):
         async def create(self, key: str, nbytes: int) -> Any:
@@ -85,7 +85,7 @@ def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() ->
 
 
 def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
-    """A job of more ranks, with states that are laid out as before, agrees anew."""
+    """A job of more ranks with the same layouts makes a new plan."""
     kin = object()
     memory: GlobalPlans = LruCache(8)
 
@@ -106,7 +106,7 @@ def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
 
 
 def test_no_stage_of_a_save_that_fails_is_waited_for_in_vain() -> None:
-    """Each that was not reached raises what the save failed with."""
+    """Stages that were not reached raise the error of the save."""
     handle = SaveHandle("memory://")
     handle.captured.reach()
     handle.fail(holdfast.FullError("no room"))

@@ -1,4 +1,4 @@
-"""What cannot be saved is refused by its path, before anything is written."""
+"""Unsupported states are refused by path, before anything is written."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
 
 
 def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: Any) -> None:
-    """Of several threads, or begun and not waited for; also two of the same name."""
+    """Concurrent calls match in any order, also two with the same name."""
     calls = [Call("save", f"file:///{name}", 1) for name in "abc"] + [LOAD, LOAD]
 
     async def main() -> None:
@@ -210,7 +210,7 @@ def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(
 
 
 def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any) -> None:
-    """The one that it knew will never answer."""
+    """The leader that the rank knew never answers."""
 
     async def main() -> None:
         old = Job(store, 2)
@@ -232,7 +232,7 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
 
 @pytest.mark.nightly(4)
 def test_a_rank_in_another_call_is_named_with_it_at_the_deadline(store: Any) -> None:
-    """Where calls come from different threads, nobody knows whether the rank is about to come."""
+    """With calls from other threads, nobody knows if the rank is about to arrive."""
     other = Call("load", "file:///b", thread="evaluation")
 
     async def main() -> None:
@@ -246,7 +246,7 @@ def test_a_rank_in_another_call_is_named_with_it_at_the_deadline(store: Any) -> 
 
 
 def test_rosters_and_boards_come_back_as_they_were() -> None:
-    """Whatever the numbers are; and equal ones take a few bytes."""
+    """Any numbers round-trip, and equal ones take a few bytes."""
     for roster in ([5], [5, 5, 5], [-3, 0, 7, 7, 7, -(1 << 60)]):
         assert list(decoded_roster(encoded_roster(roster), len(roster))) == roster
     assert len(encoded_roster([7] * 100_000)) < 10

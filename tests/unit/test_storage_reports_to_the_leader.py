@@ -36,7 +36,7 @@ HOSTS = [
 
 
 class Listening:
-    """A store that notes what is told."""
+    """A store that records the sizes of values."""
 
     def __init__(self) -> None:
         self._inner = dist.HashStore()
@@ -52,7 +52,7 @@ class Listening:
         return getattr(self._inner, name)
 
     def ranks(self, name: str) -> list[int]:
-        """Who has told something under ``name``."""
+        """Return the ranks that sent something under ``name``."""
         return sorted(
             int(key.split("/")[1])
             for key in self.told
@@ -60,7 +60,7 @@ class Listening:
         )
 
     def nbytes(self, name: str) -> int:
-        """How much has been told under ``name``."""
+        """Return the bytes sent under ``name``."""
         return sum(
             n for key, n in self.told.items() if key.startswith(f"{name}/") and "verdict" not in key
         )
@@ -97,12 +97,12 @@ def memories(world: int) -> list[GlobalPlans]:
 
 
 def manifest(driver: MemoryDriver) -> Manifest:
-    """What is committed, by whichever attempt."""
+    """Return the committed manifest, without its attempt."""
     return replace(asyncio.run(read_manifest(driver))[0], attempt="")
 
 
 def whole(driver: MemoryDriver, world: int) -> bool:
-    """Whether each rank gets back what it has saved."""
+    """Return whether each rank loads the state that it saved."""
     into = [
         {
             k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1

@@ -52,7 +52,7 @@ def state_of(rank: int) -> dict[str, Any]:
 
 
 def target_of(rank: int) -> dict[str, Any]:
-    """Return a state like that of ``rank`` with other contents."""
+    """Return a state like ``state_of(rank)`` with other contents."""
     into = state_of(rank) | {"own": torch.full((5,), -1.0), "who": -1, "lists": Given({"of": None})}
     into["same"], into["turned"] = torch.zeros(30_000), torch.zeros(3, 4).t()
     return into
@@ -89,7 +89,7 @@ def test_each_rank_gets_back_what_the_rank_of_its_number_saved(
 
 
 def test_what_all_have_alike_is_stored_once(driver: MemoryDriver) -> None:
-    """The ranks divide it evenly; each stores what differs, and what it alone has."""
+    """The ranks divide it evenly; each stores its own and its differing tensors."""
     with holdfast.open(driver.uri) as c:
         total = 30_000 * 4
         assert total < sum(c.images.values()) < total + 4 * 16384
@@ -203,7 +203,7 @@ def diverged(rank: int) -> dict[str, Any]:
 def test_plain_tensors_that_differ_between_ranks_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The first rank that holds them warns of them, at the first save in which they differ."""
+    """The first holder warns, at the first save in which they differ."""
     driver, plans = MemoryDriver(), [LruCache(8) for _ in range(3)]
     states = [diverged(rank) for rank in range(3)]
 

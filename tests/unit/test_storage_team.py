@@ -64,7 +64,7 @@ def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0) -> list[An
 def repeatedly(
     store: Any, times: int, acts: Sequence[Act], silence_s: float = 5.0
 ) -> list[list[Any]]:
-    """So many calls of a job, one after the other."""
+    """Make ``times`` calls of a job, one after the other."""
 
     async def run() -> list[list[Any]]:
         job = Job(store, len(acts), silence_s)

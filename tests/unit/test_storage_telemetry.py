@@ -1,4 +1,4 @@
-"""Where the time of a save or a load went: its report says it, and the log."""
+"""The report of a save or load, and the log, say where its time went."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uri() -> str:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Of Holdfast, from level DEBUG on."""
+    """Return the log of Holdfast from level DEBUG on."""
     caplog.set_level(logging.DEBUG, "holdfast")
     return caplog
 
@@ -65,7 +65,7 @@ def whole(stages: dict[str, StageReport], end_s: float) -> None:
 
 
 def test_a_save_says_where_its_time_went(uri: str) -> None:
-    """Every stage, in the order in which they began; chunks and bytes of each that moves chunks."""
+    """The report has every stage in order of beginning, with chunks and bytes."""
     report = holdfast.save(uri, state())
     assert set(report.stages) == {*SAVING, *COMMITTING}
     assert sorted(report.stages, key=lambda name: report.stages[name].first_s) == list(
@@ -154,7 +154,7 @@ def test_what_a_rate_holds_back_is_counted(uri: str) -> None:
 
 
 def rank_summaries(world: int, late: int) -> list[Summary]:
-    """What ranks of a save record, of which ``late`` was slow to come to its first round."""
+    """Return the records of the ranks of a save; ``late`` was slow to come to its first round."""
     place = f"late-{next(_numbers)}"
 
     async def act(team: StoreTeam) -> Summary:
