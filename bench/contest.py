@@ -15,15 +15,6 @@ from .machine import PeakMemory, flush
 from .program import GIB
 from .report import LIMIT, OURS, Series, ratio
 
-__all__ = [
-    "Contestant",
-    "blamed",
-    "blaming",
-    "contest",
-    "header",
-    "rows",
-]
-
 
 def _nothing() -> None:
     pass

@@ -26,8 +26,6 @@ from .machine import PeakMemory
 from .program import GIB, Options, Program
 from .report import Report, Series
 
-__all__: list[str] = []
-
 WAIT_S = 100.0
 WIDTH = 4096
 TINY_WIDTH = 256

@@ -45,8 +45,6 @@ from .program import GIB, Options, Program
 from .report import Report
 from .states import State, build, digests, nbytes_of, zero
 
-__all__ = ["own_keepers"]
-
 PIECE_NBYTES = 16 << 20
 FLUSHED_S = 120.0
 WARM_UP_S = 300.0

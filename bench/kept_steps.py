@@ -34,8 +34,6 @@ from .report import Report, Series
 from .states import State, build, nbytes_of
 from .training import Training
 
-__all__: list[str] = []
-
 HOSTS = 3
 STEP_S = 0.5
 TINY_STEP_S = 0.05

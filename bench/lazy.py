@@ -36,8 +36,6 @@ from .report import OURS, Report, Series
 from .states import Memcpy, State, build, digests
 from .training import KINDS, Training
 
-__all__: list[str] = []
-
 COPIES_A_STEP = 6
 """Length of a step, in units of a bare memcpy of the state. A copy alongside hashing and writing
 takes longer than that."""

@@ -13,20 +13,6 @@ from types import TracebackType
 
 from ..drivers.mounts import fs_type
 
-__all__ = [
-    "PeakMemory",
-    "available_nbytes",
-    "busy_part",
-    "describe",
-    "drop_caches",
-    "evict",
-    "flush",
-    "read_from_device_nbytes",
-    "share_heap",
-    "sync_tree",
-    "trim_heap",
-]
-
 _M_ARENA_MAX = -8  # a parameter of mallopt in glibc
 _LOOK_S = 0.5
 

@@ -8,8 +8,6 @@ from ..drivers.contract import Traits
 from ..drivers.registry import open_driver
 from ..drivers.uri import Uri
 
-__all__ = ["clear", "traits_of"]
-
 
 def clear(uri: Uri) -> None:
     """Delete everything at ``uri``."""

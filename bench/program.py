@@ -17,17 +17,6 @@ from typing import Any
 from .machine import describe
 from .report import Report, Series
 
-__all__ = [
-    "GIB",
-    "TINY_GIB",
-    "Options",
-    "Program",
-    "each_alone",
-    "joined",
-    "launched",
-    "work_folder",
-]
-
 GIB = 1 << 30
 TINY_GIB = 1 / 64
 TIMEOUT_S = 1800

@@ -11,8 +11,6 @@ from statistics import median
 
 import numpy as np
 
-__all__ = ["Interval", "median_ratio", "of_medians"]
-
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 

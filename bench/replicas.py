@@ -27,8 +27,6 @@ from .program import Options, Program, joined, launched
 from .report import LIMIT, OURS, Report, Series
 from .states import State, build, digests, nbytes_of, zero
 
-__all__: list[str] = []
-
 WORLD = 4
 ALONE = "holdfast, exchange=False"
 DCP = "DCP"

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from .ratios import median_ratio
 
-__all__ = ["Report", "Series", "draw_all", "ratio"]
-
 LIMIT = "limit"
 OURS = "holdfast"
 

@@ -31,8 +31,6 @@ from .program import GIB, TINY_GIB, Options, Program, each_alone
 from .report import LIMIT, OURS, Report, Series, draw_all, ratio
 from .states import Memcpy, State, build, digests, nbytes_of, zero
 
-__all__: list[str] = []
-
 HEADER = ["", "median s", "min s", "max s", "of a memcpy", "s until durable", "extra memory"]
 CHARTS = {
     "durable save": {"write limit": LIMIT, "save": OURS},

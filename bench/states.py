@@ -17,8 +17,6 @@ import xxhash
 from ..storage.runtime.buffers import HostBuffer
 from .workloads.sized import MASTER_AND_MOMENTS, scaled_parameters
 
-__all__ = ["Memcpy", "State", "build", "digests", "flat_tensors", "nbytes_of", "zero"]
-
 State = dict[str, Any]
 _MEMCPY_NBYTES = 1 << 30
 

@@ -16,8 +16,6 @@ import torch
 
 from .states import State
 
-__all__ = ["KINDS", "Training"]
-
 KERNEL_S = 100e-6
 QUEUE_S = 0.1
 """Time that the host may be ahead of the device: CUDA's queue holds about a thousand kernels."""

@@ -15,8 +15,6 @@ from typing import Any
 from .catalog import COMMANDS
 from .commands import Argument, Command, complain, ended
 
-__all__ = ["WIDTH", "command_parser", "run"]
-
 WIDTH = 80
 """Greatest width of a help text, in columns: it fits any terminal."""
 _COMMON = {

@@ -9,8 +9,6 @@ from __future__ import annotations
 from .bench.arguments import GROUPS
 from .commands import JSON, Command, argument, count, size
 
-__all__ = ["COMMANDS"]
-
 ONLY = argument(
     "--only",
     "PATTERN",

@@ -17,8 +17,6 @@ from .progress import last_line
 from .tables import columns
 from .text import one_of, paint, printable
 
-__all__ = ["run"]
-
 _TITLES = ("what", "result", "time", "rate", "detail")
 _COLOURS = {"kept": "green", "broken": "red", "not promised": "dim", "not tried": "dim"}
 _WORDS = {"kept": "ok", "broken": "PROBLEM", "not promised": "note", "not tried": "not tried"}

@@ -22,19 +22,6 @@ from typing import Any, NamedTuple
 from ..errors import HoldfastError, UsageError
 from .text import printable
 
-__all__ = [
-    "JSON",
-    "Argument",
-    "Command",
-    "argument",
-    "complain",
-    "count",
-    "ended",
-    "print_json",
-    "size",
-    "write_text",
-]
-
 
 class Argument(NamedTuple):
     """The names of an argument, and keywords of ``ArgumentParser.add_argument``."""

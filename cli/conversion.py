@@ -12,8 +12,6 @@ from .commands import print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable
 
-__all__ = ["run_export", "run_import"]
-
 
 def run_export(
     uri: str,

@@ -10,8 +10,6 @@ from .commands import complain, print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable
 
-__all__ = ["run"]
-
 
 def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bool) -> int:
     """Copy, and print the result. Return 0 if everything was copied, 1 if something is

@@ -14,8 +14,6 @@ from .progress import progress_bar
 from .text import is_terminal, one_of, paint, printable, ranks_text, shape_text
 from .valued import by_rank_text
 
-__all__ = ["run"]
-
 
 def run(a: str, b: str, *, json_output: bool) -> int:
     """Compare, and print the differences. Return 0 if there are none, else 1."""

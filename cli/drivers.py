@@ -31,8 +31,6 @@ from .commands import print_json
 from .tables import columns
 from .text import paint, printable, time_text
 
-__all__ = ["run"]
-
 
 @dataclass
 class _Found:

@@ -15,8 +15,6 @@ from .commands import complain, print_json
 from .tables import columns
 from .text import age_text, paint, printable, time_text
 
-__all__ = ["run"]
-
 _TITLES = ("step", "saved", "age", "ranks", "tensors", "size", "path")
 
 

@@ -15,8 +15,6 @@ import numpy as np
 from ..storage.format.manifest import Manifest
 from .text import one_of, ranks_text, runs_text, shape_text
 
-__all__ = ["Placed", "PlacedTensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:

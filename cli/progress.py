@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from ..core.units import size_text
 from .text import printable
 
-__all__ = ["last_line", "progress_bar"]
-
 LINE_EVERY_S = 10.0
 
 

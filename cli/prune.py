@@ -11,8 +11,6 @@ from ..storage.operations.maintenance.prune import PruneReport, prune
 from .commands import complain, print_json
 from .text import one_of, paint, printable
 
-__all__ = ["run"]
-
 
 def run(
     uri: str,

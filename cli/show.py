@@ -22,8 +22,6 @@ from .placed import Placed, PlacedTensor
 from .text import is_terminal, one_of, paint, printable, shape_text, time_text
 from .valued import value_text
 
-__all__ = ["Outline", "document", "run"]
-
 _LINES_PER_WRITE = 1000
 _NAME_WIDTH_MAX = 48
 

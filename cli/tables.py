@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from .text import paint, printable
 
-__all__ = ["NONE", "Table", "columns", "print_table"]
-
 NONE = "-"
 """Placeholder for a missing figure."""
 _COLOUR = re.compile("\x1b\\[[0-9]*m")

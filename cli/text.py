@@ -7,18 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "age_text",
-    "is_terminal",
-    "one_of",
-    "paint",
-    "printable",
-    "ranks_text",
-    "runs_text",
-    "shape_text",
-    "time_text",
-]
-
 RUNS_SHOWN = 4
 _AGES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32"}

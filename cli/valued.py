@@ -10,8 +10,6 @@ from ..storage.format.tree import ByRank, Value
 from ..storage.format.values import decode_value
 from .text import printable, ranks_text
 
-__all__ = ["by_rank_text", "encoded_text", "value_text"]
-
 _CHARS_MAX = 60
 _GROUPS_MAX = 3
 

@@ -15,8 +15,6 @@ from .commands import print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable
 
-__all__ = ["run"]
-
 _TENSORS_SHOWN = 5
 
 

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["all_or_none", "at_most", "side_by_side", "to_the_end", "wait_out"]
-
 T = TypeVar("T")
 
 

@@ -10,18 +10,6 @@ from __future__ import annotations
 import reprlib
 from typing import TypeAlias, TypeVar
 
-__all__ = [
-    "Json",
-    "int_in",
-    "ints_in",
-    "list_in",
-    "number_in",
-    "object_in",
-    "rows_in",
-    "str_in",
-    "strs_in",
-]
-
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 

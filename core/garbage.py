@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from .forks.renewal import new_lock
 
-__all__ = ["collector_paused"]
-
 _lock = new_lock()
 _pauses = 0
 _was_enabled = False

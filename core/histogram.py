@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BUCKETS", "BUCKET_MIN_S", "bucket_of", "quantile_s"]
-
 BUCKET_MIN_S = 2.0**-20
 """Upper end of a histogram's first bucket, about a microsecond; each further end is twice the
 previous."""

@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 from .forks.renewal import new_lock
 
-__all__ = ["LruCache"]
-
 V = TypeVar("V")
 
 

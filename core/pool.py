@@ -15,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Pool", "is_exiting"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

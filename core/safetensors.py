@@ -17,27 +17,6 @@ from typing import Any
 
 from .units import round_up
 
-__all__ = [
-    "BITS",
-    "DTYPES",
-    "EXPORTED_DTYPES",
-    "HEADER_NBYTES_MAX",
-    "LENGTH_NBYTES",
-    "METADATA",
-    "Entry",
-    "Header",
-    "entry",
-    "entry_prefix",
-    "framed",
-    "framed_nbytes",
-    "from_torch",
-    "header",
-    "length_in",
-    "parsed",
-    "quoted",
-    "to_torch",
-]
-
 HEADER_NBYTES_MAX = 100_000_000
 """Size limit of headers; readers of safetensors refuse longer ones."""
 

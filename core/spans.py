@@ -24,27 +24,6 @@ from typing import NamedTuple
 from .forks.renewal import new_lock
 from .histogram import BUCKETS, bucket_of, quantile_s
 
-__all__ = [
-    "NOT_COUNTED",
-    "NOWHERE",
-    "SLOWEST",
-    "Recorder",
-    "SlowOperation",
-    "Span",
-    "StageReport",
-    "Summary",
-    "Where",
-    "arrived",
-    "count_hedge",
-    "count_retry",
-    "count_throttled",
-    "counting",
-    "current",
-    "recording",
-    "span",
-    "waited_for",
-]
-
 SLOWEST = 16
 """Number of slowest operations to keep."""
 

@@ -10,19 +10,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "GIB",
-    "MIB",
-    "IntOrArray",
-    "ceil_div",
-    "duration_text",
-    "exact_size_text",
-    "in_groups",
-    "parse_duration",
-    "parse_size",
-    "round_up",
-    "size_text",
-]
 
 T = TypeVar("T")
 IntOrArray = TypeVar("IntOrArray", int, "npt.NDArray[np.int64]")

@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 
 from ..core.forks.renewal import new_lock
 
-__all__ = ["Call", "CallerGone", "in_new_thread", "is_panic", "run"]
-
 T = TypeVar("T")
 
 END_S = 3.0

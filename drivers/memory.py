@@ -19,8 +19,6 @@ from .options import Option
 from .ranges import Ranges
 from .uri import Uri, root_key
 
-__all__ = ["STORES", "MemoryDriver"]
-
 _Store = dict[str, tuple[bytes, float]]
 """Key → content and time of the last write."""
 

@@ -7,8 +7,6 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Mount", "fs_type", "is_shared", "may_be_stale", "mount_of"]
-
 _LOCAL = {
     "apfs", "aufs", "bcachefs", "btrfs", "devtmpfs", "erofs", "exfat", "ext2", "ext3", "ext4",
     "f2fs", "fuseblk", "hfs", "hfsplus", "iso9660", "jffs2", "jfs", "minix", "msdos", "nilfs2",

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
-__all__ = ["PieceJoiner", "Rooms", "cut", "piece_ends"]
-
 
 def piece_ends(start: int, nbytes: int, piece_nbytes: int) -> list[int]:
     """Return the piece boundaries of a range, including both ends of the range. The range is one

@@ -7,8 +7,6 @@ from typing import ClassVar, NoReturn
 from ..errors import StorageError
 from .contract import check_key
 
-__all__ = ["ReadOnly"]
-
 
 class ReadOnly:
     """Rejects every writing method with a StorageError whose message is ``reading_only``. List it

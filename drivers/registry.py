@@ -23,18 +23,6 @@ from .options import Option
 from .schemes import SCHEMES, check_installed
 from .uri import Uri, parse, redact
 
-__all__ = [
-    "GROUP",
-    "DriverClass",
-    "driver_class",
-    "open_driver",
-    "packages",
-    "resolved_options",
-    "schemes",
-    "serving",
-    "tuned_place",
-]
-
 GROUP = "holdfast.drivers"
 """Entry point group of third-party drivers."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from ..errors import UriError
 
-__all__ = ["SCHEMES", "Scheme", "check_installed", "scheme_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scheme:

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from .columns import Ints
 
-__all__ = ["SHARE_UNIT", "Group", "balance", "water_fill"]
-
 Group = tuple[int, ...]
 """Ranks, ascending, that hold the same bytes."""
 Loads = npt.NDArray[np.float64]

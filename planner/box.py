@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from ..core.units import ceil_div
 
-__all__ = ["Box", "flat_to_boxes", "intersect", "row_strides"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -14,21 +14,6 @@ import numpy.typing as npt
 
 from ..core.units import ceil_div, round_up
 
-__all__ = [
-    "Bools",
-    "Ints",
-    "contiguous",
-    "cut",
-    "flat_boxes",
-    "flat_starts",
-    "padded",
-    "ranges",
-    "strides",
-    "union",
-    "volumes",
-    "widen",
-]
-
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 

@@ -16,8 +16,6 @@ import numpy as np
 from .box import Box
 from .columns import Bools, Ints, contiguous, flat_starts, volumes
 
-__all__ = ["Flaw", "cells", "flawed", "flaws"]
-
 # After the first flaw of a tensor, examine up to this number of further cells for other kinds.
 CELLS_AFTER_FIRST = 10_000
 # One round of cuts decides any layout of meshes. Boxes that have to be peeled off one by one take a

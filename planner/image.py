@@ -21,17 +21,6 @@ from ..core import safetensors
 from ..core.units import ceil_div, round_up
 from .columns import Ints, volumes
 
-__all__ = [
-    "BLOCKS_NAME",
-    "BLOCK_NBYTES",
-    "CHUNK_NBYTES",
-    "DIGEST_NBYTES",
-    "PAGE_NBYTES",
-    "ImageLayout",
-    "lay_out",
-    "shard_names",
-]
-
 CHUNK_NBYTES = 16 << 20
 BLOCK_NBYTES = 64 << 10
 PAGE_NBYTES = 4096

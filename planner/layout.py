@@ -19,18 +19,6 @@ import numpy as np
 from .box import Box, flat_to_boxes, row_strides
 from .columns import Ints, flat_boxes, padded
 
-__all__ = [
-    "FlatLayout",
-    "Layout",
-    "LocalLayout",
-    "MeshLayout",
-    "Piece",
-    "Regions",
-    "box_layout",
-    "local_layout",
-    "regions_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

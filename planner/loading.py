@@ -19,8 +19,6 @@ from .columns import Ints, contiguous, cut, flat_starts, ranges, strides, union,
 from .image import BLOCK_NBYTES, CHUNK_NBYTES
 from .table import ShardTable, TensorTable
 
-__all__ = ["LoadPlan", "StridedCopy", "Targets", "plan_load", "strided_copies"]
-
 # Pairs of a target and a shard of its tensor examined at once; limits the memory of planning.
 PAIRS_PER_BATCH = 1 << 22
 

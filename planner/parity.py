@@ -23,23 +23,6 @@ from typing import Literal, get_args
 
 from ..core.units import ceil_div, round_up
 
-__all__ = [
-    "BLOCK_ALIGN",
-    "GROUP_HOSTS",
-    "DataBlock",
-    "Group",
-    "HostDomain",
-    "Lane",
-    "Mode",
-    "ParityBlock",
-    "Protection",
-    "StripeRepair",
-    "groups",
-    "lanes",
-    "parity_of",
-    "protection",
-]
-
 Mode = Literal["auto", "off", "copy", "xor", "pq"]
 """``copy``: a copy of each image on another host; ``xor``: any host of a group may be lost; ``pq``:
 any two; ``auto``: nothing on one host, a copy on two, XOR from three."""

@@ -14,8 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Level", "Period", "period_s", "periods"]
-
 
 @dataclass(frozen=True, slots=True)
 class Level:

@@ -14,8 +14,6 @@ from .box import Box
 from .columns import Ints
 from .layout import Piece
 
-__all__ = ["Placement", "Replicated", "Split", "holders", "local_pieces", "local_shape"]
-
 
 @dataclass(frozen=True, slots=True)
 class Split:

@@ -14,8 +14,6 @@ from .balance import SHARE_UNIT, Group
 from .box import flat_to_boxes
 from .columns import Bools, Ints, flat_starts, volumes
 
-__all__ = ["Holdings", "divide"]
-
 # Cuts fall on whole rows of a tensor if a row is at most this fraction of a holder's even share.
 GRANULES_PER_SHARE = 100
 

@@ -17,8 +17,6 @@ from .balance import water_fill
 from .columns import Ints, cut, union
 from .loading import LoadPlan
 
-__all__ = ["Sharing", "WantedRanges", "regrouped", "share"]
-
 
 @dataclass(frozen=True, eq=False)
 class WantedRanges:

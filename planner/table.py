@@ -14,8 +14,6 @@ from .box import Box
 from .columns import Ints, volumes, widen
 from .coverage import Flaw, flawed, flaws
 
-__all__ = ["ShardTable", "TensorTable", "coverage_errors"]
-
 
 @dataclass(frozen=True, eq=False)
 class TensorTable:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Slice", "Window", "windows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -26,8 +26,6 @@ from ..measured.plan import (
 from ..place import traits_of
 from .transfer import ALIGN_NBYTES, Shape, preferred
 
-__all__ = ["MetaPlan", "Point", "RawPlan", "check_meta", "check_raw", "grid", "memory_nbytes"]
-
 PART_OPTION = "part_size"
 CONCURRENCY_OPTIONS = ("concurrency", "threads")
 _PARTS = (4 << 20, 8 << 20, 64 << 20)

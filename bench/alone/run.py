@@ -25,8 +25,6 @@ from ..place import traits_of
 from .plan import MetaPlan, Point, RawPlan, memory_nbytes
 from .transfer import Memory, Transfer
 
-__all__ = ["META_OPERATIONS", "measured_meta", "measured_raw"]
-
 META_OPERATIONS = ("create", "create exclusively", "stat", "list", "get", "delete")
 _WRITTEN = "written"
 _STORED = "stored"

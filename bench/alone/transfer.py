@@ -22,8 +22,6 @@ from ...drivers.registry import open_driver
 from ...drivers.uri import Uri
 from ...storage.runtime.buffers import HostBuffer
 
-__all__ = ["ALIGN_NBYTES", "Memory", "Shape", "Transfer", "parts", "preferred"]
-
 ALIGN_NBYTES = 4096
 PART_NBYTES_MAX = 64 << 20
 """Limit of the preferred part size, because memory is finite."""

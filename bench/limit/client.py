@@ -7,8 +7,6 @@ from typing import Any, Protocol, Self
 from ...drivers.registry import driver_class, resolved_options, serving
 from ...drivers.uri import Uri
 
-__all__ = ["Client", "Setting", "bare_driver"]
-
 
 class Client(Protocol):
     """Writes and reads ``nbytes`` in one place of its own: no format, no checksum, no tensor."""

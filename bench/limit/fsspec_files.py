@@ -15,8 +15,6 @@ from ...drivers.uri import Uri
 from ..machine import sync_tree
 from .client import bare_driver
 
-__all__ = ["FsspecFiles", "settings"]
-
 PART_NBYTES = 16 << 20
 BATCH = 8
 """Parts to send or receive at a time."""

@@ -14,8 +14,6 @@ from ...drivers.objects.options import Requests
 from ...drivers.uri import Uri
 from .client import bare_driver
 
-__all__ = ["Bare", "settings"]
-
 PARTS_NBYTES = (16 << 20, 8 << 20)
 CONCURRENCIES = (8, 16, 4)
 

@@ -16,8 +16,6 @@ from . import fsspec_files, objects, raw_file, streams
 from .client import Client, Setting
 from .sweep import fastest_reader, fastest_writer
 
-__all__ = ["Alone", "Limit", "limit_of"]
-
 KEY = "limit"
 """Key of the data, below the place."""
 Say = Callable[[str], None]

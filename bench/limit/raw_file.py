@@ -21,8 +21,6 @@ from ...core.units import ceil_div, round_up
 from ...storage.runtime.buffers import HostBuffer
 from ..machine import sync_tree
 
-__all__ = ["RawFile", "reading_settings", "writing_settings"]
-
 CHUNK_NBYTES = 16 << 20
 THREADS = (8, 4, 16)
 _ALIGN_NBYTES = 4096

@@ -17,7 +17,6 @@ from .client import bare_driver
 if TYPE_CHECKING:
     from hdfs_native import Client, WriteOptions
 
-__all__ = ["Streams", "settings"]
 
 STREAMS = (4, 8, 2)
 PIECE_NBYTES = 4 << 20

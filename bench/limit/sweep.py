@@ -10,8 +10,6 @@ from typing import TypeVar
 from ..machine import flush
 from .client import Setting
 
-__all__ = ["fastest_reader", "fastest_writer"]
-
 S = TypeVar("S", bound=Setting)
 Say = Callable[[str], None]
 Slowest = Callable[[float], float]

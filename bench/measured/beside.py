@@ -21,8 +21,6 @@ from .course import Course, Say
 from .plan import Plan, local_folder
 from .result import READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
 
-__all__ = ["NOT_EQUAL", "Beside", "PeerContest"]
-
 NOT_EQUAL = "it loaded other bytes than were saved"
 
 

@@ -30,8 +30,6 @@ from .result import (
     reasons_against,
 )
 
-__all__ = ["Course", "Found", "Noted", "Say", "counted", "measured_by"]
-
 Say = Callable[[str], None]
 
 

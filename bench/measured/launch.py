@@ -23,8 +23,6 @@ from ..place import clear
 from .ranks import LEAVE_S
 from .result import Measurement, decoded
 
-__all__ = ["launched"]
-
 _POLL_S = 0.05
 Say = Callable[[str], None]
 

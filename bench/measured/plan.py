@@ -20,18 +20,6 @@ from ..workloads.mlperf import REST_S, Mlperf
 from ..workloads.sized import sized
 from ..workloads.spec import NORMAL, Content, Workload
 
-__all__ = [
-    "COPIES_HELD",
-    "Plan",
-    "check",
-    "check_memory",
-    "check_runs",
-    "check_size",
-    "check_storage",
-    "free_nbytes",
-    "local_folder",
-]
-
 COPIES_HELD = 2.5
 """Copies of the state in memory: the state itself, what a phase needs in addition, and a
 reserve."""

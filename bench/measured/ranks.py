@@ -17,8 +17,6 @@ from typing import Any
 
 from ...errors import CoordinationError, RankFailedError, UsageError
 
-__all__ = ["Ranks", "job_of", "joined"]
-
 JOIN_S = 60.0
 """Time limit for the other ranks to join."""
 MEET_S = 1800.0

@@ -19,31 +19,6 @@ from ...core.histogram import BUCKETS, bucket_of, quantile_s
 from ...errors import UsageError
 from ..ratios import median_ratio, of_medians
 
-__all__ = [
-    "BY_ONE_RANK",
-    "DELETING",
-    "LEAST_S",
-    "LIMITS",
-    "NOTHING",
-    "QUANTILES",
-    "READ_ALONE",
-    "READ_LIMIT",
-    "WRITE_ALONE",
-    "WRITE_LIMIT",
-    "Compared",
-    "Measurement",
-    "Operations",
-    "Phase",
-    "compare",
-    "decoded",
-    "encoded",
-    "joined",
-    "limit_of_phase",
-    "operations_of",
-    "reasons_against",
-    "timed_operations",
-]
-
 VERSION = 1
 WRITE_LIMIT = "write limit"
 READ_LIMIT = "read limit"

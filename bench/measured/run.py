@@ -27,8 +27,6 @@ from .plan import Plan
 from .ranks import LEAVE_S, Ranks
 from .result import Measurement, Phase
 
-__all__ = ["Phases", "measured", "mlperf_notes"]
-
 RUN = "run"
 STORED = f"{RUN}/first"
 SAVED = f"{RUN}/second"

@@ -13,8 +13,6 @@ from .on_files import ON_FILES
 from .peer import Peer
 from .through_dcp import THROUGH_DCP
 
-__all__ = ["ALL", "PEERS", "chosen"]
-
 ALL = "all"
 PEERS = (*THROUGH_DCP, *ON_FILES)
 

@@ -18,8 +18,6 @@ from .peer import Peer, State
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ON_FILES"]
-
 
 def _flat(state: State) -> dict[str, torch.Tensor]:
     from ..states import flat_tensors  # imports torch, which the list of peers does not need

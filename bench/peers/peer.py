@@ -9,8 +9,6 @@ from typing import Any
 
 from ...drivers.uri import Uri
 
-__all__ = ["Peer"]
-
 State = dict[str, Any]
 
 

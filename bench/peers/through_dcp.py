@@ -11,8 +11,6 @@ from typing import Any, Literal
 from ...drivers.uri import Uri
 from .peer import Peer, State
 
-__all__ = ["THROUGH_DCP"]
-
 Kind = Literal["Writer", "Reader"]
 Opened = Callable[[Kind, Uri], Any]
 """Opens a URI as a writer or a reader of DCP."""

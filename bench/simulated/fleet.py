@@ -27,15 +27,6 @@ from ...storage.state.flat_state import FlatState
 from ...storage.state.plan import Agreed, ImagePlan, plan_image
 from ..workloads.spec import Spec, Workload, itemsize_of
 
-__all__ = [
-    "FlatStates",
-    "Fleet",
-    "RankPlan",
-    "by_host",
-    "fragment_told",
-    "planned_fleet",
-]
-
 HEAD = ("20260101T000000-00000000", 100, 0.0)
 SHARDS_MAX = 8_000_000
 """Limit of shards to plan in one process. Merging the manifest of more takes gigabytes of

@@ -27,18 +27,6 @@ from ..workloads.mlperf import Mlperf, subset_note
 from ..workloads.spec import Workload
 from .fleet import Fleet, RankPlan, planned_fleet
 
-__all__ = [
-    "Forecast",
-    "Limits",
-    "Rates",
-    "Spread",
-    "UploadShape",
-    "encoded",
-    "forecast",
-    "measured_rates",
-    "parse_rate",
-]
-
 VERSION = 1
 
 

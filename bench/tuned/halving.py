@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-__all__ = ["Rung", "ladder", "search"]
-
 KEPT = 3
 """A rung keeps one in this many candidates."""
 ROUNDS_MAX = 5

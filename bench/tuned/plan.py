@@ -21,8 +21,6 @@ from ...drivers.uri import Uri
 from ...errors import UsageError
 from ..measured.plan import Plan, check_memory, check_size, check_storage, free_nbytes
 
-__all__ = ["Space", "TuningPlan", "check_tuning", "choices"]
-
 LEAST_NBYTES = 64 << 20
 """Smallest useful state. Below this, saves measure overhead, and large parts have no chance."""
 _LEAST_LIMIT_S = 1.0

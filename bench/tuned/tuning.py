@@ -29,17 +29,6 @@ from ..states import State, build, flat_tensors, nbytes_of
 from .halving import ladder, search
 from .plan import Space, TuningPlan
 
-__all__ = [
-    "PAIRS_MIN",
-    "Entry",
-    "Gain",
-    "Taken",
-    "Tuning",
-    "gain_of",
-    "options_text",
-    "tuned",
-]
-
 _SEARCHED = 0.6
 """Share of the time for the search. The rest is for the comparison with the defaults."""
 _GIVEN_UP = 3

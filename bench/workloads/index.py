@@ -22,8 +22,6 @@ from ...storage.operations.conversion.model_source import (
 )
 from .spec import Listed, Spec
 
-__all__ = ["indexed"]
-
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 TENSORS_MAX = 1_000_000

@@ -13,8 +13,6 @@ from ...errors import UsageError
 from .llama_dimensions import LLAMA3, Llama
 from .spec import Listed, Spec
 
-__all__ = ["llama3", "training_specs"]
-
 OPTIMIZERS = {
     "none": (),
     "adam": ("exp_avg", "exp_avg_sq"),

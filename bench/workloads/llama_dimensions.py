@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["EMBEDDING", "LLAMA3", "NORM", "Llama", "Parameter"]
-
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 

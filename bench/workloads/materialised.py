@@ -24,8 +24,6 @@ from ...core.units import ceil_div, in_groups
 from ...storage.state.dtypes import dtype_of
 from .spec import NORMAL, PAGE_NBYTES, Content, Spec, itemsize_of
 
-__all__ = ["State", "materialise"]
-
 State = dict[str, Any]
 """Tensors by name."""
 

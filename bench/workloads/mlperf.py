@@ -18,8 +18,6 @@ from ...errors import UsageError
 from .llama_dimensions import LLAMA3, Llama
 from .spec import Spec, Workload, check_rank
 
-__all__ = ["MLPERF", "REST_S", "ROUNDS", "Mlperf", "deviations", "mlperf", "subset_note"]
-
 ROUNDS = 10
 """Checkpoints that the rules want written, and then read."""
 REST_S = 5.0

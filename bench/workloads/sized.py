@@ -10,8 +10,6 @@ from ...errors import UsageError
 from .llama_dimensions import EMBEDDING, NORM, Llama
 from .spec import Listed, Spec
 
-__all__ = ["MASTER_AND_MOMENTS", "equal_tensors", "scaled_parameters", "sized"]
-
 MASTER_AND_MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 NBYTES_PER_PARAMETER = 14
 """The bf16 weight, and the optimizer's fp32 master copy and two moments."""

@@ -17,18 +17,6 @@ from ...core.safetensors import BITS, DTYPES
 from ...core.units import ceil_div
 from ...errors import UsageError
 
-__all__ = [
-    "NORMAL",
-    "PAGE_NBYTES",
-    "Content",
-    "Listed",
-    "Spec",
-    "Workload",
-    "check_rank",
-    "itemsize_of",
-    "parse_content",
-]
-
 PAGE_NBYTES = 4096
 
 _ITEMSIZES = {dtype: BITS[code] // 8 for dtype, code in DTYPES.items()} | {"complex64": 8}

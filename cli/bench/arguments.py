@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from ..commands import argument
 
-__all__ = ["DEFAULT_HOST_RANKS", "DEFAULT_SIZE", "GROUPS"]
-
 DEFAULT_SIZE = "1GiB"
 DEFAULT_HOST_RANKS = 8
 

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from ...bench.measured.result import Measurement
     from ...bench.workloads.spec import Workload
 
-__all__ = [
-    "Output",
-    "chosen_workload",
-    "duration_of",
-    "list_of",
-    "number_of",
-    "plan_of",
-    "read_measurement",
-    "runs_of",
-    "size_of",
-]
 
 DEFAULT_RUNS = 5
 _KINDS = ("workload", "model", "index", "size")

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ...bench.measured.plan import Plan
     from ...bench.measured.result import Measurement
 
-__all__ = ["run"]
 
 COMPARE = "compare"
 DRIVER_WORKLOADS = ("raw", "meta")

@@ -13,8 +13,6 @@ from ..page.spread import by_rank, histogram_bars, seconds_text
 from ..text import time_text
 from .tables import costs_table, grids, invalid_lines, phases_table, rate_text
 
-__all__ = ["measurement_page"]
-
 
 def measurement_page(found: Measurement) -> str:
     """Return the page as HTML."""

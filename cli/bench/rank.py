@@ -11,8 +11,6 @@ from pathlib import Path
 from ...drivers.uri import parse
 from ...errors import CoordinationError, HoldfastError
 
-__all__: list[str] = []
-
 
 def main() -> int:
     """Measure as the only argument says, and leave the result, or this rank's error, in a file."""

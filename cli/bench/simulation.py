@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...bench.simulated.forecast import Forecast, Rates
     from ...bench.workloads.spec import Workload
 
-__all__ = ["check_simulation", "run_simulation"]
-
 
 def check_simulation(asked: Mapping[str, Any]) -> None:
     """Raise UsageError for arguments that exclude each other, or that need ``--simulate``."""

@@ -22,17 +22,6 @@ from ..page.spread import seconds_text
 from ..tables import NONE, Table
 from ..text import paint, printable
 
-__all__ = [
-    "costs_table",
-    "csv_text",
-    "grids",
-    "invalid_lines",
-    "phases_table",
-    "print_comparison",
-    "print_measurement",
-    "rate_text",
-]
-
 _LINES = 12
 """Number of reasons for invalid figures to print at most."""
 

@@ -18,7 +18,6 @@ from .choices import Output, duration_of, runs_of, size_of
 if TYPE_CHECKING:
     from ...bench.tuned.tuning import Gain, Tuning
 
-__all__ = ["run_tuning", "verdict_lines"]
 
 VERSION = 1
 DEFAULT_LIMIT = "60s"

@@ -6,8 +6,6 @@ from typing import IO
 
 from ..text import paint, printable
 
-__all__ = ["Account"]
-
 
 class Account:
     """Writes to ``file``."""

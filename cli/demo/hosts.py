@@ -17,8 +17,6 @@ from ...errors import CoordinationError, DeadlineError, UsageError
 from ...storage.arenas.client import status_of, stop
 from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
 
-__all__ = ["HOSTS", "LINGER", "Hosts", "address_of", "folder_of"]
-
 HOSTS = ("a", "b", "c", "d")
 """Hosts in rank order, one rank each."""
 LINGER = "2min"

@@ -15,8 +15,6 @@ from pathlib import Path
 from ...errors import DeadlineError, RankFailedError
 from .journal import Event, Watcher
 
-__all__ = ["Job", "stopped_by_sigterm"]
-
 _LOOK_EVERY_S = 0.05
 _STOP_S = 40.0  # torchrun gives its ranks 30 s to stop
 _TAIL_LINES = 30

@@ -14,8 +14,6 @@ from typing import Any
 
 from .text import LENGTH, SEQUENCES
 
-__all__ = ["Event", "Journal", "Record", "Saved", "Watcher"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

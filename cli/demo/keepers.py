@@ -30,8 +30,6 @@ from .jobs import Job, stopped_by_sigterm
 from .journal import Event
 from .plan import checkpoints_uri
 
-__all__ = ["Accident", "Outcome", "main"]
-
 EVERY = 10
 """Steps between two saves to storage."""
 STEPS = 40

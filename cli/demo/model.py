@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["ModelConfig", "Transformer"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

@@ -9,8 +9,6 @@ from matplotlib.figure import Figure
 
 from .journal import Record
 
-__all__ = ["draw"]
-
 _KILL = "#c1121f"
 _STYLE = {
     "svg.hashsalt": "holdfast",  # the same picture gives the same file

@@ -13,8 +13,6 @@ from ...drivers.uri import join, parse
 from ...errors import UsageError
 from .text import SEQUENCES
 
-__all__ = ["Plan", "checkpoint_uri", "checkpoints_uri", "prepare"]
-
 _MARKER = ".holdfast-demo"
 _OURS = ("checkpoints", "logs", "loss.svg")
 

@@ -20,8 +20,6 @@ from .picture import draw
 from .plan import Plan, checkpoint_uri, checkpoints_uri, prepare
 from .torn import Found, find
 
-__all__ = ["main"]
-
 DIFFERENCE_MAX = 0.01
 """Limit of the difference in loss. A different order of additions causes rounding errors only; a
 step lost or repeated causes far more."""

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from ...errors import UsageError
 
-__all__ = ["LENGTH", "SEQUENCES", "batch", "part_of", "read_text"]
-
 SEQUENCES = 16  # in a batch, over all ranks
 LENGTH = 64  # bytes of text in a sequence
 

@@ -14,8 +14,6 @@ from ...drivers.local.names import is_temporary
 from ...drivers.registry import open_driver
 from ...drivers.uri import parse
 
-__all__ = ["Found", "find", "image_is_begun"]
-
 
 @dataclass(frozen=True, slots=True)
 class Found:

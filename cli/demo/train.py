@@ -35,8 +35,6 @@ from .plan import checkpoint_uri
 from .text import batch, part_of, read_text
 from .torn import image_is_begun
 
-__all__ = ["Training", "main", "sharded_model"]
-
 # the learning rate, and the steps of its warm-up
 RATE = 2e-3
 RISING_STEPS = 8

@@ -31,8 +31,6 @@ from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
 from .hosts import HOSTS, LINGER, address_of, folder_of
 from .journal import Journal
 
-__all__ = ["Training", "main"]
-
 WIDTH = 256
 HIDDEN = 2048
 ROWS = 32

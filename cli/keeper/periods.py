@@ -14,8 +14,6 @@ from ...planner.periods import periods as planned_periods
 from ..commands import print_json
 from ..tables import print_table
 
-__all__ = ["periods"]
-
 T = TypeVar("T")
 
 _TITLES = ("level", "cost", "failures", "best", "every", "steps", "lost")

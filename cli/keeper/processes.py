@@ -23,8 +23,6 @@ from ..commands import complain, print_json
 from ..tables import print_table
 from ..text import is_terminal
 
-__all__ = ["run", "status", "stop"]
-
 _WATCH_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"
 _TITLES = (

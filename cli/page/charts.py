@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from .elements import Element, element
 
-__all__ = ["Bar", "Cell", "Lane", "bars", "curve", "heat_map", "legend", "timeline"]
-
 WIDTH = 1176
 _LABEL = 128
 _ROW = 13

@@ -9,8 +9,6 @@ from ..tables import Table
 from ..text import printable
 from .style import CSS
 
-__all__ = ["Element", "element", "facts", "listed", "page", "section", "shown_table"]
-
 Element = ElementTree.Element
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

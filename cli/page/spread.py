@@ -12,8 +12,6 @@ from ...core.histogram import BUCKET_MIN_S
 from .charts import WIDTH, bars
 from .elements import Element
 
-__all__ = ["by_rank", "histogram_bars", "in_groups_of_ranks", "seconds_text"]
-
 _BARS = 128
 
 

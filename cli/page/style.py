@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CSS"]
-
 CSS = """
 :root {
   --ground: #ffffff; --raised: #f5f7f8; --line: #d9dfe3; --ink: #1d2a31; --soft: #5b6a73;

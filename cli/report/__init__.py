@@ -18,8 +18,6 @@ from ..text import paint, printable
 from .rows import history_table, operations_table, ranks_table, stages_table
 from .words import Against, all_facts, nbytes_of, recurring, words
 
-__all__ = ["run"]
-
 
 def run(
     uri: str, *, json_output: bool, trace: str | None, html: str | None, bench: str | None

@@ -17,8 +17,6 @@ from .pictures import COLOURS, bytes_by_rank, heat, ranks_over_time, write_laten
 from .rows import history_table, operations_table, ranks_table, stages_table
 from .words import Against, all_facts, nbytes_of, recurring, words
 
-__all__ = ["report_page"]
-
 _DETAILED = 10
 """Number of saves of a run to show in detail: the newest."""
 _OF_BARS = (

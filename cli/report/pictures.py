@@ -16,8 +16,6 @@ from ..page.elements import Element
 from ..page.spread import by_rank, histogram_bars, in_groups_of_ranks
 from .rows import stage_names
 
-__all__ = ["COLOURS", "bytes_by_rank", "heat", "ranks_over_time", "write_latencies"]
-
 COLOURS = (
     ("capture", "copies from devices and in memory"),
     ("processor", "checksums, compression, planning"),

@@ -15,14 +15,6 @@ from ..tables import NONE, Table
 from ..text import time_text
 from .words import Against, nbytes_of, rate_text
 
-__all__ = [
-    "history_table",
-    "operations_table",
-    "ranks_table",
-    "stage_names",
-    "stages_table",
-]
-
 _RANKS_SHOWN = 16
 _OPERATIONS_SHOWN = 8
 

@@ -16,8 +16,6 @@ from ...storage.operations.reporting.findings import Cause, Straggler, retries_o
 from ..tables import NONE
 from ..text import one_of, time_text
 
-__all__ = ["Against", "all_facts", "nbytes_of", "rate_text", "recurring", "words"]
-
 SAVE = "save"
 _RECURRING_SHOWN = 3
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from .renewal import in_child
 
-__all__ = ["is_inherited"]
-
 _inherited: weakref.ref[Any] | None = None
 
 

@@ -26,8 +26,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["IMPORTS_S", "in_child", "new_lock", "new_rlock"]
-
 IMPORTS_S = 30.0
 """Longest time that a fork waits for imports of other threads. Importing torch takes seconds."""
 _LOOK_S = 0.001

@@ -17,8 +17,6 @@ from .findings import Finding, Kept, Report, UnkeptError
 from .ground import Counted, Ground, Warnings
 from .probes import PROBES, Probe
 
-__all__ = ["check", "quick_options"]
-
 STEP_S = 30.0
 """Time limit of one probe, in seconds."""
 TOTAL_S = 90.0

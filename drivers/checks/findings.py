@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Effect", "Finding", "Kept", "Outcome", "Report", "UnkeptError"]
-
 Outcome = Literal["kept", "broken", "not promised", "not tried"]
 """``kept``: works as Holdfast needs it. ``broken``: does not. ``not promised``: the driver's traits
 rule it out, or the storage lacks it by design, and Holdfast copes without. ``not tried``: pointless

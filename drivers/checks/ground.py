@@ -14,8 +14,6 @@ from ..contract import Buffer, Driver, Traits, Upload
 from ..layers.layer import Layer, Operation
 from .findings import UnkeptError
 
-__all__ = ["Counted", "Ground", "Warnings", "bytes_of", "parts_of", "store", "write_parts"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from ..contract import Driver, Upload, segments
 from .findings import Effect, Kept, UnkeptError
 from .ground import Ground, Warnings, bytes_of, parts_of, write_parts
 
-__all__ = ["PROBES", "Probe"]
-
 _UNSAFE_EXCLUSIVE = "saves to one URI could destroy each other's data, so Holdfast refuses to save"
 _CONDITIONAL = (
     "For an object store add ?conditional=off to the URI, and let no two jobs save to one URI at "

@@ -37,16 +37,6 @@ from ...errors import UriError, UsageError
 from ..uri import Uri, parse, redact
 from .trust import FILE_NAME, file_of_user, tables_of
 
-__all__ = [
-    "CONFIG_VARIABLE",
-    "PROFILE_OPTION",
-    "Setting",
-    "config_file",
-    "file_settings",
-    "ignored_config_file",
-    "text_of",
-]
-
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 PROFILE_OPTION = "config_profile"
 _COMMON = "common"

@@ -15,8 +15,6 @@ from typing import Any
 
 from ...errors import UsageError
 
-__all__ = ["FILE_NAME", "check_trusted", "file_of_user", "tables_of"]
-
 FILE_NAME = "holdfast.toml"
 _FILE_NBYTES_MAX = 1 << 20
 

@@ -38,12 +38,6 @@ from ..uri import Uri
 from .file import CONFIG_VARIABLE, Setting
 from .trust import check_trusted, file_of_user, tables_of
 
-__all__ = [
-    "TUNABLE", "TUNED_FILE_NAME", "Place", "TunedProfile", "check_keeping",
-    "forget_profiles", "keep_profile", "machine_kind", "place_of", "profile_for", "read_profiles",
-    "text_of_profiles", "tuned_file", "tuned_settings",
-]  # fmt: skip
-
 TUNED_FILE_NAME = "tuned.toml"
 TUNABLE = ("part_size", "concurrency", "threads", "streams", "direct", "max_concurrency")
 """Options that affect only the speed of a storage."""

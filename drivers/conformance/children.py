@@ -17,8 +17,6 @@ from ..contract import Driver
 from ..registry import open_driver
 from .place import Place
 
-__all__ = ["child_of", "main", "sees_children"]
-
 CHILD_TIMEOUT_S = 60.0
 """Time limit of one child in seconds, including interpreter start."""
 

@@ -16,8 +16,6 @@ from ..registry import open_driver
 from ..uri import Uri, join
 from .probes import Probe, ProbeClass
 
-__all__ = ["BARE", "Held", "Place", "held_now"]
-
 BARE: Mapping[str, object] = {"retries": 0, "op_timeout_s": "off"}
 """Options that disable the retry layer, which would hide faults of the driver. The URI may still
 enable layers."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["pytest_addoption", "pytest_configure"]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--driver-uri`` and ``--driver-probe``."""

@@ -12,8 +12,6 @@ from .. import memory
 from ..schemes import SCHEMES
 from ..uri import Uri, root_key
 
-__all__ = ["FolderProbe", "MemoryProbe", "Probe", "ProbeClass", "probe_class"]
-
 
 class Probe(Protocol):
     """Raw objects below one root. Methods block. Keys are the driver's, relative to the same

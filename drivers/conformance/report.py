@@ -20,8 +20,6 @@ from ..uri import Uri, join, parse
 from .place import BARE, Held, Place, held_now
 from .probes import probe_class
 
-__all__ = ["OUTLIVES", "Session"]
-
 _RESULTS = "holdfast_conformance"
 """Key under which a pytest-xdist worker sends its results to the controller."""
 

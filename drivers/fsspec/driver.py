@@ -33,8 +33,6 @@ from .options import check_no_secrets, options_of
 from .tree import Tree
 from .uploads import FsspecUpload
 
-__all__ = ["FsspecDriver", "driver_class_of"]
-
 _PREFIX = "fsspec+"
 _CLOSE_TIMEOUT_S = 60.0
 

@@ -25,8 +25,6 @@ from ...errors import (
 from ..local.errors import storage_errors
 from ..uri import redact
 
-__all__ = ["fsspec_errors"]
-
 _VAGUE = (StorageError, NotFoundError)
 """Classes that are too vague to trust if a cause of the error is more specific."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-__all__ = ["Kind", "kind_of", "modified_s"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:

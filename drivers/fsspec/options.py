@@ -11,8 +11,6 @@ from ...errors import UriError
 from ..options import Option, integer, switch
 from ..uri import is_secret
 
-__all__ = ["check_no_secrets", "options_of"]
-
 # Arguments that the signature does not show.
 _SSH: dict[str, Option] = {
     "port": Option(integer(1, 65535), 22, "the server's port"),

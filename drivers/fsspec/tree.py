@@ -17,9 +17,6 @@ from ..contract import ObjectInfo, check_small
 from ..local.names import is_temporary
 from .kinds import Kind, modified_s
 
-__all__ = ["Tree"]
-
-
 QUIET_S = 24 * 3600.0
 """Age without changes after which a temporary file counts as dead. There is no better sign."""
 

@@ -15,8 +15,6 @@ from ..ranges import Ranges
 from ..threads import OperationThreads
 from .tree import Tree
 
-__all__ = ["FsspecUpload"]
-
 
 class FsspecUpload(Upload):
     """One file being written, under a temporary name if an unfinished file would be visible."""

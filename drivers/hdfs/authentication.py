@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from .spnego import LIBRARY
 
-__all__ = ["CHECK_S", "offered", "unauthenticated"]
-
 CHECK_S = 2.0
 """Seconds to wait for a name node's list of accepted methods."""
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import hdfs_native
     from hdfs_native._internal import RawFileWriter
 
-__all__ = ["Client", "appending", "creating", "pieces", "whole_reader"]
 
 T = TypeVar("T")
 

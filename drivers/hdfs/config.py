@@ -10,8 +10,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
-__all__ = ["Served", "name_service", "rpc_addresses", "served", "site", "web_addresses"]
-
 _WEB_PORTS = {"http": 9870, "https": 9871}
 _ROUTER_PORT = "8888"
 _ROUTER_WEB_PORTS = {"http": 50071, "https": 50072}

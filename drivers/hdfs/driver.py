@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     import hdfs_native
     from hdfs_native import FileStatus
 
-__all__ = ["HdfsDriver"]
 
 QUIET_S = 3600.0
 """Age without changes after which a temporary file is swept. Live uploads touch their files more

@@ -18,8 +18,6 @@ from ...errors import (
     StorageError,
 )
 
-__all__ = ["storage_error"]
-
 _KINDS: dict[type[StorageError], tuple[str, ...]] = {
     NotFoundError: (
         "FileNotFoundException", "PathNotFoundException", "FileNotFound", "IsADirectoryError",

@@ -8,8 +8,6 @@ import secrets
 from ...errors import UriError
 from ..contract import check_key
 
-__all__ = ["Names", "belongs_to", "is_temporary", "key_name", "path_name", "temporary_name"]
-
 NAME_NBYTES_MAX = 255
 """Default limit; the name node's dfs.namenode.fs-limits.max-component-length may differ."""
 

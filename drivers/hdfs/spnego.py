@@ -11,8 +11,6 @@ import ctypes
 import functools
 from typing import Any
 
-__all__ = ["LIBRARY", "NoTicket", "negotiate_token"]
-
 LIBRARY = "libgssapi_krb5.so.2"
 
 _HOST_BASED_SERVICE = bytes.fromhex("2a864886f71201020104")  # 1.2.840.113554.1.2.1.4

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["VARIABLE", "Token", "parse", "service_address", "token_of", "tokens", "url_form"]
-
 VARIABLE = "HADOOP_TOKEN_FILE_LOCATION"
 
 _MAGIC = b"HDTS"

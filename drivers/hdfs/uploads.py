@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import hdfs_native
     from hdfs_native._internal import RawFileWriter
 
-__all__ = ["PIECE_NBYTES", "FileOptions", "HdfsUpload"]
 
 PIECE_NBYTES = 1 << 20
 """Bytes copied per call. hdfs-native only accepts ``bytes``, so each piece is copied first, while

@@ -19,8 +19,6 @@ from urllib.parse import quote, urlsplit
 from ..calls import run
 from .spnego import NoTicket, negotiate_token
 
-__all__ = ["ConcatRefused", "WebHdfs"]
-
 _ANSWER_NBYTES_MAX = 64 << 10
 _REASON_MAX = 300
 

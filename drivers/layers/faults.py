@@ -29,8 +29,6 @@ from ..options import duration
 from ..pieces import piece_ends
 from .layer import Layer, LayeredUpload, Operation
 
-__all__ = ["FaultPlan", "FaultsLayer", "fault_plan"]
-
 T = TypeVar("T")
 
 

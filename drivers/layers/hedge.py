@@ -14,8 +14,6 @@ from ...core.spans import count_hedge
 from ..contract import Buffer, Driver, Traits
 from .layer import Layer
 
-__all__ = ["HedgeLayer", "Slowness"]
-
 SAMPLES = 256
 SAMPLES_MIN = 32
 CREDIT_MAX = 4.0

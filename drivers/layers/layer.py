@@ -12,11 +12,6 @@ from typing import TypeVar
 
 from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload
 
-__all__ = [
-    "Layer", "LayeredUpload", "Operation", "bottom", "deadline", "end", "find", "next_batch",
-    "waiting_for_a_turn",
-]  # fmt: skip
-
 _running: ContextVar[asyncio.Timeout | None] = ContextVar("holdfast-deadline", default=None)
 
 

@@ -29,8 +29,6 @@ from ...errors import BusyError, ExistsError, HoldfastError, NotFoundError, Stor
 from ..contract import Driver, ObjectInfo
 from .layer import Layer, Operation, deadline, end, next_batch
 
-__all__ = ["RetryLayer", "RetryPolicy", "pause_s"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

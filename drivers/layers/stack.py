@@ -9,8 +9,6 @@ from typing import Any
 from ..contract import Driver
 from ..options import Option, duration, integer, or_off, size, switch
 
-__all__ = ["OP_TIMEOUT_S", "RETRIES", "common_options", "stacked"]
-
 RETRIES = 10
 """Default for remote storage. With the pauses, about half a minute: long enough for a server to
 restart."""

@@ -13,8 +13,6 @@ from ...core.spans import count_throttled
 from ..contract import Driver, Traits
 from .layer import Layer, Operation, waiting_for_a_turn
 
-__all__ = ["BURST_S", "LimitLayer", "ThrottleLayer", "TokenBucket", "shared_bucket"]
-
 BURST_S = 0.1
 """Seconds' worth of bytes that may pass at once after idle time. Operations are never split: a
 larger one passes as a whole, and later ones wait for it."""

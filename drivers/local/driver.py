@@ -35,8 +35,6 @@ from .io import ALIGN_NBYTES, read_at
 from .names import is_reserved
 from .tree import Tree
 
-__all__ = ["LocalDriver", "LocalUpload"]
-
 
 class LocalUpload(Upload):
     """An upload to a file. Member of the driver's uploads from begin to end."""

@@ -16,8 +16,6 @@ from ...errors import (
     StorageError,
 )
 
-__all__ = ["NotAnObject", "storage_errors"]
-
 _KINDS: dict[type[StorageError], tuple[int, ...]] = {
     NotFoundError: (errno.ENOENT,),
     ExistsError: (errno.EEXIST,),

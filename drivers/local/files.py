@@ -25,11 +25,6 @@ from .io import DIRECT_MIN_NBYTES, OpenFile, write_at
 from .names import split, temporary_name
 from .tree import NO_LOCKS, Tree, lock, sync_folder
 
-__all__ = [
-    "ASKED_MIN_NBYTES", "TAKE_ROOM", "CreateFile", "NewFile", "OpenFiles", "TakeRoom",
-    "create_file",
-]  # fmt: skip
-
 ASKED_MIN_NBYTES = 1 << 20
 """Smaller files are written faster than space could be checked."""
 

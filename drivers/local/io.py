@@ -22,17 +22,6 @@ import numpy.typing as npt
 from ...core.forks.renewal import new_lock
 from ..contract import Buffer
 
-__all__ = [
-    "ALIGN_NBYTES",
-    "DIRECT_MIN_NBYTES",
-    "OpenFile",
-    "bounce_memory",
-    "is_deleted",
-    "read_at",
-    "status_of",
-    "write_at",
-]
-
 ALIGN_NBYTES = 4096
 """The page size, and a multiple of the logical block size of all common disks."""
 DIRECT_MIN_NBYTES = 64 << 10

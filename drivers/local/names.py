@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 
-__all__ = ["is_hidden", "is_reserved", "is_temporary", "split", "temporary_name"]
-
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp", re.DOTALL)
 _HIDDEN = re.compile(r"\.nfs[0-9a-f]{24}|\.fuse_hidden[0-9a-f]{16}")
 

@@ -24,8 +24,6 @@ from .errors import NotAnObject
 from .io import is_deleted, status_of
 from .names import is_hidden, is_reserved, is_temporary, split
 
-__all__ = ["NO_LOCKS", "Tree", "lock", "sync_folder"]
-
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 """Errors of flock on file systems without (working) locks."""
 

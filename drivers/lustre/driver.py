@@ -21,8 +21,6 @@ from ..uri import Uri
 from .files import Striper, facts_of
 from .layout import ALL_OSTS, STRIPE_COUNT_MAX, STRIPE_NBYTES, STRIPE_UNIT_NBYTES
 
-__all__ = ["LustreDriver"]
-
 
 def _stripe_count(text: str) -> int:
     if text in ("all", "-1"):

@@ -19,8 +19,6 @@ from ..local.files import create_file
 from ..mounts import mount_of
 from .layout import ALL_OSTS, STRIPE_NBYTES, Layout, choose, decode, encode
 
-__all__ = ["STRIPED_MIN_NBYTES", "Facts", "Striper", "count_osts", "facts_of", "layout_of"]
-
 STRIPED_MIN_NBYTES = 1 << 20
 """Smaller files keep the folder's default: one stripe is enough, and it may be stored with the
 metadata."""

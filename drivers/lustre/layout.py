@@ -11,17 +11,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-__all__ = [
-    "ALL_OSTS",
-    "STRIPE_COUNT_MAX",
-    "STRIPE_NBYTES",
-    "STRIPE_UNIT_NBYTES",
-    "Layout",
-    "choose",
-    "decode",
-    "encode",
-]
-
 STRIPE_NBYTES = 16 << 20
 """Default stripe size, equal to the chunk of an image, so that each write goes to one object."""
 STRIPE_UNIT_NBYTES = 64 << 10

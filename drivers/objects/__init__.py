@@ -5,5 +5,3 @@
 ``s3``, ``gs``, ``az`` and ``http`` configure the kinds of stores. ``s3_unfinished`` finds and drops
 unfinished S3 uploads, which obstore cannot do.
 """
-
-__all__: list[str] = []

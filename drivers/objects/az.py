@@ -20,8 +20,6 @@ from .connections import made_without
 from .driver import ObjectDriver
 from .options import COMMON_OPTIONS, Requests
 
-__all__ = ["AzureDriver"]
-
 _ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
 _NEVER_SET = ("AZURE_ENCRYPTION_KEY", "AZURE_STORAGE_ENCRYPTION_KEY")
 """Environment variables read by obstore for which no configuration value means "not set"."""

@@ -14,8 +14,6 @@ from . import runtime
 from .errors import connecting
 from .options import Requests
 
-__all__ = ["Connections", "made_without"]
-
 _hiding = new_lock()
 
 

@@ -57,8 +57,6 @@ from .options import COMMON_OPTIONS, Requests, settings_of
 from .trust import certificates, check_trusted
 from .uploads import PartsUpload, Target, WholeUpload
 
-__all__ = ["ObjectDriver"]
-
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 60.0

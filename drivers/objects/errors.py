@@ -22,16 +22,6 @@ from ...errors import (
 from ..calls import is_panic
 from .trust import untrusted
 
-__all__ = [
-    "WRONG_PLACE",
-    "connecting",
-    "failures",
-    "missing_container",
-    "no_store",
-    "states_code",
-    "translated",
-]
-
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _STATUS = re.compile(r"status(?:[ _]code)?[:\s]+(\d{3})\b", re.IGNORECASE)
 _OF_ONE = re.compile(r"request failed for key [^\n]*\(code: (\w+)\)")

@@ -26,8 +26,6 @@ from .driver import ObjectDriver
 from .options import COMMON_OPTIONS, Requests
 from .trust import system_certificates
 
-__all__ = ["GcsDriver", "credentials_file", "token_provider"]
-
 
 class GcsDriver(ObjectDriver):
     """Objects in one bucket of Google Cloud Storage."""

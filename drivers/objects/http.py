@@ -18,8 +18,6 @@ from ..uri import Uri
 from .driver import ObjectDriver
 from .options import COMMON_OPTIONS, Requests
 
-__all__ = ["HttpDriver"]
-
 _READING = ("part_size", "concurrency", "timeout", "read_timeout", "deadline", "ca", "proxy")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-__all__ = ["KNOWN"]
-
 
 @dataclass(frozen=True, slots=True)
 class _KnownStores:

@@ -8,8 +8,6 @@ from ...errors import UriError
 from ..contract import check_key
 from ..uri import WHERE_SECRETS_GO, Uri
 
-__all__ = ["encoded", "split_location"]
-
 
 def split_location(uri: Uri) -> tuple[str, str]:
     """Return the bucket of a URI, and the root: the key prefix as the store spells it, without

@@ -10,8 +10,6 @@ from typing import Any
 
 from ..options import Option, duration, integer, size, switch, url
 
-__all__ = ["COMMON_OPTIONS", "Requests", "Settings", "settings_of"]
-
 COMMON_OPTIONS: Mapping[str, Option] = {
     "part_size": Option(
         size(5 << 20, 5 << 30), 16 << 20, "size of the parts of a large object; 16MiB saves a copy"

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from ...errors import StorageError
 
-__all__ = ["settle", "use", "wake"]
-
 _NAME = "tokio-runtime-w"  # the kernel keeps 15 characters
 _SETTLE_S = 5.0
 _LOOK_S = 0.005

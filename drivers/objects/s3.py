@@ -39,8 +39,6 @@ from .s3_unfinished import Unfinished
 from .trust import system_certificates
 from .uploads import is_live
 
-__all__ = ["S3Driver"]
-
 _OF_UPLOADS = (
     "ListMultipartUploads",
     "ListParts",

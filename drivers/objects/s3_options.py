@@ -13,8 +13,6 @@ from ..options import Option, choice, switch
 from ..uri import Uri
 from .s3_place import is_express
 
-__all__ = ["STORING_OPTIONS", "check_storing", "labels", "store_config"]
-
 _KMS = ("aws:kms", "aws:kms:dsse")
 _SLOW = ("GLACIER", "DEEP_ARCHIVE")
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -24,18 +24,6 @@ from ..uri import Uri
 from .known_stores import KNOWN
 from .names import split_location
 
-__all__ = [
-    "Place",
-    "bucket_and_root",
-    "bucket_region",
-    "forget_sessions",
-    "is_express",
-    "make_client",
-    "may_be_elsewhere",
-    "place_of",
-    "session_for",
-]
-
 # Threads may share a session, but must not create clients concurrently.
 _making = new_lock()
 

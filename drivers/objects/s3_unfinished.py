@@ -19,8 +19,6 @@ from .errors import translated
 from .known_stores import KNOWN
 from .trust import TRUST
 
-__all__ = ["Unfinished"]
-
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = {

@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from ...errors import StorageError, UriError
 from .known_stores import KNOWN
 
-__all__ = ["TRUST", "certificates", "check_trusted", "system_certificates", "untrusted"]
-
 _SYSTEM = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",

@@ -29,16 +29,6 @@ from ..contract import Buffer, ObjectInfo, Upload
 from ..ranges import Ranges
 from .errors import failures
 
-__all__ = [
-    "PARTS_MAX",
-    "Cutter",
-    "PartsUpload",
-    "Target",
-    "WholeUpload",
-    "is_live",
-    "part_nbytes_for",
-]
-
 PARTS_MAX = 10_000
 """Limit of S3 and GCS. Azure allows 50,000."""
 

@@ -20,8 +20,6 @@ from ...errors import (
     StorageError,
 )
 
-__all__ = ["Connections", "Request", "failures", "refusal"]
-
 CONNECT_S = 10.0
 """Timeout of connecting: a live host answers sooner."""
 

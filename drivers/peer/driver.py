@@ -31,8 +31,6 @@ from ..threads import OperationThreads
 from ..uri import Uri, root_key
 from .connections import Connections, Request, failures, refusal
 
-__all__ = ["PeerDriver"]
-
 MODIFIED_HEADER = "X-Holdfast-Modified"
 LIST_NBYTES_MAX = 256 << 20
 """Longest listing accepted: about a million objects."""

@@ -30,8 +30,6 @@ from .hosts import KeeperHost
 from .label import LABEL_NBYTES_MAX, GenerationId, Label
 from .memory import Memory, read_sealed, sealed_bytes
 
-__all__ = ["Arena", "Capture", "FillingSlot", "KeeperLost", "Listener"]
-
 PAUSES_S = (0.2, 1.0, 5.0, 30.0)
 """Pauses between attempts to find a keeper; the last one repeats."""
 REBUILD_S = 120.0

@@ -22,8 +22,6 @@ from .folder import KeeperFolder
 from .hosts import KeeperHost
 from .sockets import Line, MessageError, Received, connected
 
-__all__ = ["KeeperClient", "Refusal", "go_on", "status_of", "stop"]
-
 _EVENTS = messages.Event.__args__
 A = TypeVar("A")
 

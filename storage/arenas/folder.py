@@ -21,8 +21,6 @@ from pathlib import Path
 
 from ...errors import UsageError
 
-__all__ = ["KEEPER_DIR_VARIABLE", "RUN_PATTERN", "KeeperFolder", "base_folder", "keeper_folders"]
-
 KEEPER_DIR_VARIABLE = "HOLDFAST_KEEPER_DIR"
 RUN_PATTERN = re.compile(r"[0-9a-f]{32}")
 """Format of run ids."""

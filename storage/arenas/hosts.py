@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from ...planner.parity import Lane, lanes, parity_of
 
-__all__ = ["GuardedGroup", "KeeperHost"]
-
 
 @dataclass(frozen=True, slots=True)
 class KeeperHost:

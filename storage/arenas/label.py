@@ -20,8 +20,6 @@ from ..format.manifest import image_key
 from ..format.tables import ImageTable
 from ..ranks.messages import codec
 
-__all__ = ["LABEL_NBYTES_MAX", "GenerationId", "Label", "check_sizes"]
-
 LABEL_NBYTES_MAX = 1 << 30
 _NO_TIME = "19700101T000000"
 

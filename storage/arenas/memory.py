@@ -21,18 +21,6 @@ import numpy as np
 
 from ..runtime.buffers import HostBuffer
 
-__all__ = [
-    "SIZE_SEALS",
-    "Memory",
-    "available_nbytes",
-    "check_sealed",
-    "map_shared",
-    "read_sealed",
-    "reserved_memory",
-    "sealed_bytes",
-    "sealed_memory",
-]
-
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE
 _RESERVED_AT_ONCE_NBYTES = 256 << 20

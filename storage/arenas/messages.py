@@ -15,46 +15,6 @@ from ..ranks.messages import codec
 from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
-__all__ = [
-    "VERSION",
-    "Adopt",
-    "Agreed",
-    "Answer",
-    "Captured",
-    "Done",
-    "Dropped",
-    "Durable",
-    "Enter",
-    "Event",
-    "Fill",
-    "Filled",
-    "Flush",
-    "FlushFailed",
-    "GenerationEntry",
-    "Hello",
-    "Inventory",
-    "Local",
-    "LookUp",
-    "Message",
-    "Open",
-    "Opened",
-    "ParityEntry",
-    "Progress",
-    "Protected",
-    "Rebuild",
-    "Refused",
-    "Release",
-    "Request",
-    "Sealed",
-    "Status",
-    "StatusAsked",
-    "Stop",
-    "Voided",
-    "Welcome",
-    "decode",
-    "encode",
-]
-
 VERSION = 6
 
 

@@ -11,16 +11,6 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "DESCRIPTORS_MAX",
-    "MESSAGE_NBYTES_MAX",
-    "Line",
-    "MessageError",
-    "Received",
-    "connected",
-    "listening",
-]
-
 MESSAGE_NBYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 2
 _CREDENTIALS = struct.Struct("3i")

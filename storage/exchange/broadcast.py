@@ -21,8 +21,6 @@ from ..runtime.engine import offload
 from .connection import Connection
 from .transport import Address, Listener, connect, open_listener
 
-__all__ = ["read_once"]
-
 CONNECT_ALL_TIMEOUT_S = 30.0
 _log = logging.getLogger(__name__)
 

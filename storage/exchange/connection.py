@@ -13,8 +13,6 @@ import weakref
 from ...core.forks.renewal import in_child
 from .shared_memory import Window
 
-__all__ = ["DIGEST_NBYTES", "Connection", "closed_in_child"]
-
 DIGEST_NBYTES = 16
 
 _CREDENTIALS = struct.Struct("3i")

@@ -37,8 +37,6 @@ from .sending import Sender
 from .shared_memory import Arena
 from .transport import Address, Listener, connect
 
-__all__ = ["Exchange"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -18,17 +18,6 @@ from ..ranks.messages import Codec
 from ..ranks.team import Team
 from .connection import DIGEST_NBYTES, Connection
 
-__all__ = [
-    "HANDOVER",
-    "NO_DIGEST",
-    "RECEIPT",
-    "ExchangeGroup",
-    "ExchangeLimits",
-    "by_path",
-    "naming_member",
-    "serve_in_thread",
-]
-
 T = TypeVar("T")
 
 REPORT_PAUSE_S = 0.05

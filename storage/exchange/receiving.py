@@ -18,8 +18,6 @@ from ..runtime.engine import offload
 from .connection import Connection
 from .group import HANDOVER, RECEIPT, ExchangeGroup, by_path, serve_in_thread
 
-__all__ = ["Receiver"]
-
 
 class Receiver:
     """Receives one rank's units. ``jobs``: (member, job) for each job of ``plan`` that another

@@ -25,8 +25,6 @@ from .group import (
 )
 from .shared_memory import Arena
 
-__all__ = ["Sender"]
-
 
 @dataclass
 class _Pending:

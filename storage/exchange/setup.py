@@ -19,8 +19,6 @@ from .exchange import Exchange
 from .group import ExchangeGroup
 from .transport import Address, open_listener
 
-__all__ = ["LEAST_NBYTES", "begin_exchange"]
-
 LEAST_NBYTES = 32 << 20
 """Minimum of shared bytes. Reading less several times takes no longer than connecting."""
 UNIT_GAPS = 64

@@ -20,8 +20,6 @@ import numpy as np
 from ..arenas.memory import SIZE_SEALS, check_sealed, map_shared
 from ..runtime.buffers import HostBuffer
 
-__all__ = ["Arena", "Window", "identity_of"]
-
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; missing in module fcntl
 
 

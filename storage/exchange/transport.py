@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from .connection import DIGEST_NBYTES, Connection, closed_in_child
 from .shared_memory import Arena, Window, identity_of
 
-__all__ = ["Address", "Listener", "connect", "open_listener"]
-
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time limit for a client to authenticate itself."""
 CONNECT_TIMEOUT_S = 30.0

@@ -16,16 +16,6 @@ from ...planner.image import DIGEST_NBYTES
 from .digest import digest
 from .manifest import Manifest
 
-__all__ = [
-    "Chunk",
-    "chunk_at",
-    "chunks_of",
-    "damaged",
-    "damaged_ranges",
-    "page_range",
-    "tensors_at",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -22,16 +22,6 @@ from ...errors import DamagedError, SaveError
 from ...planner.image import DIGEST_NBYTES
 from .digest import digest
 
-__all__ = [
-    "Column",
-    "Columns",
-    "decode_columns",
-    "encode_columns",
-    "narrowed",
-    "parse_columns",
-    "parse_header",
-]
-
 # Any dtype that safetensors can hold; users of a column check its content.
 Column = npt.NDArray[Any]
 Columns = Mapping[str, Column]

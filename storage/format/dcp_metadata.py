@@ -16,15 +16,6 @@ from dataclasses import dataclass
 from ...planner.box import Box
 from .torch_pickle import NEW_DTYPES, Name, Record, Value, read_pickle
 
-__all__ = [
-    "DCP_FILE",
-    "DCP_METADATA_KEY",
-    "FilePart",
-    "FolderContents",
-    "StoredParts",
-    "read_metadata",
-]
-
 DCP_METADATA_KEY = ".metadata"
 DCP_FILE = re.compile(r"holdfast-[0-9]+\.distcp")
 """File names that our export writes. DCP's own writer uses others."""

@@ -15,8 +15,6 @@ from itertools import pairwise
 
 import xxhash
 
-__all__ = ["digest", "page_of"]
-
 
 def digest(data: bytes | memoryview) -> bytes:
     """Return the 16-byte xxh3-128 digest of ``data``."""

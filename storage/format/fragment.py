@@ -37,16 +37,6 @@ from .tables import (
 from .tree import ByRank, Tree, Value, key_in, unite
 from .values import encode_value
 
-__all__ = [
-    "Fragment",
-    "Group",
-    "StateLayout",
-    "decode_fragment",
-    "fragment_of",
-    "join",
-    "layout_of",
-]
-
 _LENGTH = struct.Struct("<Q")
 
 

@@ -11,8 +11,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-__all__ = ["as_kind", "kind_of", "like"]
-
 _FACTORIES: tuple[type, ...] = (bool, dict, float, int, list, set, str, tuple)
 
 K = TypeVar("K")

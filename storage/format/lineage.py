@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from ...core.decoded_json import Json, int_in, object_in, str_in
 from ...errors import DamagedError
 
-__all__ = ["LINEAGE_KEY", "ROOT", "Lineage", "is_branch"]
-
 LINEAGE_KEY = "lineage.json"
 ROOT = ""
 """The branch on which a run begins, and that of checkpoints that record none."""

@@ -39,17 +39,6 @@ from .tables import (
 )
 from .tree import Tree
 
-__all__ = [
-    "ATTEMPT_PATTERN",
-    "MANIFEST_KEY",
-    "Manifest",
-    "VerifiedManifest",
-    "attempt_in",
-    "check",
-    "check_complete",
-    "image_key",
-]
-
 MANIFEST_KEY = "manifest.safetensors"
 ATTEMPT_PATTERN = r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}"
 """Regular expression for attempt ids."""

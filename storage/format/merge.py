@@ -21,8 +21,6 @@ from .packed import Compression
 from .tables import ImageTable
 from .tree import Tree, Value, merge_trees
 
-__all__ = ["merge"]
-
 
 def merge(fragments: Sequence[Fragment], compression: Compression | None = None) -> Manifest:
     """Merge the fragments of a job's ranks or hosts, in order of their first ranks, into a

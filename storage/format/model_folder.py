@@ -16,17 +16,6 @@ from ...core import safetensors
 from ...core.forks.cached import cached_property
 from ...planner.image import PAGE_NBYTES
 
-__all__ = [
-    "INDEX_KEY",
-    "MODEL_FILE",
-    "ModelFile",
-    "ModelTensor",
-    "image_rank",
-    "index_text",
-    "joined",
-    "model_files",
-]
-
 INDEX_KEY = "model.safetensors.index.json"
 MODEL_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 

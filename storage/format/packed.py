@@ -32,18 +32,6 @@ from ...planner.columns import Ints
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES
 from .digest import digest
 
-__all__ = [
-    "COMPRESSIONS",
-    "Compression",
-    "Index",
-    "PackedChunk",
-    "checked_compression",
-    "index_nbytes",
-    "pack",
-    "page_of_packed",
-    "unpack",
-]
-
 Compression = Literal["lz4"]
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 _SIZE = np.dtype("<u4")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from ...errors import UsageError
 from .tree import Key, dotted
 
-__all__ = ["Only", "Part"]
-
 Only = str | Sequence[Key]
 """``"model.encoder"``, or the keys: ``("model", "encoder")``, ``("optim", 0)``."""
 

@@ -23,17 +23,6 @@ from ...core.histogram import BUCKETS, bucket_of
 from ...core.spans import SLOWEST, SlowOperation, StageReport
 from ...errors import TelemetryError
 
-__all__ = [
-    "RECORD_NBYTES_MAX",
-    "TELEMETRY_NBYTES_MAX",
-    "RankTelemetry",
-    "SaveTelemetry",
-    "decode_telemetry",
-    "encode_head",
-    "encode_record",
-    "telemetry_key",
-]
-
 RECORD_NBYTES_MAX = 900
 """Largest compressed record of a rank."""
 TELEMETRY_NBYTES_MAX = 256 << 20

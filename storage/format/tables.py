@@ -23,19 +23,6 @@ from ...planner.table import ShardTable, TensorTable
 from .columns import Column, Columns
 from .tree import Tree
 
-__all__ = [
-    "NDIM_MAX",
-    "ImageTable",
-    "check_readable",
-    "image_table",
-    "ints_of",
-    "json_integer",
-    "shard_columns",
-    "shard_table",
-    "tensor_columns",
-    "tensor_table",
-]
-
 NDIM_MAX = 256
 _INT_MAX = 1 << 62
 

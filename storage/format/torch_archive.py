@@ -16,8 +16,6 @@ from ...planner.image import PAGE_NBYTES
 from .model_folder import ModelFile, ModelTensor, image_rank, joined
 from .torch_pickle import NEW_DTYPES, STORAGES
 
-__all__ = ["TORCH_DTYPES", "alignment_of", "torch_file", "torch_pieces"]
-
 TORCH_DTYPES = frozenset(NEW_DTYPES)
 """Torch's names of the dtypes that can be written."""
 

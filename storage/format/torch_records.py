@@ -10,15 +10,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-__all__ = [
-    "LOCAL_NBYTES",
-    "EarlierError",
-    "ZipError",
-    "ZipRecord",
-    "content_start",
-    "directory",
-]
-
 _LOCAL = struct.Struct("<4s22xHH")
 _CENTRAL = struct.Struct("<4s4xHH8xIIHHH8xI")
 _END = struct.Struct("<4s8xII2x")

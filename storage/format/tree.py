@@ -18,20 +18,6 @@ from ...core.decoded_json import Json, int_in, ints_in, list_in, object_in, rows
 from ...errors import DamagedError, SaveError
 from .values import decode_value, encode_text
 
-__all__ = [
-    "ROOT",
-    "ByRank",
-    "Container",
-    "Key",
-    "Tree",
-    "Value",
-    "dotted",
-    "format_path",
-    "key_in",
-    "merge_trees",
-    "unite",
-]
-
 Key = str | int | float | bool | None
 """Type of a dict key; list and tuple items have int keys."""
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from ...core.decoded_json import Json, ints_in, strs_in
 from ...errors import DamagedError, StateError
 
-__all__ = ["decode_value", "encode_text", "encode_value"]
-
 # numpy's own parser accepts far more, and invokes other parsers.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -18,8 +18,6 @@ from .reporting import Reporting
 from .slot_memory import SlotPool
 from .status import Counters
 
-__all__ = ["Agreement"]
-
 _VOID = "the images of the ranks do not match, or a rank has none"
 _LATER = "later steps have overwritten some of its images"
 _log = logging.getLogger(__name__)

@@ -23,8 +23,6 @@ from ..arenas.label import LABEL_NBYTES_MAX, Label, check_sizes
 from ..arenas.memory import Memory, check_sealed, read_sealed
 from .slot_memory import PooledSlot, SlotPool
 
-__all__ = ["DescriptorStore"]
-
 _FIRST_FD = 3
 _AGREED = "agreed"
 _SEALED = "sealed"

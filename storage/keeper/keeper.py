@@ -40,8 +40,6 @@ from .slot_memory import RESERVE_NBYTES, PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
 from .trainers import Startup, Trainer, Trainers
 
-__all__ = ["Keeper"]
-
 HELLO_S = 10.0
 """Time limit for a connecting process to identify itself."""
 

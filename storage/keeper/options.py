@@ -6,8 +6,6 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
-__all__ = ["LOOPBACK", "KeeperOptions", "ServeOptions", "cpus_of", "new_token"]
-
 LOOPBACK = "127.0.0.1"
 
 

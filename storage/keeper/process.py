@@ -33,7 +33,6 @@ from .serving.serve import address_and_port, interface_and_port, is_token, serve
 if TYPE_CHECKING:
     from .serving.http_server import MemoryServer
 
-__all__ = ["RunningError", "keep", "main"]
 
 TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
 """Environment variable with the token; without it, each keeper makes one."""

@@ -20,15 +20,6 @@ from ...errors import DamagedError
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import GenerationId, Label, check_sizes
 
-__all__ = [
-    "HELD",
-    "INVENTORY_KEY",
-    "Peers",
-    "generation_folder",
-    "opened_peer",
-    "parse_held",
-]
-
 HELD = "held"
 INVENTORY_KEY = f"{HELD}/inventory"
 QUIET_S = 20.0

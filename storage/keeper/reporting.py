@@ -26,7 +26,6 @@ from .decisions.standing import FlushEnd, FlushOrder, Report, Standing
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["REPORT_NBYTES_MAX", "Reporting", "StaleReportError"]
 
 REPORT_NBYTES_MAX = 16 << 20
 WAIT_S = 10.0

@@ -13,8 +13,6 @@ from ..arenas.memory import Memory
 from ..format.digest import digest, page_of
 from ..runtime.engine import CPU_THREADS, offload
 
-__all__ = ["is_sealed", "seal"]
-
 
 async def seal(memory: Memory, hashed_end: int, chunk_nbytes: int, block_nbytes: int) -> bytes:
     """Hash bytes [0, hashed_end) of the image in ``memory``, write its pages, and return the

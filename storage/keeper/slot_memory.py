@@ -25,8 +25,6 @@ from .decisions.slots import Refusal
 from .sealing import is_sealed
 from .tiers import LocalImage
 
-__all__ = ["RESERVE_NBYTES", "PooledSlot", "SlotPool", "spared_memory"]
-
 RESERVE_NBYTES = 256 << 20
 """Memory left to the rest of the system."""
 

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from ..arenas.label import GenerationId
 from ..arenas.messages import GenerationEntry
 
-__all__ = ["Counters", "KeeperStatus"]
-
 
 @dataclass
 class Counters:

@@ -25,8 +25,6 @@ from ..format.manifest import MANIFEST_KEY
 from ..format.merge import merge
 from ..runtime.engine import offload
 
-__all__ = ["LocalImage", "PeerImage", "TiersDriver", "manifest_of"]
-
 READ_NBYTES = 64 << 20
 """Read size at which the C library bypasses the CPU cache."""
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from ..arenas.messages import Event, Hello, Progress, encode
 from ..arenas.sockets import Line
 
-__all__ = ["Startup", "Trainer", "Trainers"]
-
 TELL_S = 5.0
 """Time limit for a trainer to receive a message."""
 PROGRESS_S = 0.5

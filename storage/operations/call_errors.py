@@ -16,15 +16,6 @@ from ..ranks.team import Team
 from ..runtime.engine import start
 from .options import UriLike
 
-__all__ = [
-    "Closable",
-    "announcing_errors",
-    "announcing_errors_of_call",
-    "closing",
-    "printed_step",
-    "printed_uri",
-]
-
 
 class Closable(Protocol):
     """A driver, or an object that owns one."""

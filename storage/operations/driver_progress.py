@@ -9,8 +9,6 @@ from ...drivers.contract import Driver
 from ...drivers.layers.layer import Layer, Operation
 from ..ranks.team import Team
 
-__all__ = ["with_progress"]
-
 T = TypeVar("T")
 
 

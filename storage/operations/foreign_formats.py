@@ -23,8 +23,6 @@ from ..format.manifest import ATTEMPT_PATTERN, MANIFEST_KEY
 from ..runtime.engine import run
 from .location import Place
 
-__all__ = ["Finding", "explains", "found_at"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

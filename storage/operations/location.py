@@ -11,8 +11,6 @@ from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, divided, join, parse
 
-__all__ = ["Place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

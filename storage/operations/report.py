@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from ...core.spans import SlowOperation, StageReport
 
-__all__ = ["LoadReport", "SaveReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:

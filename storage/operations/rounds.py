@@ -33,38 +33,6 @@ from dataclasses import dataclass, field
 from ..format.fragment import Fragment, StateLayout, decode_fragment
 from ..ranks.messages import Codec, Nothing, Round, codec
 
-__all__ = [
-    "AGREE",
-    "ARRIVED",
-    "BEGIN",
-    "DIGESTS",
-    "DIVIDE",
-    "FITS",
-    "HOLDS",
-    "HOSTS",
-    "KEEP",
-    "AgreeVerdict",
-    "Arrived",
-    "Begun",
-    "Boxes",
-    "Comparison",
-    "Differences",
-    "Division",
-    "Findings",
-    "Fit",
-    "FitReport",
-    "FragmentCodec",
-    "HeldStatement",
-    "Hosts",
-    "Keepable",
-    "Kept",
-    "OnHost",
-    "PlanDecision",
-    "PlanFollowed",
-    "SaveStatement",
-    "commit_round",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldStatement:

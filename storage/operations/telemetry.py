@@ -14,21 +14,6 @@ from ...errors import UsageError
 from ..format.save_telemetry import RankTelemetry, SaveTelemetry, encode_head, encode_record
 from .report import LoadReport, SaveReport
 
-__all__ = [
-    "Outcome",
-    "Telemetry",
-    "announce",
-    "check_telemetry",
-    "encoded_telemetry",
-    "listen",
-    "log_loaded",
-    "log_safely",
-    "log_saved",
-    "rank_telemetry",
-    "recorded_figures",
-    "recorder_of",
-]
-
 Telemetry = Literal["on", "off"]
 """Whether a save or a load records its timings."""
 

@@ -19,8 +19,6 @@ from ..state.capture.switch_interval import switch_interval
 from ..state.source import ImageSource
 from .chunks import chunks_to_write
 
-__all__ = ["TensorChunks", "capture_into"]
-
 PIECE_NBYTES = 64 << 20
 """Most bytes of an image copied by one call."""
 _PIECES_PER_THREAD = 4

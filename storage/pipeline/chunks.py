@@ -9,8 +9,6 @@ from ...planner.image import ImageLayout
 from ..arenas.memory import Memory
 from ..runtime.buffers import HostBuffer, HostPool
 
-__all__ = ["ChunkSource", "MemoryChunks", "chunks_to_write"]
-
 
 class ChunkSource(Protocol):
     """Hands out the chunks of one image, each once, in any order."""

@@ -19,8 +19,6 @@ from ...planner.image import ImageLayout
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import offload
 
-__all__ = ["ENCLOSED_NBYTES_MAX", "Enclosed", "FileChunks", "Stretch"]
-
 ENCLOSED_NBYTES_MAX = 1 << 20
 """Largest range that is read to locate bytes in it."""
 _MERGED_NBYTES_MAX = 1 << 20

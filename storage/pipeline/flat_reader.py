@@ -24,8 +24,6 @@ from ..runtime.buffers import HostBuffer, memory_for
 from ..runtime.engine import offload
 from .image_reader import ImageReader, plan_reads
 
-__all__ = ["FlatRanges", "read_flat", "read_ranges"]
-
 Bytes = npt.NDArray[np.uint8]
 
 

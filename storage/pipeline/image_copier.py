@@ -30,8 +30,6 @@ from .image_reader import NOT_WHAT_WAS_WRITTEN, ImageReader
 from .unpacking import Stored, image_driver
 from .upload import Opening, write_pages, writing_order
 
-__all__ = ["ImageCopier", "balanced"]
-
 
 @dataclass
 class ImageCopier:

@@ -26,16 +26,6 @@ from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
 from .unpacking import Stored, Unpacked
 
-__all__ = [
-    "Deliver",
-    "Forward",
-    "ImageReader",
-    "PieceDelivery",
-    "are_pieces",
-    "connected_reads",
-    "plan_reads",
-]
-
 Deliver = Callable[[int, HostBuffer], None]
 """Called on a worker thread with a read's number and a buffer that begins with its verified
 bytes."""

@@ -24,15 +24,6 @@ from ..runtime.scheduler import Budget
 from .chunks import ChunkSource, chunks_to_write
 from .upload import Opening, write_pages, writing_order
 
-__all__ = [
-    "Callbacks",
-    "ImageWriter",
-    "Packing",
-    "WrittenImage",
-    "check_image_size",
-    "chunks_nbytes",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from ..format.chunks import chunks_of
 from ..format.manifest import Manifest
 from ..runtime.engine import offload
 
-__all__ = ["ReadAhead", "read_ahead"]
-
 _MOST_NBYTES = 32 << 20
 """More brings no measurable gain and takes memory."""
 _TENSOR_NBYTES = 16 << 10

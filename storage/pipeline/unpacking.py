@@ -20,8 +20,6 @@ from ..format.packed import Index, checked_compression, index_nbytes, unpack
 from ..runtime.buffers import memory_for
 from ..runtime.engine import offload
 
-__all__ = ["Stored", "Unpacked", "image_driver"]
-
 
 def image_driver(driver: Driver, manifest: Manifest) -> Driver:
     """Return the driver for reading images: ``driver`` itself unless they are compressed. Raises

@@ -9,8 +9,6 @@ from ...core.aio import wait_out
 from ...drivers.contract import Traits, Upload, segments
 from ..runtime.buffers import HostBuffer
 
-__all__ = ["Opening", "write_pages", "writing_order"]
-
 
 class Opening:
     """An upload that is being opened concurrently with other work."""

@@ -18,8 +18,6 @@ from ..runtime.executor import Pipeline, Stage
 from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
 
-__all__ = ["PAGES_NBYTES", "Damage", "StoredPages", "VerifyReport", "verify_images"]
-
 
 @dataclass(frozen=True, slots=True)
 class Damage:

@@ -25,20 +25,6 @@ from ...errors import (
 from ..format.manifest import ATTEMPT_PATTERN
 from .preflight import TRIAL_NBYTES, refuses_taken
 
-__all__ = [
-    "ATTEMPT_KEY_PATTERN",
-    "Attempt",
-    "AttemptFiles",
-    "announce",
-    "check_exclusive_puts",
-    "check_marker",
-    "delete_attempt",
-    "list_attempts",
-    "probe",
-    "storage_time_s",
-    "time_of_marker_s",
-]
-
 ATTEMPT_KEY_PATTERN = rf"data/(?P<attempt>{ATTEMPT_PATTERN})/.+"
 """Regular expression for every key that belongs to an attempt."""
 _ATTEMPT_KEY = re.compile(ATTEMPT_KEY_PATTERN)

@@ -26,16 +26,6 @@ from .current import current_attempt
 from .prune_lock import PRUNING_KEY, locked_since_s
 from .records import ABORT_RECORD, put_abort_record
 
-__all__ = [
-    "Survey",
-    "abort_and_delete",
-    "collect",
-    "collect_others",
-    "give_up",
-    "survey_attempts",
-    "sweep",
-]
-
 _log = logging.getLogger(__name__)
 
 

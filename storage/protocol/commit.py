@@ -106,19 +106,6 @@ from .preflight import check_range_reads
 from .prune_lock import wait_for_prunings
 from .records import put_commit_record
 
-__all__ = [
-    "abandon",
-    "abandon_failed",
-    "begin",
-    "begin_copy",
-    "begin_import",
-    "check_images",
-    "commit",
-    "commit_attempt",
-    "is_settled",
-    "settle",
-]
-
 _PUTS = 3
 """The number of puts of the manifest after which a save gives up on the storage."""
 

@@ -11,8 +11,6 @@ from ...errors import DamagedError, NotACheckpointError, NotFoundError, Unsuppor
 from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, check_complete
 from ..runtime.engine import offload
 
-__all__ = ["current_attempt", "is_current", "read_manifest"]
-
 
 async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
     """Return the current manifest and its bytes. Raises NotACheckpointError and DamagedError."""

@@ -3,8 +3,6 @@ them everywhere."""
 
 from __future__ import annotations
 
-__all__ = ["CLEAN_UP_S", "GRACE_S", "IDLE_S", "TELEMETRY_S"]
-
 GRACE_S = 3600.0
 """How long an attempt with a commit record is spared. Must exceed any put of a manifest."""
 CLEAN_UP_S = 30.0

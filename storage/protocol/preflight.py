@@ -18,8 +18,6 @@ from ...drivers.contract import Driver
 from ...drivers.layers.layer import bottom
 from ...errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
-__all__ = ["TRIAL_NBYTES", "check_range_reads", "refuses_taken"]
-
 TRIAL_NBYTES = 1
 """Size of the objects that :func:`refuses_taken` puts. Other objects with these keys have other
 sizes."""

@@ -21,15 +21,6 @@ from .attempt import Attempt, storage_time_s
 from .current import current_attempt
 from .records import put_once
 
-__all__ = [
-    "PRUNING_KEY",
-    "delete_manifest",
-    "is_lock",
-    "locked_since_s",
-    "new_lock",
-    "wait_for_prunings",
-]
-
 PRUNING_KEY = "data/pruning"
 _LOCK = re.compile(rb"[0-9a-f]{16}")
 _LOCK_NBYTES = 16

@@ -14,8 +14,6 @@ import secrets
 from ...drivers.contract import Driver
 from ...errors import ExistsError, NotFoundError
 
-__all__ = ["ABORT_RECORD", "put_abort_record", "put_commit_record", "put_once", "read_record"]
-
 ABORT_RECORD = b"abort"
 _COMMIT_RECORD = b"claim "
 

@@ -13,8 +13,6 @@ from ...errors import NotFoundError, TelemetryError
 from ..format.save_telemetry import TELEMETRY_NBYTES_MAX, telemetry_key
 from . import limits
 
-__all__ = ["get_telemetry", "put_telemetry"]
-
 _log = logging.getLogger(__name__)
 
 

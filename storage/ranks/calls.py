@@ -17,8 +17,6 @@ from .failures import Failure
 from .messages import codec
 from .pairing import Settled
 
-__all__ = ["Call", "FailedCall", "OpenCall", "RankStatus", "decoded_roster", "encoded_roster"]
-
 MAIN = "main"
 
 

@@ -15,8 +15,6 @@ from ...errors import (
     RankFailedError,
 )
 
-__all__ = ["Failure"]
-
 MESSAGE_CHARS = 10_000
 SHORT_MESSAGE_CHARS = 3000
 

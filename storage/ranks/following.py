@@ -12,8 +12,6 @@ from .pairing import Settled, paired
 from .rendezvous import GRACE_S, NOT_ADDRESSED, PAUSE_MAX_S, PAUSE_S, Answer
 from .watch import Participation, Watch
 
-__all__ = ["FollowerRendezvous"]
-
 
 class FollowerRendezvous:
     """A follower's part: send a statement, and wait for the leader's answer."""

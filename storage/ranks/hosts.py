@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["host_key", "numbered", "numbers_in", "ranks_with"]
-
 Ints = npt.NDArray[np.int64]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["Keys", "StoreLike"]
-
 PART_NBYTES = 4 << 20  # torch's TCPStore refuses values of 8 MiB and more
 _NOTHING = b"\x00holdfast: no such key\x00"
 _WHOLE = b"="

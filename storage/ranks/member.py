@@ -32,8 +32,6 @@ from .keys import Keys
 from .pairing import CallHistory, Settled, logged
 from .watch import Participation, Watch
 
-__all__ = ["LEADER", "Member"]
-
 LEADER = 0
 BLOCK = 256
 FAILURES_KEPT = 8

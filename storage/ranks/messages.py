@@ -26,8 +26,6 @@ from typing import Generic, Protocol, TypeVar
 from ...core.decoded_json import Json, list_in, object_in
 from ...errors import CoordinationError
 
-__all__ = ["Codec", "Nothing", "Round", "codec"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LOGGED", "CallHistory", "Log", "Settled", "logged", "paired"]
-
 LOGGED = 64
 """The number of failures of one name that a rank remembers."""
 

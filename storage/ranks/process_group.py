@@ -25,21 +25,6 @@ from .member import Member
 from .store_team import StoreTeam
 from .team import Solo, Team
 
-__all__ = [
-    "Contact",
-    "Group",
-    "acting_in",
-    "acting_name",
-    "check_group",
-    "contact_of",
-    "current_member",
-    "current_numbers",
-    "current_rank",
-    "current_team",
-    "current_world",
-    "store_host",
-]
-
 Group: TypeAlias = 'dist.ProcessGroup | Literal["self"] | None'
 """The ranks that take part in a call: a process group; ``"self"``, this process alone, like MPI's
 COMM_SELF; or None, the default process group.

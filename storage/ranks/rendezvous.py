@@ -34,17 +34,6 @@ from .messages import codec
 from .pairing import Log, Settled, paired
 from .watch import Participation, Watch
 
-__all__ = [
-    "GRACE_S",
-    "NOT_ADDRESSED",
-    "PAUSE_MAX_S",
-    "PAUSE_S",
-    "Answer",
-    "AnswerMessage",
-    "LeaderRendezvous",
-    "Verdict",
-]
-
 GRACE_S = 1.0
 """The time that the leader waits for a rank that is in another call or failed: it may be late."""
 LEAVE_TIMEOUT_S = 2.0

@@ -33,8 +33,6 @@ from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, LeaderRendezvous, Verdict
 from .team import Decide, Team
 from .watch import Participation, Watch
 
-__all__ = ["StoreTeam"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")

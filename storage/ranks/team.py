@@ -17,8 +17,6 @@ from typing import NoReturn, TypeVar
 from ...errors import CoordinationError
 from .messages import Codec, Round
 
-__all__ = ["Decide", "Solo", "Team"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from ...errors import DeadlineError
 from .calls import OpenCall, RankStatus
 
-__all__ = ["Participation", "Watch"]
-
 SHOWN_AT_MOST = 10
 
 

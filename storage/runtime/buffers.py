@@ -16,8 +16,6 @@ import numpy as np
 from ...core.forks.renewal import in_child, new_lock
 from ...errors import UsageError
 
-__all__ = ["HostBuffer", "HostPool", "host_pool", "memory_for", "release_pools"]
-
 KEPT_NBYTES = 256 << 20
 """Bytes a pool keeps by default. The capture of a whole image raises this to the image's size."""
 

@@ -30,20 +30,6 @@ from ...core.forks.renewal import in_child, new_lock, new_rlock
 from ...core.pool import Pool, is_exiting
 from ...errors import HoldfastError, UsageError
 
-__all__ = [
-    "CPU_THREADS",
-    "WAIT_S",
-    "EngineFuture",
-    "check_may_wait",
-    "close_later",
-    "finish_before_exit",
-    "interrupt",
-    "offload",
-    "on_engine",
-    "run",
-    "start",
-]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

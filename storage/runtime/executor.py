@@ -13,8 +13,6 @@ from ...core.aio import wait_out
 from ...core.spans import NOT_COUNTED, NOWHERE, Span, Where, current
 from .scheduler import Budget, Instruction, Release, Scheduler, StageSpec, Start
 
-__all__ = ["Pipeline", "Stage"]
-
 T = TypeVar("T")
 
 

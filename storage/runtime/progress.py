@@ -18,8 +18,6 @@ from typing import Self
 
 from ...errors import UsageError
 
-__all__ = ["EVERY_S", "ProgressCallback", "ProgressReporter"]
-
 ProgressCallback = Callable[[int, int], None]
 """Called with the bytes done so far, and the total bytes."""
 

@@ -8,8 +8,6 @@ from collections.abc import Hashable, Mapping
 from ...drivers.contract import Driver
 from .buffers import HostBuffer, host_pool
 
-__all__ = ["ReadBuffers"]
-
 
 class ReadBuffers:
     """The buffer of each job. Memory handed over by the driver is used in place (a zero-copy read).

@@ -31,8 +31,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Budget", "Instruction", "Release", "Scheduler", "StageSpec", "Start"]
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:

@@ -12,19 +12,6 @@ import torch
 
 from ...planner.box import row_strides
 
-__all__ = [
-    "SHORT_NBYTES",
-    "Place",
-    "address_of",
-    "as_bits",
-    "copy_memory",
-    "mark_written",
-    "pack",
-    "typed",
-    "typed_storage",
-    "writable",
-]
-
 SHORT_NBYTES = 256 << 10
 """Largest short copy; one takes some 20 to 50 µs."""
 _move_with_gil = ctypes.PyDLL(None).memmove

@@ -19,18 +19,6 @@ from ...errors import UsageError
 from ..runtime.buffers import HostBuffer
 from .bits import as_bits, pack
 
-__all__ = [
-    "Queued",
-    "allocate_pinned",
-    "beside",
-    "copied_to_host",
-    "devices_of",
-    "is_capturing",
-    "pack_windows",
-    "refuse_capture",
-    "refuse_forked_child",
-]
-
 _log = logging.getLogger(__name__)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = new_lock()

@@ -18,8 +18,6 @@ from ..format.tree import Key
 from .dtypes import dtype_name
 from .flat_state import FlatState
 
-__all__ = ["unexpected_rows", "warn_divergent"]
-
 _log = logging.getLogger(__name__)
 
 _OF_A_RANK = ("running_mean", "running_var", "num_batches_tracked")

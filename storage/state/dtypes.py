@@ -12,18 +12,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...errors import StateError, UnsupportedFormatError, UsageError
 
-__all__ = [
-    "FLOATS",
-    "convert",
-    "dtype_name",
-    "dtype_of",
-    "empty",
-    "is_convertible",
-    "is_plain_array",
-    "numpy_to_torch",
-    "refusal",
-]
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name without its module: ``torch.bfloat16`` → ``bfloat16``."""

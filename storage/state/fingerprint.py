@@ -18,8 +18,6 @@ from .capture.lazy import LazyCapture
 from .device import copied_to_host
 from .flat_state import FlatState
 
-__all__ = ["fingerprint", "fingerprints", "label", "unsure_rows"]
-
 _PIECE_NUMEL = 4 << 20
 _PIECE_NBYTES = 1 << 20
 

@@ -15,8 +15,6 @@ from ..format.tree import Key, Tree, format_path
 from .adapters.module_names import Walked
 from .adapters.tensors import TensorLike
 
-__all__ = ["CONTAINERS", "DEPTH_MAX", "MAPPINGS", "FlatState", "Subtree"]
-
 MAPPINGS = (dict, Mapping)
 """Plain dicts come first, because that check takes a tenth of the time: a state has thousands."""
 CONTAINERS = (dict, list, tuple, Mapping)

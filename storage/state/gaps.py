@@ -12,8 +12,6 @@ import torch
 from ...errors import UnsupportedFormatError
 from .dtypes import dtype_of
 
-__all__ = ["Gap", "gap_between"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _AT_ONCE = 1 << 20

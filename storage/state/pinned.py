@@ -16,8 +16,6 @@ import torch
 
 from ..arenas.memory import Memory
 
-__all__ = ["Cuda", "pin"]
-
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices of the process."""
 

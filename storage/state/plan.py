@@ -23,8 +23,6 @@ from .fingerprint import label
 from .flat_state import FlatState
 from .source import ImageSource
 
-__all__ = ["Agreed", "ImagePlan", "SavePlan", "plan_image", "plan_images", "plan_save"]
-
 Ints = npt.NDArray[np.int64]
 
 

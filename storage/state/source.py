@@ -19,8 +19,6 @@ from .capture.lazy import LazyCapture
 from .capture.process_memory import GoneError, gather, gather_segments
 from .device import allocate_pinned, beside, devices_of, pack_windows
 
-__all__ = ["ImageSource"]
-
 Ints = npt.NDArray[np.int64]
 
 GATHERED_NBYTES_MAX = 8 << 20

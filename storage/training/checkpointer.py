@@ -50,8 +50,6 @@ from .run_lineage import RunLineage, below, checkpoint_name
 from .schedule import schedule_of
 from .stats import Counters, PendingSave, Stats, follow, follow_memory, log_if_unsaved
 
-__all__ = ["GRACE_S", "Checkpointer"]
-
 GRACE_S = 25.0
 """Launchers and schedulers commonly kill a process 30 s after SIGTERM."""
 

@@ -29,8 +29,6 @@ from ..ranks.member import LEADER, Member
 from ..ranks.messages import codec
 from ..ranks.process_group import current_member
 
-__all__ = ["Decision", "Decisions"]
-
 DECISIONS_KEPT = 16
 PAUSE_S = 0.0005
 PAUSE_MAX_S = 0.02

@@ -17,8 +17,6 @@ from ...drivers.contract import Driver
 from ...errors import CoordinationError, DamagedError, ExistsError, UnsupportedFormatError
 from ..arenas.label import GenerationId
 
-__all__ = ["EPOCHS_FOLDER", "Epochs", "put_epochs", "read_epochs"]
-
 EPOCHS_FOLDER = "epochs"
 """Folder of the records, one for each of the newest epochs, named by its number."""
 _KEPT = 2

@@ -20,18 +20,6 @@ from ..keeper.reading import opened_peer
 from ..ranks.messages import codec
 from .epochs import Epochs
 
-__all__ = [
-    "DamagedImage",
-    "GuardOption",
-    "InMemory",
-    "Meeting",
-    "asked",
-    "kept_in_memory",
-    "meeting",
-    "next_epoch",
-    "stocks_of",
-]
-
 ASK_S = 5.0
 """Deadline for the inventory of a keeper that no rank owns."""
 

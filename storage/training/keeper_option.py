@@ -20,8 +20,6 @@ from ..keeper.options import KeeperOptions, cpus_of
 from ..keeper.serving.serve import interface_and_port
 from ..runtime.engine import offload
 
-__all__ = ["Keeper", "KeeperOption", "checked_keeper", "start_keeper"]
-
 START_S = 30.0
 
 

@@ -21,8 +21,6 @@ from ..ranks.process_group import current_team
 from ..ranks.team import Decide
 from ..runtime.engine import run
 
-__all__ = ["Attempted", "Outcome", "held_round", "ready", "tried", "tried_here", "verdict_of"]
-
 _DAMAGE = (DamagedError, NotACheckpointError, NotFoundError)
 
 S = TypeVar("S")

@@ -27,8 +27,6 @@ from .keeper_option import Keeper, start_keeper
 from .run_lineage import checkpoint_name
 from .schedule import Steps
 
-__all__ = ["LoadedBytes", "MemoryLevel"]
-
 _log = logging.getLogger(__name__)
 
 

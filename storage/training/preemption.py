@@ -25,8 +25,6 @@ from types import FrameType
 
 from ...core.forks.renewal import new_rlock
 
-__all__ = ["Preemption"]
-
 END_S = 2.0
 
 _log = logging.getLogger(__name__)

@@ -35,8 +35,6 @@ from .memory_level import LoadedBytes, MemoryLevel
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
 
-__all__ = ["Back", "Resumed", "begin_run", "resumed"]
-
 _NAMED = 10
 """The most steps or paths that a message names."""
 _log = logging.getLogger(__name__)

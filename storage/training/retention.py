@@ -24,8 +24,6 @@ from ..operations.maintenance.listing import ListedCheckpoint
 from ..operations.maintenance.prune import PruneReport, prune_here
 from .run_lineage import is_own, step_of
 
-__all__ = ["Keep", "Retention"]
-
 METRICS_KEY = "metrics.json"
 _METRICS_NBYTES_MAX = 16 << 20
 

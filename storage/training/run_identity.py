@@ -11,8 +11,6 @@ from ...drivers.contract import Driver
 from ...errors import DamagedError, ExistsError, NotFoundError, UnsupportedFormatError
 from ..arenas.folder import RUN_PATTERN
 
-__all__ = ["RUN_KEY", "known_run_id", "run_id"]
-
 RUN_KEY = "run.json"
 _VERSION = 1
 

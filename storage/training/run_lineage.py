@@ -24,8 +24,6 @@ from ..operations.location import Place
 from ..operations.maintenance.listing import ListedCheckpoint, Listing, read_lineage
 from ..runtime.engine import offload
 
-__all__ = ["RunLineage", "Survey", "below", "checkpoint_name", "is_own", "step_of"]
-
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _KNOWN = 16
 """Recent checkpoints to look for on another device. Retention may have deleted all but the newest,

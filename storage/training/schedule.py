@@ -10,8 +10,6 @@ from ...core.units import parse_duration
 from ...errors import UsageError
 from .decisions import Decision, Decisions
 
-__all__ = ["Steps", "schedule_of"]
-
 LOOK_S = 5.0
 """The longest interval between two questions to the leader."""
 

@@ -18,8 +18,6 @@ from ..operations.saving.handle import SaveHandle
 from ..operations.telemetry import log_safely
 from .retention import Retention
 
-__all__ = ["Counters", "PendingSave", "Stats", "follow", "follow_memory", "log_if_unsaved"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from .bits import difference
 from .inside import after_grace
 from .victims import state_of_step
 
-__all__ = ["CLEAN", "check", "check_next_save", "files", "some"]
-
 CLEAN = [
     "data",
     *(f"data/<attempt>{name}" for name in ("", "/0.safetensors", "/fate", "/telemetry.jsonl.gz")),

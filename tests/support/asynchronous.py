@@ -15,8 +15,6 @@ from holdfast.drivers.options import Option, integer, option_values
 from holdfast.drivers.uri import Uri
 from holdfast.errors import HoldfastError, StorageError
 
-__all__ = ["DictDriver"]
-
 
 @contextmanager
 def dict_errors(doing: str, uri: str, key: str) -> Iterator[None]:

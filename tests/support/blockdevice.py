@@ -27,8 +27,6 @@ import pytest
 
 from .disks import Disk, needed, new_disk, run
 
-__all__ = ["BlockDevice", "Record", "crash_disks", "new_block_device", "records"]
-
 SECTOR_NBYTES = 512
 HEAD = struct.Struct("<QQ")
 FLUSH = (1 << 64) - 1

@@ -17,16 +17,6 @@ from holdfast.drivers.options import Option, choice, integer
 from holdfast.drivers.uri import Uri
 from holdfast.errors import DamagedError, HoldfastError, StorageError
 
-__all__ = [
-    "CASES",
-    "DeletesNoRoots",
-    "DeviationThatFails",
-    "DeviationThatPasses",
-    "Healthy",
-    "RefusesLate",
-    "ShortRead",
-]
-
 
 class Healthy(MemoryDriver):
     """A correct driver, the baseline of the broken ones. ``upload`` is the class of its uploads."""

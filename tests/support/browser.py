@@ -18,8 +18,6 @@ import aiohttp
 from support.servers.daemon import INSTALLED, Daemon
 from support.servers.ports import free_port
 
-__all__ = ["Browser", "Seen", "browsing", "contrast", "find_chromium", "luminance"]
-
 HERE = INSTALLED / "chromium"
 DEADLINE_S = 60.0
 _OPTIONS = (

@@ -29,8 +29,6 @@ from support.broken import (
     ShortRead,
 )
 
-__all__ = ["FAULTS", "main", "scheme_of"]
-
 FAULTS: dict[type[Healthy], str] = {
     DeviationThatPasses: "an_object_comes_back",
     DeviationThatFails: CASES[ShortRead],

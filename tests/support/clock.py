@@ -9,8 +9,6 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["WithoutThreads", "in_virtual_time", "run_virtual"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ import time
 
 import pytest
 
-__all__ = ["LATE_S", "Watch"]
-
 TICK_S = 0.02
 LATE_S = 0.05
 """A thread that comes so much too late has been kept from running: on a machine with processors to

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["run_conformance"]
-
 TESTS = Path(__file__).parents[1]
 
 

@@ -20,19 +20,6 @@ from holdfast.storage.state.flattening.flatten import flatten
 from .drivers import contents
 from .ranks import save_as_ranks
 
-__all__ = [
-    "OLD",
-    "RANKS",
-    "attempts",
-    "checkpoint",
-    "copied",
-    "flipped",
-    "images",
-    "loaded",
-    "run",
-    "save",
-]
-
 BUDGET_NBYTES = 64 << 20
 RANKS = 3
 OLD = {"who": "old", "x": torch.full((5,), 1.0)}

@@ -22,19 +22,6 @@ from .foreign_jobs import Refusals
 from .fsdp1_jobs import contents, step
 from .training import Held, Seen, Training
 
-__all__ = [
-    "Job",
-    "load_and_go_on",
-    "load_and_save_with_deepspeed",
-    "load_into_new",
-    "load_model_alone",
-    "load_with_deepspeed_and_save",
-    "refused",
-    "save_and_go_on",
-    "save_lazily",
-    "save_with_deepspeed",
-]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Disk", "needed", "new_disk", "run", "tmpfs"]
-
 FS_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
 SIZE_NBYTES = {"ext4": 64 << 20, "xfs": 300 << 20}  # xfs refuses less; files are sparse
 MAKE = {

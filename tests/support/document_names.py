@@ -18,8 +18,6 @@ import torch
 import holdfast
 from support.servers.ports import free_port
 
-__all__ = ["PLACES", "names_for", "prepare"]
-
 PLACES = (
     "/checkpoints",
     "/scratch",

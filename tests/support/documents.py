@@ -13,16 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "EXCERPT",
-    "ROOT",
-    "Block",
-    "commands_in",
-    "documents",
-    "holdfast_calls",
-    "python_blocks",
-]
-
 ROOT = Path(__file__).parents[2]
 EXCERPT = "an excerpt of "
 """Prefix of the reason if the block is part of a tested file; the file's folder follows."""

@@ -13,8 +13,6 @@ from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 
-__all__ = ["Fault", "Hook", "HookedDriver", "age", "asynchronous", "contents", "keys", "used"]
-
 T = TypeVar("T")
 Hook = Callable[[str, str], Awaitable[None]]
 """Called with the operation and its key; what it raises, the operation raises."""

@@ -9,8 +9,6 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["EFFORT", "examples", "tried"]
-
 EFFORT = float(os.environ.get("HOLDFAST_TEST_EFFORT", "0.5"))
 FEW = 20
 """Of so many or fewer, a plain run leaves none out."""

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["EXAMPLES", "SAVE_AND_LOAD", "install", "run"]
-
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 
 SAVE_AND_LOAD = """

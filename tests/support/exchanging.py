@@ -19,8 +19,6 @@ from holdfast.storage.ranks.process_group import current_member
 
 from .bits import difference
 
-__all__ = ["CHUNK_NBYTES", "exchanging_load", "halting_load", "replicated_save"]
-
 CHUNK_NBYTES = 16 << 20
 
 

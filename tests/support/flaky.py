@@ -10,8 +10,6 @@ from holdfast.drivers.contract import ObjectInfo
 from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.memory import MemoryDriver
 
-__all__ = ["Flaky", "Step"]
-
 Step = BaseException | float | tuple[float, BaseException] | None
 """The behaviour of one operation: raise, delay, delay and raise, or nothing special."""
 

@@ -21,8 +21,6 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import holdfast
 
-__all__ = ["Refusals", "fsdp1_leaves", "hooked_tensors", "sharded_tensors", "uneven_tensors"]
-
 
 def outcome(call: Callable[[], Any]) -> str:
     """The kind and the text of what ``call`` raised; "" where it raised nothing."""

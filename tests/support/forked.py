@@ -8,8 +8,6 @@ import signal
 import traceback
 from collections.abc import Callable
 
-__all__ = ["in_a_fork"]
-
 
 def in_a_fork(work: Callable[[], object], timeout_s: float = 30.0) -> str:
     """Call ``work`` in a forked child; return "" if it returned, else its error or "hung"."""

@@ -14,18 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "check_losses",
-    "die",
-    "documented",
-    "killed_in_clean_up",
-    "losses",
-    "note_loss",
-    "run_block",
-    "run_job",
-    "run_page",
-]
-
 _DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 _RANK = int(os.environ.get("LOCAL_RANK", "0"))
 

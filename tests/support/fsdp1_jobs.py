@@ -28,16 +28,6 @@ import holdfast
 from .foreign_jobs import Refusals, outcome
 from .training import Seen, Training
 
-__all__ = [
-    "Layout",
-    "load_and_go_on",
-    "load_differing_steps",
-    "refused",
-    "save_after_forward",
-    "save_and_go_on",
-    "save_replaced_data",
-]
-
 CPU = torch.device("cpu")
 
 

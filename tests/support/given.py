@@ -13,8 +13,6 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import Option
 from holdfast.drivers.uri import Uri
 
-__all__ = ["GivenDriver", "Serve", "serve"]
-
 Make = Callable[[str], Driver]
 Serve = Callable[[Make], str]
 """Takes a factory of drivers; returns a new URI, below which the factory makes every driver."""

@@ -21,8 +21,6 @@ from holdfast.storage.keeper.parity.combining import Block
 from holdfast.storage.keeper.parity.guarding import Guarded, guard, rebuild
 from holdfast.storage.keeper.sealing import seal
 
-__all__ = ["STEP", "Members", "members", "room"]
-
 STEP = GenerationId(1, 70)
 
 _Hook = Callable[[Block, memoryview], Awaitable[None]]

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Held"]
-
 
 class Held:
     """An object with tensors, one of them strided."""

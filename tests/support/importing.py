@@ -14,8 +14,6 @@ from support.bits import fresh_uri
 from support.drivers import HookedDriver
 from support.given import Serve
 
-__all__ = ["LAUGHS", "Canary", "imported", "noted", "objects_at"]
-
 
 def imported(source: Path | str, **options: Any) -> Any:
     """Return the state of the checkpoint that an import makes, after verifying it."""

@@ -13,15 +13,6 @@ from holdfast.storage.protocol import limits
 from holdfast.storage.runtime.buffers import HostBuffer
 from holdfast.storage.state.source import ImageSource
 
-__all__ = [
-    "after_grace",
-    "around_copies",
-    "around_image_writes",
-    "clean_up_within",
-    "on_allocation",
-    "read_within",
-]
-
 
 def around_copies(
     patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None], int], None]

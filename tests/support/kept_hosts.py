@@ -25,8 +25,6 @@ from holdfast.storage.training.keeper_inventory import (
 
 from .kept_memory import Told, capture, kept, trainer
 
-__all__ = ["TOKEN", "KeptHost", "KeptHosts", "kept_hosts"]
-
 TOKEN = "f" * 32
 DEADLINE_S = 20.0
 

@@ -28,9 +28,6 @@ from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder
 from holdfast.storage.arenas.messages import Inventory
 from holdfast.storage.pipeline.capture import TensorChunks
 
-__all__ = ["POINTS", "Accident", "Job", "main"]
-
-
 POINTS: dict[str, tuple[type, str]] = {
     "slot": (Arena, "fill"),
     "copy": (TensorChunks, "copy_range"),

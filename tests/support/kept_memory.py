@@ -27,21 +27,6 @@ from holdfast.storage.keeper.options import KeeperOptions
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 
-__all__ = [
-    "DEADLINE_S",
-    "RUN",
-    "Told",
-    "capture",
-    "entered",
-    "in_loop",
-    "kept",
-    "pinned",
-    "planned",
-    "run",
-    "state_of",
-    "trainer",
-]
-
 RUN = "0" * 32
 DEADLINE_S = 20.0
 

@@ -30,15 +30,6 @@ from holdfast.storage.arenas.folder import (
 from . import kept_job
 from .kept_job import Job
 
-__all__ = [
-    "Found",
-    "KeptRun",
-    "expected_losses",
-    "keepers_below_a_folder",
-    "kept_run",
-    "wait_until",
-]
-
 TESTS = Path(__file__).parents[1]
 ENDED_S = 20.0
 

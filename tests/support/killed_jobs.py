@@ -25,8 +25,6 @@ from . import fsdp1_jobs
 from .jobs import Model, sharded
 from .syscalls import COMMIT, tapped
 
-__all__ = ["EVERY", "KINDS", "losses_of", "run_until_killed"]
-
 EVERY = 2
 """Steps between saves; the second one is not survived."""
 STEPS = 6

@@ -10,8 +10,6 @@ import torch
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
 
-__all__ = ["Halves"]
-
 
 class Halves(torch.Tensor):
     """Some rows of a larger matrix, from row ``at`` on."""

@@ -7,8 +7,6 @@ import time
 
 import torch.distributed as dist
 
-__all__ = ["leave"]
-
 _MOMENT_S = 0.2
 
 

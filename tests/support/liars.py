@@ -12,16 +12,6 @@ from holdfast.drivers.memory import STORES, MemoryDriver, _MemoryUpload
 
 from .broken import PROBED, Healthy
 
-__all__ = [
-    "LIARS",
-    "ForgetsPuts",
-    "IgnoresExclusive",
-    "KeepsDeleted",
-    "RefusesBulk",
-    "RefusesWholeRanges",
-]
-
-
 LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
     kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()
 }

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FILES", "TESTS", "ban", "running"]
-
 FILES = frozenset(
     {
         "property/test_parity.py",

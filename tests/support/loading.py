@@ -12,8 +12,6 @@ from torch.utils.data import IterableDataset
 
 import holdfast
 
-__all__ = ["dealt_lists", "part_of_an_epoch", "save_lists"]
-
 RULES = ("keep", "broadcast", "split", "merge")
 
 

@@ -16,22 +16,6 @@ from holdfast.storage.ranks.messages import Round
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Team
 
-__all__ = [
-    "DEADLINE_S",
-    "LOAD",
-    "RAW",
-    "SAVE",
-    "Act",
-    "Job",
-    "everybody",
-    "joined",
-    "kinds",
-    "raw",
-    "run",
-    "stating",
-    "together",
-]
-
 Act = Callable[[Team], Awaitable[Any]]
 PLAIN = Call("call")
 SAVE = Call("save", "file:///a", 1)

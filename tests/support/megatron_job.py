@@ -30,17 +30,6 @@ from holdfast.storage.integrations.megatron import (
 
 from .megatron_on_cpu import cuda_is_cpu
 
-__all__ = [
-    "Layout",
-    "goes_on",
-    "loads_by_megatron",
-    "plain_tensors",
-    "refusals",
-    "runs_blocks",
-    "saves_by_megatron",
-    "trains",
-]
-
 BATCH = 4
 LENGTH = 8
 LEARNING_RATE = 1e-2

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["share"]
-
 
 def share(costs_s: Mapping[str, float], budget_s: float, seed: int) -> set[str]:
     """Choose names at random until their costs reach ``budget_s``."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Failed", "Gone", "RankProcesses"]
-
 TIMEOUT_S = 60.0
 
 PRELOAD = [

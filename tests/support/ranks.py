@@ -25,8 +25,6 @@ from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import flatten
 
-__all__ = ["as_ranks", "load_as_ranks", "save_as_ranks", "save_cut", "save_flats"]
-
 BUDGET_NBYTES = 64 << 20
 _numbers = itertools.count()
 

@@ -11,8 +11,6 @@ from holdfast.core.spans import SlowOperation, StageReport
 from holdfast.storage.format.save_telemetry import RankTelemetry, SaveTelemetry
 from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 
-__all__ = ["CHUNKS", "NBYTES", "listed", "record", "save_of", "slow_write", "stage"]
-
 CHUNKS = 40
 NBYTES = CHUNKS << 24
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 import holdfast
 
-__all__ = ["damaged_run", "skewed_run", "stopped_run", "timed_run"]
-
 
 def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
     """Save at each step, while one rank learns late that saves end."""

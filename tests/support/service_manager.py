@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["ServiceManager", "service_manager"]
-
 
 class ServiceManager:
     """``kept``: names and descriptors, the newest first, as systemd 252 hands them over."""

@@ -9,8 +9,6 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-__all__ = ["SHARDED", "deepspeed_config", "let_accelerate_shard"]
-
 SHARDED = ("zero1", "zero2", "zero3", "fsdp1", "fsdp2")
 
 

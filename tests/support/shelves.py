@@ -18,8 +18,6 @@ from holdfast.storage.keeper.options import ServeOptions, new_token
 from holdfast.storage.keeper.serving.memory_catalog import Content, Item
 from holdfast.storage.keeper.serving.serve import serve
 
-__all__ = ["MemfdShelf", "Showing", "StoreShelf", "showing", "until"]
-
 
 @dataclass
 class MemfdShelf:

@@ -43,8 +43,6 @@ from holdfast.storage.runtime.engine import run
 
 from .servers.start import FINDERS, started
 
-__all__ = ["OPERATIONS", "World", "content", "number_of", "rise"]
-
 SLOTS = 3
 LOOK_EVERY = 10
 LATE_S = 300.0

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["COMMIT", "SYSTEM_CALLS", "tapped"]
-
 SYSTEM_CALLS = (
     "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
 )  # fmt: skip

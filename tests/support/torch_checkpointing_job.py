@@ -20,8 +20,6 @@ from torch_checkpointing.staging import CheckpointStagerConfig
 
 from holdfast.storage.integrations.torch_checkpointing import HoldfastStorageConfig
 
-__all__ = ["manager", "train"]
-
 
 def manager(uri: str, *, asynchronous: bool = False, **options: object) -> CheckpointManager:
     """One for models and optimizers, on the CPU."""

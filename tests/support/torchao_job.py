@@ -13,8 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
-__all__ = ["FLOAT8", "load_and_train", "refused_moments", "save_and_train", "weights_in_full"]
-
 FLOAT8 = "float8"
 """The kind of a job that gathers its weights in eight bits. Other kinds are names of optimizers."""
 

@@ -10,8 +10,6 @@ import torch
 
 import holdfast
 
-__all__ = ["Held", "Seen", "Training"]
-
 Held = dict[str, torch.Tensor]
 """All tensors of a model and its optimizer, whole, by name."""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["UserSystemd", "user_systemd"]
-
 _SYSTEMD = "/lib/systemd/systemd"
 _AS_IF_BOOTED = 'mount -t tmpfs none /run && mkdir -p /run/systemd/system && exec "$@"'
 _STARTED_S = 20.0

@@ -13,17 +13,6 @@ from typing import Any
 from .rank_processes import PRELOAD
 from .syscalls import COMMIT, tapped
 
-__all__ = [
-    "copy_and_die_at",
-    "copy_over",
-    "save_against_others",
-    "save_and_die_at",
-    "save_here",
-    "save_with_file_limits",
-    "spawned",
-    "state_of_step",
-]
-
 
 def state_of_step(step: int) -> dict[str, Any]:
     """A state whose every element says which step it is of."""

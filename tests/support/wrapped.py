@@ -22,16 +22,6 @@ import holdfast
 from .bits import difference
 from .jobs import sharded, state_of, train
 
-__all__ = [
-    "WRAPPERS",
-    "factored",
-    "local_states",
-    "own_optimizer",
-    "sharded_of_an_object",
-    "wrapped_load",
-    "wrapped_save",
-]
-
 
 class AppState:
     """Model and optimizer as one object, as torch's tutorial of distributed checkpoints has it."""

@@ -15,8 +15,6 @@ from ...arenas.hosts import GuardedGroup, KeeperHost
 from ...arenas.label import GenerationId
 from ...arenas.messages import Inventory, ParityEntry
 
-__all__ = ["Choice", "Lost", "Stock", "choices"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stock:

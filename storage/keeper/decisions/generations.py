@@ -29,8 +29,6 @@ from ...arenas.label import GenerationId
 from ...arenas.messages import GenerationEntry
 from .slots import Content, Grant, Pin, Reason, Refusal, Slot
 
-__all__ = ["SLOTS_PER_RANK", "Generations"]
-
 SLOTS_PER_RANK = 3
 """For the newest agreed image, the next to be agreed, and the image being filled."""
 LEFT_OUT_KEPT = 64

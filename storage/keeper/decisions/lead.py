@@ -13,8 +13,6 @@ from ...arenas.label import GenerationId
 from .standing import FlushEnd, FlushOrder, Report, Standing, Written
 from .votes import Ballot, Outcome
 
-__all__ = ["REST_MAX", "Lead", "incarnation_of", "is_newer"]
-
 REST_MAX = 32
 """Most outcomes to skip after failed encodings."""
 

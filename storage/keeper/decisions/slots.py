@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from ...arenas.label import GenerationId
 
-__all__ = ["Content", "Grant", "Pin", "Reason", "Refusal", "Slot"]
-
 
 class Reason(enum.Enum):
     """Reasons to refuse a request."""

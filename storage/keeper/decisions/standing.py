@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ...arenas.label import GenerationId
 from .votes import Vote
 
-__all__ = ["FlushEnd", "FlushOrder", "Report", "Standing", "Written"]
-
 
 @dataclass(frozen=True, slots=True)
 class Written:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from ...arenas.label import GenerationId, Label
 
-__all__ = ["Ballot", "Outcome", "Vote"]
-
 KEPT = 16
 """Number of undecided generations to remember; older ones will never be decided."""
 

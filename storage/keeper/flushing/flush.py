@@ -28,8 +28,6 @@ from ..reading import peers_of
 from ..reporting import Reporting
 from ..tiers import LocalImage
 
-__all__ = ["flush", "flush_part", "opened_for", "write_image", "write_part"]
-
 BUDGET_NBYTES = 256 << 20
 """Limit for compressed chunks. Uncompressed chunks are written in place and take none of it."""
 _LOOK_S = 1.0

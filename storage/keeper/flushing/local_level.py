@@ -27,8 +27,6 @@ from ..slot_memory import spared_memory
 from ..tiers import LocalImage
 from .flush import write_image
 
-__all__ = ["GENERATIONS_KEPT", "LocalLevel"]
-
 GENERATIONS_KEPT = 2
 _FOLDER = re.compile(r"(\d{1,18})-(\d{1,18})")
 _READ_NBYTES = 16 << 20

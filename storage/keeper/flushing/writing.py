@@ -24,8 +24,6 @@ from ..status import Counters
 from .flush import flush, flush_part
 from .local_level import LocalLevel
 
-__all__ = ["Writing"]
-
 FLUSH_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses after consecutive failed flushes; the last one repeats."""
 _REPLACED = "a later step is flushed instead of this one"

@@ -20,17 +20,6 @@ from ...runtime.buffers import HostBuffer
 from ...runtime.engine import offload
 from .galois import Bytes
 
-__all__ = [
-    "BUFFERS_NBYTES",
-    "PULLED_NBYTES_MAX",
-    "WORKERS",
-    "Block",
-    "Combine",
-    "Pull",
-    "Range",
-    "make_all",
-]
-
 Block: TypeAlias = DataBlock | ParityBlock
 
 BUFFERS_NBYTES = 64 * MIB

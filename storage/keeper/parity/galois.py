@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from ....core.units import ceil_div
 
-__all__ = ["XOR_PIECE_NBYTES", "Bytes", "make_q", "make_xor", "recover"]
-
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """One-dimensional contiguous bytes, such as ``np.frombuffer(view, np.uint8)`` of a memoryview."""
 

@@ -20,8 +20,6 @@ from ..reading import Peers, peers_of
 from ..slot_memory import spared_memory
 from .guarding import Block, Guarded, guard, rebuild
 
-__all__ = ["Guards", "rebuilt"]
-
 _log = logging.getLogger(__name__)
 
 

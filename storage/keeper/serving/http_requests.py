@@ -12,17 +12,6 @@ from urllib.parse import unquote_to_bytes
 from ....drivers.contract import check_key
 from ....errors import UriError
 
-__all__ = [
-    "LIST_PATH",
-    "OBJECT_PATH",
-    "REPORT_PATH",
-    "Asked",
-    "RequestError",
-    "asked_of",
-    "is_authorized",
-    "range_of",
-]
-
 LIST_PATH = "/v1/list"
 OBJECT_PATH = "/v1/object/"
 REPORT_PATH = "/v1/report"

@@ -24,8 +24,6 @@ from ..reporting import REPORT_NBYTES_MAX, StaleReportError
 from .http_requests import REPORT_PATH, Asked, RequestError, asked_of, is_authorized, range_of
 from .memory_catalog import Content, MemoryCatalog
 
-__all__ = ["MODIFIED_HEADER", "Hear", "MemoryServer", "Served"]
-
 Hear = Callable[[bytes], Awaitable[bytes]]
 """Takes the report of another keeper, and returns the answer. Raises CoordinationError if it is no
 report, :class:`..reporting.StaleReportError`."""

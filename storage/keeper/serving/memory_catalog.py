@@ -24,8 +24,6 @@ from ..slot_memory import SlotPool
 from ..status import KeeperStatus
 from ..tiers import manifest_of
 
-__all__ = ["Content", "MemoryCatalog"]
-
 _MANIFESTS_KEPT = 4
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .http_server import Hear, MemoryServer
     from .memory_catalog import MemoryCatalog
 
-__all__ = ["address_and_port", "address_of", "interface_and_port", "is_token", "serve"]
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _WHERE = re.compile(

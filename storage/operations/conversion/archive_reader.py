@@ -28,8 +28,6 @@ from ...format.torch_records import (
 from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ...runtime.engine import offload
 
-__all__ = ["ArchiveReader", "WholeArchive", "any_record", "read_archive"]
-
 T = TypeVar("T")
 
 _TAIL_NBYTES = 1 << 20

@@ -29,8 +29,6 @@ from ...state.dtypes import dtype_of, empty
 from ...state.filling.build import Items, viewers
 from ...state.filling.targets import Wanted, typed_paths
 
-__all__ = ["OPAQUE_KEY", "Contents", "Opaque", "serialized"]
-
 OPAQUE_KEY = "holdfast.opaque"
 """Key that marks a value serialized by others: a dict with only this key, mapped to a byte
 tensor."""

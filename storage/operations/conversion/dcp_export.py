@@ -43,8 +43,6 @@ from .dcp_contents import Contents, serialized
 from .exported_tensors import ExportedTensors, ExportPlan, LastFile
 from .file_export import Source
 
-__all__ = ["plan_dcp_folder"]
-
 ITEM_NBYTES = 64 << 20
 """Target size of the items of a large tensor."""
 _RANK = 0

@@ -28,8 +28,6 @@ from ...runtime.engine import offload
 from .archive_reader import ArchiveReader, WholeArchive
 from .model_source import Model, SourceTensor, stamps_of
 
-__all__ = ["check_plain", "no_plain_value", "read_contents", "read_dcp_model", "read_items"]
-
 _METADATA_NBYTES_MAX = 1 << 30
 _TAIL_NBYTES = 4096
 """Enough for the directory of a file with one tensor."""

@@ -25,8 +25,6 @@ from ...pipeline.file_chunks import Stretch
 from .archive_reader import any_record, read_archive
 from .model_source import Model, Path, SourceTensor, stamps_of
 
-__all__ = ["deepspeed_folder", "read_deepspeed_model"]
-
 T = TypeVar("T")
 
 LATEST_KEY = "latest"

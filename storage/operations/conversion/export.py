@@ -44,8 +44,6 @@ from ..reading.selection import chosen, refuse_values, renamed
 from .exported_tensors import ExportedTensors, ExportPlan, LastFile
 from .file_export import FileExport
 
-__all__ = ["ExportReport", "export"]
-
 BUDGET_NBYTES = 512 << 20
 FILE_NBYTES = 5_000_000_000
 _DTYPES = {

@@ -13,8 +13,6 @@ from ...format.model_folder import ModelFile, ModelTensor
 from ...format.torch_pickle import NEW_DTYPES
 from .file_export import Source
 
-__all__ = ["ExportPlan", "ExportedTensors", "LastFile"]
-
 
 @dataclass(frozen=True, slots=True)
 class LastFile:

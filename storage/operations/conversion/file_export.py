@@ -21,8 +21,6 @@ from ...runtime.executor import Pipeline, Stage
 from ...runtime.scheduler import Budget
 from ..reading.reader import Checkpoint, manifest_of, read_into
 
-__all__ = ["FileExport", "Source"]
-
 Bytes = npt.NDArray[np.uint8]
 _CHUNKS_READ = 2
 """Number of chunks that a chunk-sized window overlaps, if its tensors are not converted."""

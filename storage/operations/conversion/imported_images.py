@@ -48,8 +48,6 @@ from ...state.flattening.by_path import Path, flat_state_at, sound_paths
 from ...state.plan import ImagePlan, plan_images
 from .model_source import Model, SourceTensor, check_unchanged
 
-__all__ = ["ImagesJob", "write_and_commit"]
-
 _SAMPLES = 4
 _SAMPLE_NBYTES = 16 << 10
 """Samples per file, and their size, used to tell a file from another of equal name, size and

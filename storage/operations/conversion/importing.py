@@ -36,8 +36,6 @@ from .model_source import (
     stamps_of,
 )
 
-__all__ = ["ImportReport", "import_"]
-
 BUDGET_NBYTES = 512 << 20
 IMAGE_NBYTES = 4 << 30
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -24,8 +24,6 @@ from .archive_reader import ArchiveReader, any_record, read_archive
 from .dcp_source import check_plain, no_plain_value, read_contents, read_items
 from .model_source import Model, Path, SourceTensor, stamps_of
 
-__all__ = ["MEGATRON_COMMON_KEY", "read_megatron_model"]
-
 MEGATRON_COMMON_KEY = "common.pt"
 _SHARDED_OBJECT = re.compile(r".+/shard_[0-9.]+_[0-9.]+", re.DOTALL)
 """Item names that Megatron derives from a ``ShardedObject``."""

@@ -22,18 +22,6 @@ from ....planner.box import Box
 from ...format.torch_pickle import NEW_DTYPES
 from ...pipeline.file_chunks import Enclosed, Stretch
 
-__all__ = [
-    "Files",
-    "Model",
-    "SourceTensor",
-    "check_unchanged",
-    "find_files",
-    "indexed_files",
-    "is_index",
-    "read_model",
-    "stamps_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT = "pt"

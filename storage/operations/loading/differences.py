@@ -18,8 +18,6 @@ from ...state.filling.targets import Match
 from ..rounds import Differences, FitReport
 from .renames import Renaming, find_renaming
 
-__all__ = ["DifferenceCheck", "Strict", "counted", "report_of"]
-
 Strict = bool | Literal["state"]
 """Names that must exist on both sides: True: all; "state": the state's own; False: none,
 common names are loaded."""

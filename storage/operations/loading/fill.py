@@ -20,8 +20,6 @@ from ...state.filling.build import build
 from ...state.filling.scatter import Scatter
 from ...state.filling.targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["Report", "build_part", "delivery", "fill"]
-
 _LISTED = 10
 
 Report = Callable[[int, int], None]

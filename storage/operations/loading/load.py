@@ -46,8 +46,6 @@ from .differences import DifferenceCheck, Strict, report_of
 from .fill import Report, build_part, delivery, fill
 from .overlaps import Overlaps, overlapping, read_overlaps
 
-__all__ = ["Exchanging", "LoadJob", "finish", "run_build", "run_load"]
-
 _log = logging.getLogger(__name__)
 
 RETRIES = 3

@@ -29,8 +29,6 @@ from ...state.compat import neg_view
 from ...state.filling.targets import MemoryTable, Wanted
 from .fill import Report, fill
 
-__all__ = ["Overlaps", "overlapping", "read_overlaps"]
-
 _ALIGNED = 16
 _NAMED = 5
 

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-__all__ = ["Renaming", "find_renaming"]
-
 WRAPPERS = frozenset(
     {
         "module",

@@ -32,8 +32,6 @@ from ..rounds import Differences
 from ..telemetry import Outcome, announce, log_loaded, log_safely, recorded_figures, recorder_of
 from .load import LoadJob, finish, run_build, run_load
 
-__all__ = ["load_state"]
-
 
 def load_state(
     uri: UriLike,

@@ -12,8 +12,6 @@ from ...protocol.current import read_manifest
 from ..location import Place
 from .listing import ListedCheckpoint
 
-__all__ = ["Choice", "Rules", "choose", "chosen_by"]
-
 BUDGET_NBYTES = 512 << 20
 
 

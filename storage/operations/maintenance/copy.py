@@ -46,7 +46,6 @@ from .listing import manifest_keys, read_lineage
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["CopiedCheckpoint", "CopyReport", "Orders", "Pair", "copy", "copy_checkpoint"]
 
 BUDGET_NBYTES = 512 << 20
 _LOOKS = 8

@@ -24,16 +24,6 @@ from ...protocol.attempt import ATTEMPT_KEY_PATTERN
 from ...runtime.engine import check_may_wait, offload, start
 from ..foreign_formats import explains
 
-__all__ = [
-    "ListedCheckpoint",
-    "Listing",
-    "check_lineages",
-    "list_checkpoints",
-    "listed",
-    "manifest_keys",
-    "read_lineage",
-]
-
 _OF_ATTEMPT = re.compile(rf"(?:(?P<folder>.+)/)?{ATTEMPT_KEY_PATTERN}")
 
 

@@ -52,20 +52,6 @@ from ..location import Place
 from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing, listed, unreadable
 
-__all__ = [
-    "Leftover",
-    "PrunePlan",
-    "PruneReport",
-    "PrunedCheckpoint",
-    "carry_out",
-    "delete_checkpoint",
-    "delete_if_empty",
-    "plan_pruning",
-    "prune",
-    "prune_here",
-    "remove",
-]
-
 _FOLDERS = 8
 """Folders processed at the same time."""
 _MANIFEST = ""

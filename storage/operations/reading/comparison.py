@@ -18,17 +18,6 @@ from ....planner.table import TensorTable
 from ...format.manifest import Manifest
 from ...format.tree import ByRank, format_path
 
-__all__ = [
-    "Comparison",
-    "Pair",
-    "TensorDifference",
-    "TensorKind",
-    "ValueDifference",
-    "What",
-    "compare_manifests",
-    "kind_of",
-]
-
 What = Literal["only in a", "only in b", "shape", "dtype", "values"]
 
 

@@ -30,7 +30,6 @@ from .reader import open as open_checkpoint
 if TYPE_CHECKING:
     from ...state.gaps import Gap
 
-__all__ = ["DiffReport", "diff"]
 
 BUDGET_NBYTES = 512 << 20
 _WINDOWS = 2

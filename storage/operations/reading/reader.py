@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from ...state.filling.targets import Wanted
     from .shares import Split
 
-__all__ = [
-    "Checkpoint",
-    "TensorInfo",
-    "manifest_of",
-    "open",
-    "read_into",
-    "read_telemetry",
-    "read_wanted",
-]
 
 READ_BUDGET_NBYTES = 512 << 20
 

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from ....errors import UsageError
 
-__all__ = ["chosen", "first_match", "refuse_values", "renamed", "rules_of", "without"]
-
 T = TypeVar("T")
 
 _NAMES_SHOWN = 5

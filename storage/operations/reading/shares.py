@@ -21,8 +21,6 @@ from ...state.dtypes import dtype_of, empty
 from ...state.filling.targets import Wanted
 from .selection import chosen, first_match
 
-__all__ = ["Share", "Split", "Window", "read_in_groups", "shares_of", "window"]
-
 Split = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None]
 """The dimension along which tensors are divided: name patterns, the first match applies; or a
 function of name and shape. Tensors without a match, or with None, are not divided."""

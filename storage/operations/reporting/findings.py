@@ -16,8 +16,6 @@ from operator import attrgetter
 from ....core.spans import StageReport
 from ...format.save_telemetry import RankTelemetry, SaveTelemetry
 
-__all__ = ["CALL", "Cause", "Straggler", "retries_of", "stragglers", "typical"]
-
 CALL = "call"
 """Pseudo-stage: the call of the save itself."""
 

@@ -15,8 +15,6 @@ from ..location import Place
 from ..maintenance.listing import ListedCheckpoint, list_checkpoints
 from ..reading.reader import read_telemetry
 
-__all__ = ["RecordedSave", "recorded_saves"]
-
 _READ = 16
 """Objects read at the same time."""
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from ...format.save_telemetry import RankTelemetry, SaveTelemetry
 
-__all__ = ["chrome_trace"]
-
 _US = 1e6
 _SLOWEST = 0
 """Thread number of the slowest operations; stages are numbered from 1."""

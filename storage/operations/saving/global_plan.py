@@ -44,8 +44,6 @@ from ...state.plan import Agreed
 from ..rounds import AGREE, DIGESTS, HOLDS, Findings, PlanDecision, PlanFollowed, SaveStatement
 from .plan_leader import ALL_RANKS, Held, PlanLeader, row_nbytes
 
-__all__ = ["Digest", "GlobalPlan", "GlobalPlans", "Route", "agree"]
-
 Ints = npt.NDArray[np.int64]
 Digest = Callable[[Sequence[int]], Mapping[int, bytes]]
 """Digests rows of the state. Not called on the event loop's thread."""

@@ -12,8 +12,6 @@ from ....errors import DeadlineError, UsageError
 from ...runtime.engine import EngineFuture
 from ..report import SaveReport
 
-__all__ = ["SaveHandle", "StageHandle"]
-
 
 class StageHandle:
     """A point in the life of a save. Fails if the save fails before reaching it."""

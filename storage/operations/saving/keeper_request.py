@@ -24,8 +24,6 @@ from ...arenas.messages import (
     Voided,
 )
 
-__all__ = ["ByKeeper", "Keeping", "KeptStages", "Storage"]
-
 _CONFIGURES_DRIVERS = re.compile(
     r"HOLDFAST_(?!KEEPER_|TEST_).*|AWS_.*|AZURE_.*|GOOGLE_.*|CLOUDSDK_.*|HADOOP_.*|KRB5.*"
     r"|SSL_CERT_.*|REQUESTS_CA_BUNDLE|(?i:https?|all|no)_proxy"

@@ -29,8 +29,6 @@ from ..rounds import KEEP, Keepable, Kept
 from .global_plan import GlobalPlan, agree
 from .save_job import SaveJob
 
-__all__ = ["global_plan_of", "keep", "make_agreement", "planned", "run_memory_step"]
-
 
 async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
     """Capture a step into memory without asking other ranks. Raises SaveError without a slot."""

@@ -29,8 +29,6 @@ from ..rounds import (
     SaveStatement,
 )
 
-__all__ = ["ALL_RANKS", "Held", "PlanLeader", "row_nbytes"]
-
 Ints = npt.NDArray[np.int64]
 _Digests = npt.NDArray[np.uint8]
 """Digests, one per row: (n, ``_DIGEST_NBYTES``)."""

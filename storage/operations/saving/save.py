@@ -46,8 +46,6 @@ from .global_plan import GlobalPlan
 from .keeper_save import global_plan_of, keep, planned
 from .save_job import SaveJob
 
-__all__ = ["run_save", "written_fragment"]
-
 COMMITTED_S = 5.0
 """Time for which a rank that lost the job's store looks for the commit."""
 COMMITTED_PAUSE_S = 0.2

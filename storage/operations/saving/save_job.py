@@ -18,8 +18,6 @@ from ...state.flat_state import FlatState
 from .global_plan import Digest, GlobalPlans
 from .keeper_request import Keeping
 
-__all__ = ["PLANS_KEPT", "Deadline", "SaveJob"]
-
 PLANS_KEPT = 8
 """Number of global plans that a process keeps."""
 

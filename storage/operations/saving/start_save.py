@@ -47,8 +47,6 @@ from .keeper_save import make_agreement, run_memory_step
 from .save import run_save
 from .save_job import PLANS_KEPT, Deadline, SaveJob
 
-__all__ = ["Destination", "begin_memory_step", "begin_save", "step_of_state"]
-
 LAZY_PAUSE_S = 0.002
 """Initial pause of a lazy save. Without it, the trainer, returning from the call, would wait for
 the GIL held by our Python code, up to 5 ms each time."""

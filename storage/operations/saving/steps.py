@@ -30,8 +30,6 @@ from ..rounds import DIVIDE, Boxes, Division, FragmentCodec, commit_round
 from .save import written_fragment
 from .save_job import SaveJob
 
-__all__ = ["commit_together", "divide", "write_image"]
-
 
 async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob) -> Fragment:
     """Write everything that ``rank`` holds as its image, durable on return; return its fragment."""

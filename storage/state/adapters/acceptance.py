@@ -18,8 +18,6 @@ from .optimizer import StoredOptimizer, has_own_form
 from .per_rank import OF_RANKS, PerRank
 from .stateful import RNGState, has_state
 
-__all__ = ["takes"]
-
 
 def takes(value: object, state: object) -> bool:
     """Return whether ``value``, an object with a state, accepts ``state``."""

@@ -23,18 +23,6 @@ from .dtensor import mesh_layout
 from .multipart import InParts, parts_of
 from .shards import Shard
 
-__all__ = [
-    "Allocate",
-    "Entry",
-    "device_for",
-    "empty_dtensor",
-    "empty_for",
-    "fits",
-    "fitting",
-    "fitting_parts",
-    "value_at",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

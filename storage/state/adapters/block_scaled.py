@@ -22,8 +22,6 @@ from ..compat import stored_local
 from .dtensor import layouts_on
 from .shards import Shard
 
-__all__ = ["inner_of_blocks", "is_block_scaled"]
-
 _ELEMENTS = "elements"
 _BLOCKS = "blocks"
 _SHARED = "shared"

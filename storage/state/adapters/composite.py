@@ -25,16 +25,6 @@ from .block_scaled import inner_of_blocks, is_block_scaled
 from .shards import Shard
 from .tensors import TensorLike, local_of
 
-__all__ = [
-    "DESCRIPTION",
-    "agrees",
-    "inner_tensor",
-    "is_made_of",
-    "memories_of",
-    "parts_by_name",
-    "with_present",
-]
-
 DESCRIPTION = "__tensor_flatten__"
 """Key of the description, next to the inner tensors."""
 

@@ -23,15 +23,6 @@ import torch
 from ..compat import FlatPiece
 from .flat_parts import FlatPart
 
-__all__ = [
-    "ParameterNames",
-    "Zero",
-    "engine_counters",
-    "engine_of",
-    "set_engine_counters",
-    "zero_of",
-]
-
 ParameterNames = Mapping[torch.nn.Parameter, Sequence[str]]
 """Checkpoint names of all parameters of a module."""
 

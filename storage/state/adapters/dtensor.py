@@ -21,17 +21,6 @@ from ....planner.placement import Placement, Replicated, Split, holders, local_p
 from ...ranks.process_group import acting_name, current_numbers
 from .transparent import seen_through
 
-__all__ = [
-    "DTensorAdapter",
-    "MeshLayouts",
-    "check_layout",
-    "hooked",
-    "layouts_on",
-    "local_part",
-    "mesh_layout",
-]
-
-
 V = TypeVar("V")
 
 

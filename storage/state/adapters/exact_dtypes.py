@@ -18,8 +18,6 @@ import torch
 
 from ..compat import is_initialized
 
-__all__ = ["exact_values"]
-
 
 class _Opaque:
     """Hides a value from torch, which iterates over everything it can."""

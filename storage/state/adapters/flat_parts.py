@@ -30,8 +30,6 @@ from ..compat import (
 from .allocation import Entry, value_at
 from .shards import Shard
 
-__all__ = ["FlatPart", "FlatStates", "Parts", "Unit", "joined", "sharded_state"]
-
 Parts = Sequence[tuple[str, torch.nn.Module]]
 """Modules with the prefixes of their names."""
 

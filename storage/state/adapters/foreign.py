@@ -24,8 +24,6 @@ from .deepspeed import zero_of
 from .dtensor import check_layout, hooked
 from .module_names import Walked
 
-__all__ = ["is_suspect", "refuse_master", "refuse_object", "refuse_stale", "refuse_tensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Layout:

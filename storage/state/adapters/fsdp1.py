@@ -18,8 +18,6 @@ from ....errors import StateError
 from ..compat import FlatPiece, FlatUnit, flat_units
 from .flat_parts import FlatPart, Parts
 
-__all__ = ["check_at_rest", "fsdp1_parts"]
-
 
 def fsdp1_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
     """Return this rank's part of each flattened parameter. ``named`` translates names."""

@@ -16,8 +16,6 @@ from .flat_parts import FlatPart
 from .shards import Shard
 from .tensors import local_of
 
-__all__ = ["Held", "StoredDtypes", "kept_entry"]
-
 Held = torch.Tensor | FlatPart
 """An optimizer's parameter, or a part of one with its own name in the checkpoint."""
 

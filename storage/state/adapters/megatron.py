@@ -29,8 +29,6 @@ from ...format.tree import Key
 from .foreign import refuse_master, refuse_tensor
 from .shards import Shard
 
-__all__ = ["KeyedParts", "KeyedShard", "ObjectData", "keyed_parts_of", "megatron_kind", "misplaced"]
-
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 _SIMPLE = frozenset({bool, dict, float, int, list, str, tuple, type(None)})
 """Most items of a state have one of these types, and are not Megatron's."""

@@ -27,8 +27,6 @@ from .deepspeed import Zero, engine_of, zero_of
 from .flat_parts import FlatPart
 from .fsdp1 import fsdp1_parts
 
-__all__ = ["Names", "Walked", "module_state", "walk"]
-
 
 class Names(dict[str, str]):
     """Maps names in a module to names in a checkpoint. ``usual``: no class of it (``kinds``)

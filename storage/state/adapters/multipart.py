@@ -20,8 +20,6 @@ from ....errors import StateError, UsageError
 from ..compat import LocalShardsWrapper, ShardedTensor
 from .shards import Shard
 
-__all__ = ["InParts", "is_in_parts", "parts_of"]
-
 
 class _Chunk(Protocol):
     offsets: Sequence[int]

@@ -30,8 +30,6 @@ from .module_names import Walked
 from .multipart import InParts, is_in_parts
 from .shards import Shard
 
-__all__ = ["object_allocator"]
-
 
 def object_allocator(
     owner: object, present: object, modules: Sequence[Walked], stored_dtypes: StoredDtypes | None

@@ -28,21 +28,6 @@ from .module_names import Walked
 from .parameter_groups import Matched, ParameterKey, StoredGroup
 from .shards import Shard
 
-__all__ = [
-    "OptimizerParameters",
-    "StoredOptimizer",
-    "entries_with_present",
-    "group_allocator",
-    "has_own_form",
-    "load_optimizer",
-    "optimizer_allocator",
-    "optimizer_parameters",
-    "optimizer_state",
-    "present_layout",
-    "refuse_unknown",
-    "stepped",
-]
-
 
 class _PackedGroup(TypedDict):
     """A packed parameter group; it also contains hyperparameters."""

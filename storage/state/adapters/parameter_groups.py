@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Matched", "ParameterKey", "StoredGroup", "differing_kind", "match_groups"]
-
 _OF_THE_JOB = ("params", "param_names")
 """Entries of a group that belong to the running job."""
 

@@ -16,8 +16,6 @@ from ....errors import StateError, UsageError
 from ...ranks.process_group import current_rank, current_world
 from .stateful import expand, has_state, restore
 
-__all__ = ["OF_RANKS", "RANKS", "PerRank", "Rule", "is_of_ranks", "resharded"]
-
 Rule = Literal["keep", "broadcast", "split", "merge"] | Callable[[list[Any], int, int], object]
 """Called with the values of all ranks that saved one, in rank order, this rank and the number of
 ranks."""

@@ -13,8 +13,6 @@ from ....errors import UsageError
 from ....planner.box import Box
 from ....planner.layout import FlatLayout, MeshLayout, box_layout
 
-__all__ = ["Shard", "ShardAdapter"]
-
 # A state is recognized by the identity of its layouts. There are as many of these as parts.
 _box_layout = functools.lru_cache(maxsize=1 << 16)(box_layout)
 _flat_layout = functools.lru_cache(maxsize=1 << 16)(FlatLayout)

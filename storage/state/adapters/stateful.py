@@ -36,16 +36,6 @@ from .optimizer import (
 )
 from .transparent import forget_derived
 
-__all__ = [
-    "RNGState",
-    "StatefulLike",
-    "expand",
-    "fills_in_place",
-    "has_state",
-    "present_state",
-    "restore",
-]
-
 _log = logging.getLogger(__name__)
 _SCALING = "loss_scaler"
 

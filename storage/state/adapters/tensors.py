@@ -16,17 +16,6 @@ from ....planner.layout import Layout, local_layout
 from .dtensor import DTensorAdapter
 from .shards import Shard, ShardAdapter
 
-__all__ = [
-    "ADAPTERS",
-    "PLAIN_TYPES",
-    "TENSOR_TYPES",
-    "Adapters",
-    "TensorAdapter",
-    "TensorLike",
-    "layout_of",
-    "local_of",
-]
-
 TensorLike = torch.Tensor | Shard
 """Anything an adapter can read."""
 

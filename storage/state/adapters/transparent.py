@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from ..compat import stored_local
 
-__all__ = ["forget_derived", "seen_through"]
-
 
 def seen_through(local: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside the detached ``local``; ``local`` itself if it wraps none."""

@@ -14,8 +14,6 @@ import torch
 
 from ....core.units import round_up
 
-__all__ = ["BLOCK_NBYTES", "ROW_NBYTES", "BlockSums", "DeviceSnapshot", "Doubt", "as_bytes"]
-
 ROW_NBYTES = 4096
 ROWS = 512
 """Rows per block."""

@@ -43,8 +43,6 @@ from .process_memory import (
 )
 from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, without
 
-__all__ = ["SMALL_NBYTES", "ChangedError", "HostSnapshot", "Region"]
-
 GAP_NBYTES = 64 << 10
 """Ranges closer than this are armed together: a system call costs as much as arming 16 pages."""
 HUGE_NBYTES = 2 << 20

@@ -47,8 +47,6 @@ from .switch_interval import switch_interval
 from .write_tracking import write_tracker
 from .write_watch import Tensor, Watch, Watched, write_history
 
-__all__ = ["LazyCapture", "fence", "hook_optimizers"]
-
 CLONED_NBYTES = 32 << 20
 """Bytes that may be copied at the call in any case. If more has to be copied at the call, and it is
 most of the state, the call waits for the whole image instead of copying the data twice."""

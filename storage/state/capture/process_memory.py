@@ -25,18 +25,6 @@ import numpy.typing as npt
 from ...format.digest import digest
 from ...runtime.engine import CPU_THREADS
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "Block",
-    "GoneError",
-    "block_of",
-    "copy_digest",
-    "digests_of",
-    "gather",
-    "gather_segments",
-    "read",
-]
-
 Ints = npt.NDArray[np.int64]
 
 _SEGMENTS_MAX = 1024

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from ....core.forks.renewal import in_child, new_lock
 
-__all__ = ["SWITCH_INTERVAL_S", "switch_interval"]
-
 SWITCH_INTERVAL_S = 0.0005
 """Longest time that a thread keeps the lock during a copy while another one waits for it."""
 

@@ -28,18 +28,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ....core.forks.renewal import in_child, new_lock
 
-__all__ = [
-    "PAGE_NBYTES",
-    "Range",
-    "WriteTracker",
-    "listed_files",
-    "mapped_files",
-    "merged",
-    "touches",
-    "without",
-    "write_tracker",
-]
-
 Range = tuple[int, int]
 """First address, and the address after the last."""
 

@@ -18,8 +18,6 @@ from ..compat import WeakStorage
 from .device_snapshot import BlockSums
 from .host_snapshot import HostSnapshot
 
-__all__ = ["Tensor", "Watch", "Watched", "WriteHistory", "write_history"]
-
 Tensor = tuple[str, int]
 """A tensor's name in the state, and the bytes of it that this rank holds."""
 COUNT_MAX = 1 << 18

@@ -20,8 +20,6 @@ from ..adapters.tensors import TensorLike
 from ..dtypes import dtype_of, empty
 from .targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["Built", "Items", "build", "viewers"]
-
 
 @dataclass(slots=True)
 class Items:

@@ -21,8 +21,6 @@ from ..compat import buffers_of, non_persistent_of, parameters_of
 from ..flat_state import FlatState
 from .targets import Wanted
 
-__all__ = ["Given", "allocate", "cannot_be_filled", "find_without_memory", "give"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -34,8 +34,6 @@ from ..flat_state import Subtree
 from .build import build
 from .targets import TypedPath, Wanted, typed_paths
 
-__all__ = ["ObjectState", "Source", "build_object_state"]
-
 
 @dataclass
 class ObjectState:

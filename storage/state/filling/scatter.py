@@ -16,8 +16,6 @@ from ..bits import Place, as_bits, copy_memory, typed_storage, writable
 from ..dtypes import dtype_of
 from .targets import MemoryTable
 
-__all__ = ["Scatter"]
-
 
 class Scatter:
     """Executes the copies of a load plan into ``buffers``, which ``memory`` describes."""

@@ -25,8 +25,6 @@ from ..device import devices_of, refuse_forked_child
 from ..dtypes import dtype_name, dtype_of, is_convertible
 from ..flat_state import FlatState, Subtree
 
-__all__ = ["Match", "MemoryTable", "TypedPath", "Wanted", "match"]
-
 Flags = npt.NDArray[np.bool_]
 
 

@@ -14,8 +14,6 @@ from ..adapters.shards import Shard
 from ..flat_state import FlatState
 from .flatten import flatten
 
-__all__ = ["Path", "flat_state_at", "flat_state_of_items", "put", "sound_paths"]
-
 Path = tuple[str | int, ...]
 
 

@@ -16,8 +16,6 @@ from ..adapters.shards import Shard
 from ..adapters.stateful import has_state
 from ..dtypes import is_plain_array
 
-__all__ = ["Default", "converted", "lacks_form"]
-
 Default = Callable[[Any], object]
 """Like the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
 is, returns a storable replacement, or raises TypeError."""

@@ -24,8 +24,6 @@ from .placeholders import find_placeholders
 from .signature import NoSignatureError, SignatureScan
 from .walk import Walker
 
-__all__ = ["KnownStates", "emptied", "filled", "flatten"]
-
 _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Types that contain no modules."""
 

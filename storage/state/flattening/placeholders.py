@@ -19,8 +19,6 @@ from ....errors import StateError
 from ...format.tree import format_path
 from ..flat_state import FlatState
 
-__all__ = ["Placeholders", "find_placeholders", "refuse_placeholders", "reported_placeholders"]
-
 Placeholders = Mapping[str, str]
 """Reasons why a tensor or a part of a state looks like a placeholder, by path."""
 

@@ -30,8 +30,6 @@ from ..adapters.tensors import PLAIN_TYPES, TENSOR_TYPES, Adapters, TensorLike
 from ..dtypes import numpy_to_torch
 from ..flat_state import DEPTH_MAX
 
-__all__ = ["NoSignatureError", "SignatureScan"]
-
 _KEYS = {str, int, bool, type(None)}
 """Types whose equal keys have the same text; 0.0 and -0.0 do not."""
 _VALUES = (type(None), bool, int, float, str)

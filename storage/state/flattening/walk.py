@@ -33,8 +33,6 @@ from ..filling.memoryless import cannot_be_filled
 from ..flat_state import DEPTH_MAX, MAPPINGS, FlatState, Subtree
 from .default import Default, converted, lacks_form
 
-__all__ = ["TensorRows", "Walker"]
-
 _log = logging.getLogger(__name__)
 _warned_of = set[str]()
 """Types of containers that were reported as not restored, by name."""

@@ -15,8 +15,6 @@ from . import (
     training,
 )
 
-__all__ = ["TABLES"]
-
 TABLES = [
     capture.MUTANTS,
     drivers.MUTANTS,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-__all__ = ["MUTANTS"]
-
 MUTANTS = [
     Mutant(
         says="load: memory that tensors share is filled with all of them at once",

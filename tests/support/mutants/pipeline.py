@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-__all__ = ["MUTANTS"]
-
 MUTANTS = [
     Mutant(
         says="after a failure waiting jobs keep their buffers",

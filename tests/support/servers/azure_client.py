@@ -18,8 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote, urlencode, urlsplit
 
-__all__ = ["AzureClient", "Listed"]
-
 _VERSION = "2021-08-06"
 
 

@@ -10,8 +10,6 @@ from holdfast.drivers.objects.names import encoded
 from holdfast.drivers.uri import Uri
 from support.servers.azure_client import AzureClient
 
-__all__ = ["AzureProbe"]
-
 
 class AzureProbe:
     """Blobs below the location of a URI whose endpoint is an option; account and key come from the

@@ -10,8 +10,6 @@ from support.servers.azure_client import AzureClient
 from support.servers.daemon import INSTALLED, Daemon
 from support.servers.ports import free_port
 
-__all__ = ["Azurite", "find_azurite"]
-
 ACCOUNT = "holdfasttests"
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from support.servers.ports import listens
 
-__all__ = ["DIES_WITH_US", "INSTALLED", "Daemon"]
-
 INSTALLED = Path(os.environ.get("HOLDFAST_TEST_SERVERS", Path(__file__).parents[3] / ".servers"))
 """Where ``make test-servers`` puts servers."""
 START_S = 60.0

@@ -12,8 +12,6 @@ from support.servers import gcs_front
 from support.servers.daemon import INSTALLED, Daemon
 from support.servers.ports import free_port
 
-__all__ = ["FakeGcs", "find_fake_gcs"]
-
 
 def find_fake_gcs() -> Path | None:
     """Its program, if it is installed."""

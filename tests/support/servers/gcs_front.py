@@ -29,8 +29,6 @@ from xml.sax.saxutils import escape
 from aiohttp import ClientSession, web
 from yarl import URL
 
-__all__: list[str] = []
-
 BODY_NBYTES_MAX = 1 << 30
 PASSED_ON = (
     "accept-ranges",

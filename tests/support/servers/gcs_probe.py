@@ -12,8 +12,6 @@ from urllib.parse import quote, unquote, urlencode
 from holdfast.drivers.objects.names import encoded
 from holdfast.drivers.uri import Uri
 
-__all__ = ["GcsProbe"]
-
 
 class GcsProbe:
     """Objects below the location of a URI. STORAGE_EMULATOR_HOST names the server, as for Google's

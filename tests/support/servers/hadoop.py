@@ -22,8 +22,6 @@ from typing import Any
 from support.servers.daemon import INSTALLED
 from support.servers.ports import free_port
 
-__all__ = ["Hadoop", "find_hadoop"]
-
 BOOT_S = 90.0
 NAME_NODE = "org.apache.hadoop.hdfs.server.namenode.NameNode"
 DATA_NODE = "org.apache.hadoop.hdfs.server.datanode.DataNode"

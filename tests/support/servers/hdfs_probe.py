@@ -7,8 +7,6 @@ import hdfs_native
 from holdfast.drivers.hdfs.names import path_name
 from holdfast.drivers.uri import Uri
 
-__all__ = ["HdfsProbe"]
-
 
 class HdfsProbe:
     """Files below the location of a URI that names host and port."""

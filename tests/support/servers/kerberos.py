@@ -15,8 +15,6 @@ from pathlib import Path
 from support.servers.daemon import INSTALLED, Daemon
 from support.servers.ports import free_port
 
-__all__ = ["REALM", "Kdc", "find_kerberos"]
-
 REALM = "HOLDFAST.TEST"
 BOOT_S = 30.0
 

@@ -17,8 +17,6 @@ from xml.sax.saxutils import escape
 
 from support.servers.scripted import Answer, Request, refusal
 
-__all__ = ["OddStore", "Unfinished", "kind_of"]
-
 _XML = {"content-type": "application/xml"}
 
 

@@ -17,8 +17,6 @@ from holdfast.drivers.uri import Uri
 
 from ..shelves import Showing, StoreShelf, showing
 
-__all__ = ["ShownDriver", "ShownProbe"]
-
 _servers: dict[str, Showing] = {}
 _open = ExitStack()
 atexit.register(_open.close)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import socket
 
-__all__ = ["free_port", "listens"]
-
 # Below the kernel's range of ephemeral ports. Another process could easily take a port of that
 # range between the check and the server's start, seconds later.
 _PORTS = range(20_000, 32_000)

@@ -10,8 +10,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-__all__ = ["FaultProxy", "Faults"]
-
 _PIECE_NBYTES = 64 << 10
 _REQUEST = re.compile(rb"((?:GET|HEAD|PUT|POST|DELETE) [^ ]+) HTTP/1.1\r\n")
 

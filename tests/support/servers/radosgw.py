@@ -19,8 +19,6 @@ from typing import Any
 from support.servers.daemon import DIES_WITH_US, INSTALLED
 from support.servers.ports import free_port, listens
 
-__all__ = ["Radosgw", "find_ceph"]
-
 BOOT_S = 90.0
 DISK_NBYTES = 12 << 30
 """A sparse file."""

@@ -11,8 +11,6 @@ from urllib.parse import unquote
 from holdfast.drivers.objects.names import encoded
 from holdfast.drivers.uri import Uri
 
-__all__ = ["S3Probe"]
-
 
 @lru_cache(maxsize=4)
 def _client(endpoint: str | None) -> Any:

@@ -22,8 +22,6 @@ import pytest
 
 from holdfast.drivers.objects.known_stores import KNOWN
 
-__all__ = ["Answer", "Request", "ScriptedServer", "refusal", "s3_answer", "set_credentials"]
-
 _GOOGLE = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
 _CLOUDS = ("AWS_", "GOOGLE_", "AZURE_", "CLOUDSDK_", "SSL_CERT")
 CREDENTIALS = {

@@ -12,8 +12,6 @@ from typing import Literal
 from support.servers.hadoop import Hadoop
 from support.servers.kerberos import REALM, Kdc
 
-__all__ = ["Protection", "SecureHadoop"]
-
 HOST = "localhost"
 
 Protection = Literal["authentication", "integrity", "privacy"]

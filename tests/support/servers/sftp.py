@@ -15,8 +15,6 @@ from holdfast.drivers.conformance.probes import FolderProbe
 from holdfast.drivers.uri import Uri
 from support.servers.ports import free_port
 
-__all__ = ["SftpProbe", "SftpServer"]
-
 
 class _Folder:
     """An open folder, which can be synced."""

@@ -10,8 +10,6 @@ from dataclasses import replace
 from holdfast.drivers.objects.s3 import S3Driver
 from holdfast.drivers.options import size
 
-__all__ = ["RADOSGW", "pytest_configure"]
-
 PART_NBYTES = 64 << 10
 RADOSGW = f"rgw_multipart_min_part_size = {PART_NBYTES}"
 """Line of the radosgw configuration that allows parts this small."""

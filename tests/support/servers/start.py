@@ -13,8 +13,6 @@ from .fake_gcs import FakeGcs, find_fake_gcs
 from .hadoop import Hadoop, find_hadoop
 from .radosgw import Radosgw, find_ceph
 
-__all__ = ["FINDERS", "Served", "started"]
-
 Served = tuple[str, Mapping[str, str]]
 """A URI, and the environment in which clients can use it."""
 

@@ -36,8 +36,6 @@ from .slips import Slipping
 from .states import BUDGET_NBYTES, OTHER_STATE, SILENCE_S, Store, odd_job, same_as, save_job, target
 from .world import World
 
-__all__ = ["Crew"]
-
 TRIES = 3
 AGAIN_S = 5.0
 

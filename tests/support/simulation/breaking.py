@@ -9,8 +9,6 @@ from typing import Any
 
 from .engine import forget
 
-__all__ = ["BROKEN", "Broken", "Patch", "broken", "seeds_until_violation"]
-
 Patch = tuple[Any, str, Any]
 
 

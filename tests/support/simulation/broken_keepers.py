@@ -29,8 +29,6 @@ from .keeper_host import HostKeeper
 from .keeper_hosts import RANKS_MAX, Hosts
 from .keeper_promises import Promises
 
-__all__ = ["BROKEN_ALONE", "BROKEN_HOSTS"]
-
 Row = tuple[Any, str, Callable[[Any], Any]]
 
 

@@ -14,8 +14,6 @@ from .schedule import ActorPlan
 from .states import OTHER_STATE, Expected, expected, identity, identity_of
 from .world import World
 
-__all__ = ["FEW", "LAST", "MAIN", "OTHER", "Checker", "Violation"]
-
 MAIN, OTHER = "run/a", "run/b"
 LAST, FEW = 4, 2
 """The state that is saved when all is over, in so many chunks."""

@@ -20,8 +20,6 @@ from .engine import remembered
 from .states import BUDGET_NBYTES, same_as, save_job
 from .world import World
 
-__all__ = ["Ending", "aftermath"]
-
 LATER_S, SOON_S = 30 * 3600.0, 1.0
 PRUNING = f"{MAIN}/data/pruning"
 

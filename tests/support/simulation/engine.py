@@ -47,15 +47,6 @@ from .loop import PROCESS, check_alive
 if TYPE_CHECKING:
     from .world import World
 
-__all__ = [
-    "CHUNK_NBYTES",
-    "PIECE_NBYTES",
-    "aside",
-    "forget",
-    "hosted",
-    "installed",
-    "remembered",
-]
 
 CHUNK_NBYTES = 8192
 BLOCK_NBYTES = 4096

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from .schedule import ActorPlan, Fault, Schedule
 
-__all__ = ["SCHEDULES"]
-
 ONE = (ActorPlan("save", "save1", 1, 0.0, 1),)
 
 

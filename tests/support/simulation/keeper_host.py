@@ -41,7 +41,6 @@ from .loop import PROCESS
 if TYPE_CHECKING:
     from .keeper_hosts import Hosts
 
-__all__ = ["STATE_NBYTES", "Host", "HostKeeper", "Job", "Task", "Trainer", "step_of"]
 
 STATE_NBYTES = 120
 """Divides by the size of any job here."""

@@ -28,8 +28,6 @@ from .keeper_peers import PIECES, KeeperProcess, State, installed
 from .keeper_promises import Promise, Promises, Violation, flip, flip_all, flip_protected
 from .loop import PROCESS, Deadlock, SimLoop
 
-__all__ = ["FAULTS", "FAULTS_ALONE", "RANKS_MAX", "Hosts", "run_alone", "run_seed"]
-
 TURNS = 2500
 CALM_TURNS = 20000
 RESTS_AFTER = 200

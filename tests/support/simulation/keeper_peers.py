@@ -30,8 +30,6 @@ from .loop import PROCESS, Process
 if TYPE_CHECKING:
     from .keeper_host import HostKeeper
 
-__all__ = ["PIECES", "KeeperProcess", "Memory", "Parity", "Slot", "State", "installed"]
-
 
 PIECES = 3
 

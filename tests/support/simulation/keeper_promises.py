@@ -24,8 +24,6 @@ from .keeper_peers import PIECES, Memory, Slot, State
 if TYPE_CHECKING:
     from .keeper_hosts import Hosts
 
-__all__ = ["Promise", "Promises", "Violation", "flip", "flip_all", "flip_protected"]
-
 
 class Violation(AssertionError):
     """A promise was broken."""

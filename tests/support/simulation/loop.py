@@ -23,8 +23,6 @@ from holdfast.storage.operations.saving.save_job import PLANS_KEPT
 
 from ..clock import WithoutThreads
 
-__all__ = ["PROCESS", "Crashed", "Deadlock", "Process", "SimLoop", "check_alive"]
-
 
 class Crashed(BaseException):
     """The process that does this is dead: it does nothing any more, not even clean up."""

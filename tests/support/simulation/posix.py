@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 from .loop import PROCESS, Crashed, Process
 
-__all__ = ["FileSystem", "Folder", "Inode", "SimFcntl", "SimFileIO", "SimOs"]
-
 SECTOR_NBYTES = 512
 Choose = Callable[[int], int]
 """A function that picks a number below its argument."""

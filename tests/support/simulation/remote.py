@@ -41,8 +41,6 @@ from .engine import PIECE_NBYTES
 from .loop import check_alive
 from .schedule import Fault
 
-__all__ = ["HdfsDriver", "ObjectDriver", "Server"]
-
 T = TypeVar("T")
 PAGE = 5
 """Entries of one page of a listing."""

@@ -14,8 +14,6 @@ from .loop import Crashed, Deadlock
 from .schedule import Schedule, drawn
 from .world import World
 
-__all__ = ["Failure", "Tally", "explore", "run"]
-
 MOMENTS = 0.5
 """Fraction of mutating operations before which all processes die, in a copy of the world."""
 PATIENCE_S = 400.0

@@ -12,19 +12,6 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "FAULTS",
-    "SLIPS",
-    "STORAGES",
-    "TARGETS",
-    "ActorPlan",
-    "Fault",
-    "Schedule",
-    "Slip",
-    "drawn",
-    "packed",
-]
-
 STORAGES = (
     "posix",
     "shared posix",

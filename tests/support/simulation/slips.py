@@ -23,8 +23,6 @@ from .schedule import ActorPlan
 from .states import SILENCE_S, Store, target
 from .world import World
 
-__all__ = ["Slipping"]
-
 SOON_S = 10.0
 """How long it takes to be told, at most: until a look, and until what is seen has settled."""
 

@@ -29,23 +29,6 @@ from holdfast.storage.state.flattening.flatten import flatten
 from .engine import CHUNK_NBYTES, aside
 from .loop import PROCESS, SimLoop
 
-__all__ = [
-    "BUDGET_NBYTES",
-    "OTHER_STATE",
-    "PACKED",
-    "SILENCE_S",
-    "Expected",
-    "Store",
-    "Torn",
-    "expected",
-    "identity",
-    "identity_of",
-    "odd_job",
-    "same_as",
-    "save_job",
-    "target",
-]
-
 BUDGET_NBYTES = 64 << 20
 SILENCE_S = 60.0
 OTHER_STATE = 9

@@ -21,8 +21,6 @@ from holdfast.storage.state.flattening.flatten import flatten
 from ..drivers import HookedDriver
 from .loop import Crashed, SimLoop
 
-__all__ = ["Actor", "Simulation", "run_inline", "save_of"]
-
 BUDGET_NBYTES = 64 << 20
 
 Choose = Callable[[list["Actor"]], "Actor"]

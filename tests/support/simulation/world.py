@@ -21,8 +21,6 @@ from .posix import FileSystem, Folder, Inode, SimFcntl, SimFileIO, SimOs
 from .remote import HdfsDriver, ObjectDriver, Server
 from .schedule import Fault, Schedule
 
-__all__ = ["BASE_S", "World"]
-
 EPOCH_S = 1_767_225_600.0  # 2026
 BASE_S = 0.001
 DELAYS_S = (0.002, 0.003, 0.005, 0.005, 0.01, 0.01, 0.02, 0.05, 0.2, 1.0)
