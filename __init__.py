@@ -93,7 +93,7 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 """The module of each public name; the others are errors."""
 
-__all__ = [  # noqa: RUF022 - what one uses, then what one catches
+__all__ = [  # noqa: RUF022 - first the functions, then the errors
     "Checkpoint",
     "Checkpointer",
     "CopyReport",

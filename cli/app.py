@@ -1,6 +1,6 @@
 """Parses command lines, and runs commands.
 
-Commands import what they need when they run; the package docstring says why.
+Commands import their modules when they run; the package docstring says why.
 """
 
 from __future__ import annotations

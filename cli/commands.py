@@ -49,7 +49,7 @@ JSON = argument(
 class Command:
     """A command, whose arguments become the keywords of a function.
 
-    ``name`` starts with that of its group, if any. ``more`` follows the ``summary`` in its help.
+    ``name`` starts with its group's name, if any. ``more`` follows the ``summary`` in its help.
     ``runs`` names the function and its module below this package, by default ``NAME:run``.
     ``needs`` are packages that it cannot do without. ``examples`` map command lines to their
     purposes, and ``statuses`` the exit statuses 0 and 1 to their meanings.

@@ -16,7 +16,7 @@ from .valued import by_rank_text
 
 
 def run(a: str, b: str, *, json_output: bool) -> int:
-    """Compare, and print the differences. Return 0 if there are none, else 1."""
+    """Compare, and print the differences. Return 0 if the checkpoints are equal, else 1."""
     with progress_bar("diff") as progress:
         report = diff(a, b, progress=progress)
     if json_output:

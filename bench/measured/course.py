@@ -193,7 +193,7 @@ def _together(counts: Iterable[Mapping[str, Operations]]) -> dict[str, Operation
 
 @dataclass(frozen=True)
 class Found:
-    """The parts of a :class:`.result.Measurement` that depend on what was measured."""
+    """The parts of a :class:`.result.Measurement` that differ from work to work."""
 
     config: Mapping[str, Any]
     phases: Sequence[Phase]
@@ -211,7 +211,7 @@ def measured_by(
     place: Uri | None = None,
     least_s: float = LEAST_S,
 ) -> Measurement:
-    """Run ``work`` with a course and a place, and return what it found as a measurement.
+    """Run ``work`` with a course and a place, and return its findings as a measurement.
 
     The place is by default a new folder below the URI, and is deleted afterwards, also on
     interruption. Rounds shorter than ``least_s`` are marked as invalid. Raises the errors of

@@ -21,7 +21,7 @@ from ..workloads.sized import sized
 from ..workloads.spec import NORMAL, Content, Workload
 
 COPIES_HELD = 2.5
-"""Copies of the state in memory: the state itself, what a phase needs in addition, and a
+"""Copies of the state in memory: the state itself, the extra memory of a phase, and a
 reserve."""
 COPIES_STORED = 5
 """Copies of the state in storage at most: a checkpoint to load, one being replaced and its
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def settle_s(self) -> float:
-        """Pause before each phase, in seconds, in which the storage settles: MLPerf's value for its
+        """Pause before each phase, in seconds, to let the storage settle: MLPerf's value for its
         checkpoints, and 0 for small states."""
         if isinstance(self.workload, Mlperf):
             return REST_S

@@ -68,7 +68,7 @@ def limit_of_phase(name: str) -> str | None:
 class Operations:
     """Storage operations of one kind over all ranks and rounds, such as writes of parts.
 
-    ``histogram[i]`` counts those that took up to ``2**i`` units of 2⁻²⁰ s, about a microsecond.
+    ``histogram[i]`` counts operations of up to ``2**i`` units of 2⁻²⁰ s, about a microsecond.
     ``exact_s`` has the :data:`QUANTILES` if every operation was timed.
     """
 
@@ -106,7 +106,7 @@ def timed_operations(seconds: Sequence[float], nbytes: int) -> Operations:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase, in which all ranks together move ``nbytes`` per round.
+    """One phase: all ranks together move ``nbytes`` per round.
 
     Tuples have an entry per round, in order:
 

@@ -1,7 +1,7 @@
 """Forecasts of a save and a load of a whole job: bytes, balance, requests, memory and time.
 
 Object stores charge for requests and limit their rate. Requests for images and manifests are
-counted. The save protocol adds about twenty, whatever the size. No storage is touched.
+counted. The save protocol adds about twenty at any size. No storage is touched.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Forecast:
 
     ``balance`` is the bytes of the largest rank divided by the mean; 1 is perfect.
     ``save_memory_nbytes`` is the host memory of ``holdfast.save`` on the rank that needs most, in
-    addition to its state; ``capture_memory_nbytes`` is that of an ``async_save`` that copies the
+    addition to its state; ``capture_memory_nbytes`` is for an ``async_save`` that copies the
     state at once. ``save_s`` and ``load_s`` are None if no rate is known. ``plan_s`` is the
     processor time of the slowest rank's plan, and ``merge_s`` that of the leader's merge. On a
     storage without requests, writes and reads are counted. ``notes`` lists limits of comparison.

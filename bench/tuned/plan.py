@@ -69,7 +69,7 @@ class Space:
 def check_tuning(plan: TuningPlan, free: Callable[[str], int] = free_nbytes) -> Space:
     """Return the candidates to try.
 
-    Raises UsageError if there are none, for an invalid size or time, and for too little memory or
+    Raises UsageError without any, for an invalid size or time, and for too little memory or
     space. Raises the storage's error if it cannot be written. ``free`` returns the free bytes of a
     local folder.
     """

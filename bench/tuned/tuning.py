@@ -309,7 +309,7 @@ def gain_of(pairs: Sequence[tuple[float, float]]) -> Gain | None:
 
 
 def _rank(count: int) -> int | None:
-    """Return the number of Walsh averages below the interval, or None if there is none.
+    """Return the number of Walsh averages below the interval, or None without an interval.
 
     It is the largest k such that the sum of the positive ranks is at most k with a probability of
     at most 2.5 %.

@@ -27,8 +27,8 @@ class Against:
     measured: Measurement
 
     def share(self, save: SaveTelemetry, name: str = SAVE) -> float | None:
-        """Return the rate of ``save`` as a share of that of a measured phase; None if that was not
-        measured."""
+        """Return the rate of ``save`` as a share of the rate of a measured phase; None if the phase
+        was not measured."""
         phase = self.measured.by_name.get(name)
         if phase is None or save.seconds <= 0:
             return None

@@ -98,8 +98,8 @@ class Counted(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Scratch folder in which the probes run. The second driver stands for another host: it must
-    see what the first one stores. It is the same driver if objects are private by design."""
+    """Scratch folder of the probes. The second driver stands for another host: it must see all that
+    the first one stores. It is the same driver if objects are private by design."""
 
     driver: Counted
     other: Counted

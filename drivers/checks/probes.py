@@ -1,4 +1,4 @@
-"""The probes, in the order in which a check runs them."""
+"""The probes, in the order of a check."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class AttemptFiles:
-    """What the files of an attempt tell: its record, when it was last written, and its size."""
+    """Facts about an attempt from its files: its record, its last write, and its size."""
 
     has_record: bool = False
     written_s: float = float("-inf")

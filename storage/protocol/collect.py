@@ -119,9 +119,9 @@ async def abort_and_delete(
 
 
 async def collect(driver: Driver, idle_s: float) -> None:
-    """Delete what a new save would delete, except for attempts that may be alive. An attempt counts
-    as dead after ``idle_s`` seconds without a write. Also deletes a stale prune lock. Raises
-    StorageError, SupersededError and UnsupportedFormatError."""
+    """Delete the leftovers that a new save would delete, except for attempts that may be alive. An
+    attempt counts as dead after ``idle_s`` seconds without a write. Also deletes a stale prune
+    lock. Raises StorageError, SupersededError and UnsupportedFormatError."""
     async with probe(driver) as attempt:
         survey = await survey_attempts(driver, attempt)
         await collect_others(driver, attempt, survey, idle_s=idle_s)
@@ -140,7 +140,7 @@ async def _delete_stale_lock(driver: Driver, attempt: Attempt) -> None:
 
 
 async def give_up(driver: Driver, attempt: Attempt) -> None:
-    """Delete a failed attempt, within a time limit, because the caller waits to be told."""
+    """Delete a failed attempt, within a time limit, because the caller waits for the result."""
     try:
         async with asyncio.timeout(limits.CLEAN_UP_S):
             if await delete_attempt(driver, attempt):

@@ -274,7 +274,7 @@ async def _replaced(
 
 
 async def _is_kept(driver: Driver, data: bytes, superseded_ids: set[str | None]) -> bool:
-    """Return whether the manifest just put, or a later save's, is what the storage returns."""
+    """Return whether the storage returns the manifest just put, or a later save's."""
     try:
         shown = await driver.get(MANIFEST_KEY)
         if shown == data:

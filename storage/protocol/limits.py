@@ -4,7 +4,7 @@ them everywhere."""
 from __future__ import annotations
 
 GRACE_S = 3600.0
-"""How long an attempt with a commit record is spared. Must exceed any put of a manifest."""
+"""Time for which an attempt with a commit record is spared. Must exceed any put of a manifest."""
 CLEAN_UP_S = 30.0
 """Time limit for a failed save to remove its files, and for a new save to remove dead savers'
 files."""
