@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.drivers import memory
+from holdfast.drivers.contract import ObjectInfo
 from holdfast.errors import NotFoundError
 from holdfast.storage.arenas.memory import Memory, sealed_bytes
 from holdfast.storage.keeper.options import ServeOptions, new_token
-from holdfast.storage.keeper.serving.memory_catalog import Content, Item
+from holdfast.storage.keeper.serving.memory_catalog import Content
 from holdfast.storage.keeper.serving.serve import serve
 
 
@@ -31,9 +32,9 @@ class MemfdShelf:
         """``data`` has one byte at least."""
         self.objects[key] = Memory(sealed_bytes(data), len(data), writable=False)
 
-    def listing(self) -> Sequence[Item]:
+    def listing(self) -> Sequence[ObjectInfo]:
         """See Catalog."""
-        return [Item(key, held.nbytes, self.modified_s) for key, held in self.objects.items()]
+        return [ObjectInfo(key, held.nbytes, self.modified_s) for key, held in self.objects.items()]
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:
@@ -66,10 +67,10 @@ class StoreShelf:
     def _objects(self) -> dict[str, tuple[bytes, float]]:
         return memory.STORES.setdefault(self.name, {})
 
-    def listing(self) -> Sequence[Item]:
+    def listing(self) -> Sequence[ObjectInfo]:
         """See Catalog."""
         held = self._objects.copy()
-        return [Item(key, len(data), when) for key, (data, when) in held.items()]
+        return [ObjectInfo(key, len(data), when) for key, (data, when) in held.items()]
 
     @contextmanager
     def open(self, key: str) -> Iterator[Content]:

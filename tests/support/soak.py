@@ -173,14 +173,14 @@ def _failing(random: Random) -> dict[str, object]:
 
 def _save(world: World, slot: Slot, random: Random, number: int) -> None:
     slot.allowed = slot.allowed | {number}
-    holdfast.save(slot.uri, content(number), storage_options=_failing(random))
+    holdfast.save(slot.uri, content(number), step=number, storage_options=_failing(random))
     slot.allowed = {number}
 
 
 def _async_save(world: World, slot: Slot, random: Random, number: int) -> None:
     slot.allowed = slot.allowed | {number}
     state = content(number)
-    handle = holdfast.async_save(slot.uri, state, storage_options=_failing(random))
+    handle = holdfast.async_save(slot.uri, state, step=number, storage_options=_failing(random))
     zero(state)  # it is captured: whoever still reads it saves zeros
     handle.wait()
     slot.allowed = {number}
