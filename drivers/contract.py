@@ -204,8 +204,8 @@ class Driver(ABC):
     async def read(self, key: str, start: int, into: Buffer) -> None:
         """Fill all of ``into`` with the object's bytes from ``start``.
 
-        Raises NotFoundError if there is no such object, and DamagedError if it does not contain all
-        these bytes.
+        Raises NotFoundError if there is no such object, DamagedError if it does not contain all
+        these bytes, and another HoldfastError for a negative ``start``.
         """
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:

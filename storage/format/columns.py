@@ -99,7 +99,8 @@ def _damage(data: bytes) -> str:
 
 
 def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column], dict[str, str]]:
-    """Parse like :func:`decode_columns`, for bytes whose checksum was already verified."""
+    """Return the columns and the metadata, without the checksum, of bytes whose checksum was
+    already verified. Raises DamagedError if they are malformed."""
     end = safetensors.LENGTH_NBYTES + _header_length(data, what)
     header = parse_header(bytes(data[safetensors.LENGTH_NBYTES : end]), what)
     body = memoryview(data)[end:]

@@ -340,8 +340,8 @@ def _name_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
 
 
 def check_complete(m: Manifest, what: str) -> None:
-    """Raise DamagedError unless shards have exactly the tensors' elements and share no byte of an
-    image.
+    """Raise DamagedError unless the shards of each tensor have as many elements as it (a tied one
+    has no shards) and share no byte of an image. Whether their boxes overlap is checked elsewhere.
 
     This bounds a load's allocations by the size of the files. (A fragment is not complete.)
     """

@@ -62,7 +62,7 @@ class FlatState:
     """An object shared by states with the same signature; None for a state without a signature."""
 
     def path(self, row: int) -> str:
-        """Return the place of the tensor in ``row``, in the notation of user code."""
+        """Return the place of the tensor in ``row``, as user code writes it: ``state["a"][0]``."""
         container = self.containers[row]
         text = self.names[row].removeprefix(self.tree.prefixes()[container])
         key = self.tree.tensor_key(container, text)

@@ -118,9 +118,9 @@ def present_state(value: object, path: str) -> object:
     """Return an object's state before a load, whose tensors the load fills, or None.
 
     Optimizers create their state from the stored one, unless it has a custom form. Random
-    generators have nothing to fill, and data loaders would start their workers. An object that
-    raises, because it has no state yet, gets the stored state. Raises StateError for an optimizer
-    that cannot be loaded.
+    generators have nothing to fill, and data loaders would start their workers. None, with a log
+    line, also for an object whose ``state_dict`` raises because it has no state yet. Raises
+    StateError for an optimizer that cannot be loaded.
     """
     if isinstance(value, torch.optim.Optimizer):
         refuse_unknown(value, path)
