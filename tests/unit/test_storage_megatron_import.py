@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_chain_of_optimizers(tmp_path: Path) -> None:
     """Chained optimizers are imported by number."""
     folder = written(tmp_path, {"optimizer": {0: optimizer(), 1: optimizer()}})
     assert sorted(imported(folder)["optim"]["common"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("step", [math.inf, math.nan, 2.5, None])
+def test_a_step_that_is_no_whole_number_is_ignored(tmp_path: Path, step: float | None) -> None:
+    """Only the other groups' step counts, and the group itself is unchanged."""
+    groups = [GROUP, GROUP | {"step": step}]
+    common = {"optimizer": optimizer(optimizer={"param_groups": groups})}
+    found = imported(written(tmp_path, common))["optim"]["common"]["0"]
+    assert found["step"] == 3
+    assert difference(groups, found["groups"]) is None
 
 
 def cyclic() -> dict[str, Any]:

@@ -140,10 +140,14 @@ def _of_optimizer(state: Value) -> Mapping[str, Value] | None:
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return None
     taken: dict[str, Value] = {"groups": groups}
-    # Torch's optimizers count steps in floats.
-    steps = {step for group in groups if isinstance(step := group.get("step"), int | float)}
-    if len(steps) == 1 and int(min(steps)) == min(steps):
-        taken["step"] = int(min(steps))
+    steps = {step for group in groups if _is_count(step := group.get("step"))}
+    if len(steps) == 1:
+        taken["step"] = int(steps.pop())
     if "grad_scaler" in state:
         taken["scaler"] = state["grad_scaler"]
     return taken
+
+
+def _is_count(value: Value) -> TypeGuard[int | float]:
+    """Return whether ``value`` is a whole number. Torch's optimizers count steps in floats."""
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
