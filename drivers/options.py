@@ -65,7 +65,9 @@ class Option:
             if value:
                 return "on"
             return "off"
-        parse = self.parse.parse if isinstance(self.parse, or_off) else self.parse
+        parse = self.parse
+        if isinstance(parse, or_off):
+            parse = parse.parse
         if isinstance(parse, size | duration):
             return parse.text(value)
         return str(value)

@@ -59,7 +59,7 @@ def open_driver(
     if not isinstance(uri, Uri):
         uri = parse(uri)
     cls = driver_class(serving(uri))
-    resolved = resolved_options(uri, **options)
+    resolved = _resolved(cls, uri, options)
     own = {
         name: found.text
         for name, found in resolved.items()
@@ -75,7 +75,10 @@ def open_driver(
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:
     """Return every option of the driver for ``uri`` and of its layers, with value and origin.
     Raises the errors of :func:`open_driver`."""
-    cls = driver_class(serving(uri))
+    return _resolved(driver_class(serving(uri)), uri, options)
+
+
+def _resolved(cls: DriverClass, uri: Uri, options: Mapping[str, object]) -> dict[str, Resolved]:
     return resolve(uri, options, cls.OPTIONS, common_options(remote=cls.remote), schemes)
 
 
@@ -106,7 +109,10 @@ def driver_class(scheme: str) -> DriverClass:
 
         return cast(DriverClass, driver_class_of(scheme.removeprefix("fsspec+")))
     built_in = SCHEMES.get(scheme)
-    target = built_in.driver if built_in is not None else schemes().get(scheme)
+    if built_in is None:
+        target = schemes().get(scheme)
+    else:
+        target = built_in.driver
     if target is None:
         raise UriError(
             f"no driver for {scheme}://", advice=f"Known schemes: {', '.join(sorted(schemes()))}."

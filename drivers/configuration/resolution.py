@@ -178,14 +178,20 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
             raise ValueError("must not contain a password")
         return Resolved(option.parse(setting.text), setting.text, setting.source)
     except ValueError as error:
-        source = "" if setting.source == "the URI" else f", which {setting.source} sets,"
+        if setting.source == "the URI":
+            source = ""
+        else:
+            source = f", which {setting.source} sets,"
         raise UriError(f"option {name!r}{source} {error}", uri=uri.redacted) from error
 
 
 def _unknown(
     uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]
 ) -> UriError:
-    origin = "" if source == "the URI" else f", which {source} sets"
+    if source == "the URI":
+        origin = ""
+    else:
+        origin = f", which {source} sets"
     return UriError(
         f"{uri.scheme}:// has no option {name!r}{origin}",
         uri=uri.redacted,

@@ -36,7 +36,9 @@ class Place:
     def __init__(self, uri: Uri, probe: ProbeClass | None, traits: Traits) -> None:
         self.uri = uri
         self.traits = traits
-        self.probe: Probe | None = probe(uri) if probe else None
+        self.probe: Probe | None = None
+        if probe:
+            self.probe = probe(uri)
         self._probe_class = probe
         self._runner = asyncio.Runner()
         self._opened: list[Driver] = []

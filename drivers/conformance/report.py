@@ -217,7 +217,9 @@ def _trial_called(name: str) -> str:
 def _reason_of(report: pytest.TestReport) -> str:
     # A tuple of path, line and reason, which pytest-xdist turns into a list.
     where = report.longrepr
-    reason = str(where[2] if isinstance(where, tuple | list) else where)
+    if isinstance(where, tuple | list):
+        where = where[2]
+    reason = str(where)
     return reason.removeprefix("Skipped: ").removeprefix("not applicable: ")
 
 

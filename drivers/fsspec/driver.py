@@ -96,7 +96,9 @@ class FsspecDriver(Driver):
             uri=self.uri,
         )
         self._part_nbytes = values["part_size"]
-        threads = values["threads"] if kind.threads else 1
+        threads = 1
+        if kind.threads:
+            threads = values["threads"]
         self.traits = Traits(
             part_nbytes=self._part_nbytes,
             part_min_nbytes=1,

@@ -38,7 +38,9 @@ def options_of(protocol: str, cls: type) -> dict[str, Option]:
     for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.name not in _OURS:
-            default = None if parameter.default is parameter.empty else parameter.default
+            default = parameter.default
+            if default is parameter.empty:
+                default = None
             found[parameter.name] = Option(
                 _parser(default), default, f"see fsspec's {protocol} file system"
             )

@@ -47,7 +47,9 @@ class Tree:
         """The file system, connected on first use, and shared with no other driver."""
         with self._making:
             if self._fs_made is None:
-                uncached = {"use_listings_cache": False} if self.kind.listings else {}
+                uncached = {}
+                if self.kind.listings:
+                    uncached["use_listings_cache"] = False
                 fs = self._fs_class(skip_instance_cache=True, **uncached, **self._arguments)
                 if _is_sftp(fs):
                     # paramiko waits for the reply to each 32 KiB that it writes. With Nagle's
@@ -100,7 +102,9 @@ class Tree:
         stop = start + nbytes
         if start < 0:
             raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)
-        data = self._cat(key, start, stop) if nbytes else b""
+        data = b""
+        if nbytes:
+            data = self._cat(key, start, stop)
         if len(data) != nbytes or not data:
             if (reached := self.stat(key).nbytes) < stop:
                 raise DamagedError(

@@ -39,7 +39,9 @@ class FsspecUpload(Upload):
         self._target = tree.path(key)
         self._folder, _, name = self._target.rpartition("/")
         self._staged = tree.kind.appears != "closed"
-        self._path = f"{self._folder}/{temporary_name(name)}" if self._staged else self._target
+        self._path = self._target
+        if self._staged:
+            self._path = f"{self._folder}/{temporary_name(name)}"
         self._position = 0
         self._file: Any = None
 

@@ -36,9 +36,11 @@ def site(conf_dir: str | None) -> dict[str, str]:
     home = os.environ.get("HADOOP_HOME")
     folder = conf_dir or os.environ.get("HADOOP_CONF_DIR") or (home and f"{home}/etc/hadoop")
     found: dict[str, str] = {}
+    if not folder:
+        return found
     for name in ("core-site.xml", "hdfs-site.xml"):
-        file = Path(folder, name) if folder else None
-        if file is not None and file.is_file():
+        file = Path(folder, name)
+        if file.is_file():
             for entry in ElementTree.parse(file).iter("property"):
                 key = entry.findtext("name")
                 value = entry.findtext("value")
@@ -116,7 +118,9 @@ def web_addresses(authority: str, properties: Mapping[str, str]) -> list[str]:
         rpc = properties.get(_RPC_ADDRESS + suffix, authority)
         host, _, port = rpc.rpartition(":")
         host = host or rpc
-        ports = _ROUTER_WEB_PORTS if port == _ROUTER_PORT else _WEB_PORTS
+        ports = _WEB_PORTS
+        if port == _ROUTER_PORT:
+            ports = _ROUTER_WEB_PORTS
         configured = properties.get(
             f"dfs.namenode.{scheme}-address{suffix}", f"{host}:{ports[scheme]}"
         )

@@ -104,7 +104,9 @@ class HdfsDriver(Driver):
         """Take a value for each of OPTIONS. Raises UriError for an unknown file system."""
         self.uri = uri
         namenodes = [address for address in options["namenodes"].split(",") if address]
-        config = name_service(authority, namenodes) if namenodes else {}
+        config: dict[str, str] = {}
+        if namenodes:
+            config = name_service(authority, namenodes)
         properties = _properties(config, options, uri)
         found = _tokens(uri)
         authority = service_address(authority, found)
@@ -262,8 +264,7 @@ class HdfsDriver(Driver):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async for status in _walk(self._client, self._names.folder(prefix), prefix):
-            key = None if status.isdir else self._names.key(status.path)
-            if key is not None:
+            if not status.isdir and (key := self._names.key(status.path)) is not None:
                 yield ObjectInfo(key, status.length, status.modification_time / 1000)
 
     async def delete(self, key: str) -> None:
@@ -343,7 +344,9 @@ def _webhdfs(
         addresses = web_addresses(place.authority, properties)
     else:
         return None
-    moved = (root.rstrip("/"), place.root.rstrip("/")) if place else ("", "")
+    moved = ("", "")
+    if place:
+        moved = (root.rstrip("/"), place.root.rstrip("/"))
     return WebHdfs(
         addresses, options["timeout"], moved=moved, delegation=url_form(token) if token else None
     )

@@ -114,6 +114,8 @@ def _message(gss: Any, major: int, minor: int) -> str:
 
 
 def _taken(gss: Any, buffer: _Buffer) -> bytes:
-    content = ctypes.string_at(buffer.value, buffer.length) if buffer.value else b""
+    content = b""
+    if buffer.value:
+        content = ctypes.string_at(buffer.value, buffer.length)
     gss.gss_release_buffer(ctypes.byref(ctypes.c_uint32()), ctypes.byref(buffer))
     return content

@@ -31,8 +31,7 @@ async def deadline(timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
 def waiting_for_a_turn() -> Iterator[None]:
     """Pause the deadline of this task, if it has one, during the body."""
     timeout = _running.get()
-    when_s = timeout.when() if timeout is not None else None
-    if timeout is None or when_s is None or timeout.expired():
+    if timeout is None or (when_s := timeout.when()) is None or timeout.expired():
         yield
         return
     loop = asyncio.get_running_loop()

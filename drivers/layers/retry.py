@@ -64,7 +64,9 @@ def pause_s(
     ``chance`` returns a random number in [0, 1).
     """
     longest_s = min(policy.pause_max_s, policy.first_pause_s * 2.0 ** min(tries - 1, 60))
-    asked_s = error.retry_after_s if isinstance(error, BusyError) else None
+    asked_s = None
+    if isinstance(error, BusyError):
+        asked_s = error.retry_after_s
     return max(0.0, asked_s or 0.0) + longest_s * chance()
 
 

@@ -213,7 +213,9 @@ class LocalDriver(Driver):
         """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Locks
         may not work across hosts, so on shared file systems a file only counts as dead after an
         hour without changes."""
-        quiet_s = SHARED_QUIET_S if self.traits.shared else 0.0
+        quiet_s = 0.0
+        if self.traits.shared:
+            quiet_s = SHARED_QUIET_S
         await self._threads.operate(
             "sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s
         )

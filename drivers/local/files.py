@@ -412,8 +412,9 @@ class OpenFiles:
 
     def _keep(self, key: str, file: OpenFile) -> None:
         with self._lock:
-            older = self._files.pop(key, None)
-            surplus = [older] if older else []
+            surplus = []
+            if older := self._files.pop(key, None):
+                surplus.append(older)
             self._files[key] = file
             while len(self._files) > _IDLE_MAX:
                 surplus.append(self._files.popitem(last=False)[1])

@@ -194,8 +194,11 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
     aligned = source.ctypes.data % ALIGN_NBYTES == 0
     done = 0
     while done < len(data):
-        piece: Any = data[done:] if aligned else bounce_memory()[: len(data) - done]
-        if not aligned:
+        piece: Any
+        if aligned:
+            piece = data[done:]
+        else:
+            piece = bounce_memory()[: len(data) - done]
             # Unlike assignment to a memoryview, copyto releases the GIL.
             np.copyto(piece, source[done : done + len(piece)])
         count = _direct(file, os.pwrite, piece, start + done)
@@ -215,7 +218,11 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
     aligned = target.ctypes.data % ALIGN_NBYTES == 0
     done = 0
     while done < len(into):
-        piece: Any = into[done:] if aligned else bounce_memory()[: len(into) - done]
+        piece: Any
+        if aligned:
+            piece = into[done:]
+        else:
+            piece = bounce_memory()[: len(into) - done]
         count = _direct(
             file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
         )

@@ -161,7 +161,10 @@ class Tree:
                 refused[folder] = error
                 continue
             for name, status in entries:
-                key = f"{folder}/{name}" if folder else name
+                if folder:
+                    key = f"{folder}/{name}"
+                else:
+                    key = name
                 if stat.S_ISDIR(status.st_mode):
                     pending.append(key)
                 elif stat.S_ISREG(status.st_mode) and not is_reserved(name):

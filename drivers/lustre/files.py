@@ -73,7 +73,9 @@ class Striper:
 
     def create(self, folder: int, name: str, nbytes: int) -> int:
         """Create a file. Raises OSError, and StorageError for a refused layout."""
-        wanted = self._wanted(folder, nbytes) if nbytes >= STRIPED_MIN_NBYTES else None
+        wanted = None
+        if nbytes >= STRIPED_MIN_NBYTES:
+            wanted = self._wanted(folder, nbytes)
         if wanted is None:
             return create_file(folder, name, nbytes)
         fd = os.open(name, _CREATE, 0o666, dir_fd=folder)
@@ -127,7 +129,9 @@ class Striper:
         """Compare layouts, because Lustre silently ignores one that is set too late."""
         if found is None:
             return  # already reported by _set, or unreadable
-        count = found.stripe_count if wanted.stripe_count == ALL_OSTS else wanted.stripe_count
+        count = wanted.stripe_count
+        if count == ALL_OSTS:
+            count = found.stripe_count
         if found != dataclasses.replace(wanted, stripe_count=count):
             self._warn_once(
                 f"a file has {found}, not {wanted}: it was ignored, or there are not that "
@@ -175,7 +179,9 @@ def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
 
 
 def _set_by_lfs(folder: int, name: str, wanted: Layout) -> bool:
-    pool = ["--pool", wanted.pool] if wanted.pool else []
+    pool = []
+    if wanted.pool:
+        pool = ["--pool", wanted.pool]
     count = str(wanted.stripe_count)
     size = str(wanted.stripe_nbytes)
     path = f"/proc/{os.getpid()}/fd/{folder}/{name}"

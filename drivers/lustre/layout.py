@@ -55,7 +55,10 @@ class Layout:
             count = str(self.stripe_count)
         else:
             count = "the default number of"
-        size = f"{self.stripe_nbytes >> 10:,} KiB" if self.stripe_nbytes else "the default size"
+        if self.stripe_nbytes:
+            size = f"{self.stripe_nbytes >> 10:,} KiB"
+        else:
+            size = "the default size"
         return f"{count} stripes of {size}" + (f" in pool {self.pool}" if self.pool else "")
 
 
@@ -73,8 +76,10 @@ def decode(value: bytes) -> Layout:
     magic, _, _, _, stripe_nbytes, count, _ = _V1.unpack_from(value)
     if magic not in (_MAGIC_V1, _MAGIC_V3):
         return Layout(composite=True)
-    name = value[_V1.size : _V1.size + _POOL_NBYTES] if magic == _MAGIC_V3 else b""
-    pool = name.partition(b"\0")[0].decode("ascii", "replace")
+    pool = ""
+    if magic == _MAGIC_V3:
+        name = value[_V1.size : _V1.size + _POOL_NBYTES]
+        pool = name.partition(b"\0")[0].decode("ascii", "replace")
     return Layout(ALL_OSTS if count == 0xFFFF else count, stripe_nbytes, pool)
 
 

@@ -353,8 +353,9 @@ class ObjectDriver(Driver):
         raise no_store(self.uri, key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        path = self._path(prefix) if prefix else self._root
+        path = self._root
         if prefix:
+            path = self._path(prefix)
             # One after the other: concurrent requests that are cancelled leave connections open.
             with contextlib.suppress(NotFoundError):
                 yield await self.stat(prefix)

@@ -191,14 +191,19 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
 
 def _answer(text: str) -> tuple[str, int]:
     """Return the code and status of the store's response; "" and 0 if not stated."""
-    code = match[1] if (match := _CODE.search(text)) else ""
-    status = int(match[1]) if (match := _STATUS.search(text)) else 0
+    code = ""
+    status = 0
+    if match := _CODE.search(text):
+        code = match[1]
+    if match := _STATUS.search(text):
+        status = int(match[1])
     if not code and not status and (match := _OF_ONE.search(text)):
         if match[1].isdigit():
             status = int(match[1])
         else:
             code = match[1]
-            status = 500 if code == "InternalError" else 0
+            if code == "InternalError":
+                status = 500
     return code, status
 
 
@@ -260,7 +265,9 @@ def _elsewhere(text: str) -> str:
 
 def _reason(text: str, code: str, status: int) -> str:
     """Return a short reason, in the store's own words if it sent any."""
-    message = match[1].strip() if (match := _MESSAGE.search(text)) else ""
+    message = ""
+    if match := _MESSAGE.search(text):
+        message = match[1].strip()
     stated = ", ".join(filter(None, [code, f"status {status}" if status else "", message]))
     reason = stated or _QUERY.sub(r"\1", text.partition("Debug source:")[0])
     return " ".join(_QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", reason)).split())[:300]

@@ -73,7 +73,10 @@ def settle() -> None:
     asleep = 0
     while asleep < 2 and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S if _TASKS.is_dir() else 20 * _LOOK_S)
-        asleep = asleep + 1 if _all_sleep() else 0
+        if _all_sleep():
+            asleep += 1
+        else:
+            asleep = 0
 
 
 def _all_sleep() -> bool:

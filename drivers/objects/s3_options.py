@@ -125,7 +125,10 @@ def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     sse = values["sse"]
     if sse != "bucket":
-        config["server_side_encryption"] = "sse-c" if sse == "customer" else sse
+        if sse == "customer":
+            config["server_side_encryption"] = "sse-c"
+        else:
+            config["server_side_encryption"] = sse
     if values["sse_customer_key"]:
         config["sse_customer_key_base64"] = values["sse_customer_key"]
     if values["kms"]:

@@ -151,7 +151,9 @@ class Unfinished:
         """Return the page after ``more``; None if the server cannot list uploads."""
         from botocore.exceptions import ClientError
 
-        prefix = path[: path.rfind("/") + 1] if self.by_folder else path
+        prefix = path
+        if self.by_folder:
+            prefix = path[: path.rfind("/") + 1]
         try:
             page: dict[str, Any] = self.client.list_multipart_uploads(
                 Bucket=self.bucket, Prefix=prefix, **more
