@@ -61,8 +61,10 @@ class Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both boxes, or None. Raises ValueError if the boxes differ in their
-    number of dimensions."""
+    """Return the elements in both boxes, or None.
+
+    Raises ValueError if the boxes differ in their number of dimensions.
+    """
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(
         min(pair) - offset for offset, *pair in zip(offsets, a.stops, b.stops, strict=True)

@@ -35,8 +35,10 @@ def strides(lengths: Ints) -> Ints:
 
 
 def flat_starts(offsets: Ints, within: Ints) -> Ints:
-    """Return the row-major positions of ``offsets`` in arrays of lengths ``within``. Shapes: (n,
-    D), (n, D) -> (n,)."""
+    """Return the row-major positions of ``offsets`` in arrays of lengths ``within``.
+
+    Shapes: (n, D), (n, D) -> (n,).
+    """
     result = np.zeros(len(offsets), dtype=np.int64)
     for dim in range(offsets.shape[1]):
         # Horner's scheme needs no array of strides.
@@ -56,8 +58,10 @@ def contiguous(lengths: Ints, within: Ints) -> Bools:
 
 
 def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Return the values of all ``range(starts[i], starts[i] + counts[i])``, concatenated. The first
-    result is the row i of each value, the second the values."""
+    """Return the values of all ``range(starts[i], starts[i] + counts[i])``, concatenated.
+
+    The first result is the row i of each value, the second the values.
+    """
     row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     before = np.cumsum(counts) - counts
     return row, np.arange(len(row), dtype=np.int64) + (starts - before)[row]
@@ -107,8 +111,10 @@ def _slabs(
 
 
 def widen(columns: Ints, ndim: int, fill: int) -> Ints:
-    """Return ``columns`` (n, D) padded on the right with ``fill`` to (n, ndim). Unchanged if D is
-    ndim already. Raises ValueError if D is larger."""
+    """Return ``columns`` (n, D) padded on the right with ``fill`` to (n, ndim).
+
+    Unchanged if D is ndim already. Raises ValueError if D is larger.
+    """
     missing = ndim - columns.shape[1]
     if missing < 0:
         raise ValueError(f"columns have {columns.shape[1]} dimensions, more than {ndim}")
@@ -118,8 +124,10 @@ def widen(columns: Ints, ndim: int, fill: int) -> Ints:
 
 
 def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
-    """Return rows of integers padded on the right with ``fill``: -> (n, ndim). Raises ValueError if
-    a row is longer than ``ndim``."""
+    """Return rows of integers padded on the right with ``fill``: -> (n, ndim).
+
+    Raises ValueError if a row is longer than ``ndim``.
+    """
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     result = np.full((len(rows), ndim), fill, dtype=np.int64)
     if counts.max(initial=0) > ndim:
@@ -130,8 +138,10 @@ def padded(rows: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
 
 
 def union(start: Ints, stop: Ints, gap_nbytes: int) -> tuple[Ints, Ints]:
-    """Return the union of intervals, ascending, joining those at most ``gap_nbytes`` apart. With
-    -1, intervals that only touch stay separate."""
+    """Return the union of intervals, ascending, joining those at most ``gap_nbytes`` apart.
+
+    With -1, intervals that only touch stay separate.
+    """
     if not len(start):
         return start, stop
     order = np.argsort(start, kind="stable")

@@ -94,8 +94,11 @@ def _flag_flat(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: 
 
 @dataclass(slots=True)
 class _Groups:
-    """Boxes and the regions they have to cover. Row i belongs to ``group[i]``, whose region is row
-    ``group[i]`` of ``lows`` and ``highs``. Boxes lie within their region."""
+    """Boxes and the regions they have to cover.
+
+    Row i belongs to ``group[i]``, whose region is row ``group[i]`` of ``lows`` and ``highs``. Boxes
+    lie within their region.
+    """
 
     tensor: Ints
     low: Ints
@@ -115,8 +118,10 @@ class _Groups:
 
 
 def _flag_cut(flags: Bools, shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> None:
-    """Flag the tensors whose boxes do not tile them. Cuts until no plane separates the boxes, or
-    the rounds are used up, and then counts cells."""
+    """Flag the tensors whose boxes do not tile them.
+
+    Cuts until no plane separates the boxes, or the rounds are used up, and then counts cells.
+    """
     groups = _Groups(
         tensor,
         offsets,
@@ -169,8 +174,10 @@ def _cut(flags: Bools, groups: _Groups, dim: int) -> _Groups:
 
 
 def _running_maximum(values: Ints, group: Ints) -> Ints:
-    """Return the running maximum of ``values`` per group; groups are consecutive rows. Works on
-    ranks instead of values, so that adding a step per group cannot overflow."""
+    """Return the running maximum of ``values`` per group; groups are consecutive rows.
+
+    Works on ranks instead of values, so that adding a step per group cannot overflow.
+    """
     unique, ranks = np.unique(values, return_inverse=True)
     step = np.append(0, np.cumsum(group[1:] != group[:-1])) * len(unique)
     reached: Ints = np.maximum.accumulate(ranks + step) - step
@@ -229,8 +236,10 @@ def cells(
 def _median_face(
     region_low: Ints, region_high: Ints, low: Ints, high: Ints
 ) -> tuple[int, int] | None:
-    """Return the dimension with the most box faces inside the region, and the median face. None if
-    no face is inside."""
+    """Return the dimension with the most box faces inside the region, and the median face.
+
+    None if no face is inside.
+    """
     faces = np.concatenate((low, high))
     inside = (faces > region_low) & (faces < region_high)
     counts = inside.sum(axis=0)

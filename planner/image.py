@@ -70,8 +70,10 @@ class ImageLayout:
 def shard_names(
     fqns: Sequence[str], shape: Ints, ndim: Ints, offsets: Ints, lengths: Ints
 ) -> list[str]:
-    """Return the names of n shards in their images, from columns (n,) and, padded, (n, D). That is
-    the tensor's name for a whole tensor, otherwise a text like ``wq[0:128,0:4096]``."""
+    """Return the names of n shards in their images, from columns (n,) and, padded, (n, D).
+
+    That is the tensor's name for a whole tensor, otherwise a text like ``wq[0:128,0:4096]``.
+    """
     names = list(fqns)
     for row in np.flatnonzero((lengths != shape).any(axis=1)).tolist():
         dims = slice(int(ndim[row]))

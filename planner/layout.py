@@ -59,7 +59,10 @@ class Layout(Protocol):
     @property
     def pieces(self) -> Sequence[Piece]:
         """The non-empty boxes that this rank holds, disjoint, in the row-major order of its local
-        tensor. For flat ranges, :func:`regions_of` computes all boxes at once, which is faster."""
+        tensor.
+
+        For flat ranges, :func:`regions_of` computes all boxes at once, which is faster.
+        """
 
     @property
     def is_empty(self) -> bool:
@@ -67,8 +70,10 @@ class Layout(Protocol):
 
     @property
     def region(self) -> str:
-        """A text that identifies this rank's elements, such as ``[0:4,0:8]``. Layouts of one kind
-        that hold the same elements have the same text."""
+        """A text that identifies this rank's elements, such as ``[0:4,0:8]``.
+
+        Layouts of one kind that hold the same elements have the same text.
+        """
 
     @property
     def holders(self) -> tuple[int, ...] | None:
@@ -221,8 +226,10 @@ class Regions(NamedTuple):
 
 
 def regions_of(layouts: Sequence[Layout], ndim: int) -> Regions:
-    """Return the boxes of ``layouts``, for tensors of at most ``ndim`` dimensions. They are ordered
-    by row, and within a row by position in the local tensor."""
+    """Return the boxes of ``layouts``, for tensors of at most ``ndim`` dimensions.
+
+    They are ordered by row, and within a row by position in the local tensor.
+    """
     flat = [row for row, layout in enumerate(layouts) if layout.flat_range is not None]
     if not flat:
         return _of_pieces(layouts, ndim)

@@ -147,7 +147,9 @@ def plan_load(
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
     """A ``box`` in elements of the global tensor, at byte ``start`` of the image's file.
-    ``strides``: distances of its elements there, in elements."""
+
+    ``strides``: distances of its elements there, in elements.
+    """
 
     box: Box
     start: int

@@ -65,8 +65,10 @@ class Protection:
         return parity_of(self.mode)
 
     def width(self, group: Group) -> int:
-        """Return the number of members of ``group`` that contribute a block to each stripe. Raises
-        ValueError if nothing is protected."""
+        """Return the number of members of ``group`` that contribute a block to each stripe.
+
+        Raises ValueError if nothing is protected.
+        """
         if self.mode == "off":
             raise ValueError("nothing is protected, so there are no stripes")
         if self.mode == "copy":
@@ -94,8 +96,10 @@ class DataBlock:
 
 @dataclass(frozen=True, slots=True)
 class ParityBlock:
-    """A block of parity of ``stripe``, held by ``member``. Row 0 is P, the XOR of the data; row 1
-    is Q, weighted by powers of the generator."""
+    """A block of parity of ``stripe``, held by ``member``.
+
+    Row 0 is P, the XOR of the data; row 1 is Q, weighted by powers of the generator.
+    """
 
     member: int
     stripe: int
@@ -106,7 +110,10 @@ class ParityBlock:
 @dataclass(frozen=True, slots=True)
 class StripeRepair:
     """The inputs to rebuild one block of a lost image: ``data`` and ``parity``, cut to the bytes
-    needed. ``unknown``: positions of all lost blocks of the stripe."""
+    needed.
+
+    ``unknown``: positions of all lost blocks of the stripe.
+    """
 
     stripe: int
     wanted: DataBlock
@@ -229,8 +236,11 @@ def parity_of(mode: str) -> int:
 
 
 def lanes(images: Sequence[Sequence[int]], parity: int, width: int) -> tuple[Lane, ...]:
-    """Return the lanes of a group. ``images``: the sizes in bytes of each member's images, by rank.
-    A member with fewer images than others gets empty ones."""
+    """Return the lanes of a group.
+
+    ``images``: the sizes in bytes of each member's images, by rank. A member with fewer images than
+    others gets empty ones.
+    """
     count = max(map(len, images), default=0)
     return tuple(
         Lane(tuple(sizes[number] if number < len(sizes) else 0 for sizes in images), parity, width)

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of storage. ``cost_s``: training time that one save takes. ``rate_per_s``: rate of
-    the failures for which this is the fastest surviving level."""
+    """A level of storage.
+
+    ``cost_s``: training time that one save takes. ``rate_per_s``: rate of the failures for which
+    this is the fastest surviving level.
+    """
 
     name: str
     cost_s: float

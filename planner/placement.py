@@ -76,7 +76,9 @@ def holders(
     mesh_ranks: Ints, coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[int, ...]:
     """Return the global ranks, ascending, that hold the same pieces as the one at ``coordinate``.
-    ``mesh_ranks`` holds the global rank at each mesh coordinate."""
+
+    ``mesh_ranks`` holds the global rank at each mesh coordinate.
+    """
     _check_mesh(mesh_ranks.shape, coordinate, placements)
     index = tuple(
         slice(None) if isinstance(placement, Replicated) else at

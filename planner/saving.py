@@ -157,7 +157,9 @@ def _granules(boxes: Holdings, nbytes_max: Ints) -> Ints:
 
 def _pieces(holdings: Holdings, cut: Ints, begin: Ints, end: Ints) -> tuple[Holdings, Ints]:
     """Return the boxes of elements [begin, end) of each box in rows ``cut``, and their source rows.
-    A rank has at most two cut boxes per group, so a loop over rows is fast enough."""
+
+    A rank has at most two cut boxes per group, so a loop over rows is fast enough.
+    """
     found = [
         (row, box)
         for row in cut.tolist()

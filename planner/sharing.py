@@ -21,7 +21,10 @@ from .loading import LoadPlan
 @dataclass(frozen=True, eq=False)
 class WantedRanges:
     """Byte ranges that one rank wants to read, ascending by image and start, disjoint, not
-    touching. ``image``, ``start``, ``stop``: (n,) each; bytes of the image's file."""
+    touching.
+
+    ``image``, ``start``, ``stop``: (n,) each; bytes of the image's file.
+    """
 
     image: Ints
     start: Ints
@@ -93,8 +96,10 @@ class Sharing:
         ]
 
     def hull(self, unit: int, member: int) -> tuple[int, int]:
-        """Return the range from the first to the last byte that ``member`` wants of ``unit``. It
-        must want a part of it."""
+        """Return the range from the first to the last byte that ``member`` wants of ``unit``.
+
+        It must want a part of it.
+        """
         row = int(self.first[unit])
         row += int(np.searchsorted(self.member[row : int(self.first[unit + 1])], member))
         return int(self.low[row]), int(self.high[row])
@@ -139,8 +144,10 @@ def _concatenated(parts: Sequence[tuple[Ints, ...]], columns: int) -> list[Ints]
 
 
 def regrouped(plan: LoadPlan, sharing: Sharing) -> tuple[LoadPlan, Ints]:
-    """Return ``plan`` with whole units as its reads, and the indices of these units. The ranges
-    that ``plan`` wants must be among those passed to :func:`share`."""
+    """Return ``plan`` with whole units as its reads, and the indices of these units.
+
+    The ranges that ``plan`` wants must be among those passed to :func:`share`.
+    """
     room = int(max(sharing.stop.max(initial=0), plan.stop.max(initial=0))) + 1
     units = sharing.image * room + sharing.start
     of = np.searchsorted(units, plan.image * room + plan.start, side="right") - 1

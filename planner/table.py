@@ -130,8 +130,10 @@ class ShardTable:
 
     @classmethod
     def concat(cls, tables: Sequence[ShardTable]) -> ShardTable:
-        """Return all rows of ``tables`` in one table, ascending by tensor. Dimensions are padded to
-        the largest number."""
+        """Return all rows of ``tables`` in one table, ascending by tensor.
+
+        Dimensions are padded to the largest number.
+        """
         if not tables:
             return cls.empty(0)
         ndim = max(table.offsets.shape[1] for table in tables)
@@ -154,8 +156,10 @@ class ShardTable:
         return volumes(self.lengths) * tensors.itemsize[self.tensor]
 
     def pointers(self, n_tensors: int) -> Ints:
-        """Return the first shard of each tensor, (n_tensors + 1,). The shards of tensor t are the
-        rows from ``pointers[t]`` to ``pointers[t + 1]``."""
+        """Return the first shard of each tensor, (n_tensors + 1,).
+
+        The shards of tensor t are the rows from ``pointers[t]`` to ``pointers[t + 1]``.
+        """
         return np.searchsorted(self.tensor, np.arange(n_tensors + 1)).astype(np.int64, copy=False)
 
 

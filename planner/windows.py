@@ -23,8 +23,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Bytes [start, stop) of the sequence, and the slices that make them up. Compared by identity,
-    because there may be thousands of slices."""
+    """Bytes [start, stop) of the sequence, and the slices that make them up.
+
+    Compared by identity, because there may be thousands of slices.
+    """
 
     start: int
     stop: int

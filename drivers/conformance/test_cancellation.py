@@ -35,7 +35,10 @@ class Interrupt:
 
     async def __call__(self, work: Coroutine[Any, Any, Any]) -> bool:
         """Await ``work`` and return whether it was cancelled rather than completed. Other errors
-        propagate. Fails if the call swallowed an immediate cancellation."""
+        propagate.
+
+        Fails if the call swallowed an immediate cancellation.
+        """
         suspended = _Suspended(self, work)
         task = asyncio.create_task(_awaited(suspended))
         await asyncio.wait([task])

@@ -75,8 +75,10 @@ async def capture_into(
     chunks: TensorChunks,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy a whole image except its pages into ``memory``, then close ``chunks``. ``moved`` is
-    called for each copied piece."""
+    """Copy a whole image except its pages into ``memory``, then close ``chunks``.
+
+    ``moved`` is called for each copied piece.
+    """
 
     def range_of(piece: range) -> tuple[int, int]:
         return layout.chunk_range(piece[0])[0], layout.chunk_range(piece[-1])[1]

@@ -71,8 +71,10 @@ async def read_flat(
 async def read_ranges(
     driver: Driver, manifest: Manifest, ranges: Sequence[FlatRanges], budget_nbytes: int
 ) -> None:
-    """Fill all ``ranges``, reading only their blocks, each once. Raises like :func:`read_flat`; the
-    memory's content is then undefined."""
+    """Fill all ``ranges``, reading only their blocks, each once.
+
+    Raises like :func:`read_flat`; the memory's content is then undefined.
+    """
     plan, delivery = await offload(_planned, driver, manifest, ranges)
     reader = ImageReader(driver, manifest, budget_nbytes)
     await reader.run(plan, delivery.deliver, places=delivery.in_place)
@@ -96,8 +98,10 @@ class _Places:
 
 
 def _targets(ranges: Sequence[FlatRanges], tensors: TensorTable) -> tuple[Targets, _Places]:
-    """Return the boxes of the ranges, and their destinations. Most ranges are whole tensors, which
-    already are boxes, so those are handled as columns."""
+    """Return the boxes of the ranges, and their destinations.
+
+    Most ranges are whole tensors, which already are boxes, so those are handled as columns.
+    """
     none = np.empty(0, np.int64)
     rows = np.concatenate([none, *(of.row for of in ranges)])
     starts = np.concatenate([none, *(of.start for of in ranges)])
@@ -211,7 +215,9 @@ class _Delivery:
 
 def _in_place(places: _Places, plan: LoadPlan) -> dict[Hashable, HostBuffer]:
     """Return the reads that are a single contiguous copy of all their bytes, with their memory.
-    Adjacent copies count as one."""
+
+    Adjacent copies count as one.
+    """
     count = len(plan.pair)
     if not count:
         return {}

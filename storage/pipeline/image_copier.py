@@ -33,8 +33,10 @@ from .upload import Opening, write_pages, writing_order
 
 @dataclass
 class ImageCopier:
-    """Copies one checkpoint's images to ``destination``, under the name of ``attempt``. Calls
-    ``sent(nbytes)`` after writing that many more bytes of an image."""
+    """Copies one checkpoint's images to ``destination``, under the name of ``attempt``.
+
+    Calls ``sent(nbytes)`` after writing that many more bytes of an image.
+    """
 
     source: ImageReader
     destination: Driver
@@ -48,7 +50,9 @@ class ImageCopier:
 
     async def whole(self) -> list[int]:
         """Return the images that the destination already has, with full size and intact digests.
-        Their data is not read again: a committed upload is complete."""
+
+        Their data is not read again: a committed upload is complete.
+        """
         found: list[int] = []
         images = image_driver(self.destination, self.target)
         reader = ImageReader(images, self.target, self.budget_nbytes)
@@ -94,8 +98,10 @@ class ImageCopier:
             raise failed
 
     def _pipelines(self) -> int:
-        """Return the number of pipelines to run in parallel. One suffices if the parts of an upload
-        are written in parallel; serial uploads need several."""
+        """Return the number of pipelines to run in parallel.
+
+        One suffices if the parts of an upload are written in parallel; serial uploads need several.
+        """
         traits = self.destination.traits
         if traits.part_order != "serial":
             return 1
@@ -219,7 +225,9 @@ class _Copies:
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
         """Write the pages, and the index if any, after the chunks they cover; then commit.
-        ``buffer`` is free for reuse."""
+
+        ``buffer`` is free for reuse.
+        """
         trailer = b"".join(self._pages.pop(image)) + await self._reader.stored_index(image)
         await write_pages(upload, trailer, self._copier.sizes[image] - len(trailer), buffer)
         self._copier.sent(len(trailer))

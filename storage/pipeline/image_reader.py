@@ -222,8 +222,10 @@ class ImageReader:
         await pipeline.run(reads, [1] * len(reads))
 
     def jobs(self, reads: int, extra_nbytes: int = 0) -> int:
-        """Return how many jobs fit the budget if each needs ``extra_nbytes`` beyond its buffer. At
-        most ``reads``, plus as many as can be verified meanwhile."""
+        """Return how many jobs fit the budget if each needs ``extra_nbytes`` beyond its buffer.
+
+        At most ``reads``, plus as many as can be verified meanwhile.
+        """
         buffer_nbytes = ReadBuffers(self.driver, self.manifest.chunk_nbytes).job_nbytes
         allowed = max(1, self.budget_nbytes // (buffer_nbytes + extra_nbytes))
         return min(allowed, reads + CPU_THREADS)
@@ -236,7 +238,10 @@ class ImageReader:
 
     async def read_stored(self, chunk: Chunk, into: memoryview) -> Stored:
         """Fill the beginning of ``into`` with the stored form of a chunk: the chunk itself, unless
-        compressed. Raises like :meth:`read`."""
+        compressed.
+
+        Raises like :meth:`read`.
+        """
         if not isinstance(self.driver, Unpacked):
             nbytes = chunk.stop - chunk.start
             await self.read(chunk.image, chunk.start, into[:nbytes])
@@ -245,15 +250,20 @@ class ImageReader:
             return await self.driver.read_stored(chunk.image, chunk.start, chunk.stop, into)
 
     async def stored_index(self, image: int) -> bytes:
-        """Return the index at the end of a compressed image's file; empty if not compressed. Raises
-        like :meth:`read`."""
+        """Return the index at the end of a compressed image's file; empty if not compressed.
+
+        Raises like :meth:`read`.
+        """
         if not isinstance(self.driver, Unpacked):
             return b""
         return (await self.driver.index(image)).encode()
 
     async def read_pages(self, image: int, starts: Sequence[int]) -> dict[tuple[int, int], bytes]:
         """Return the verified pages of the chunks at ``starts`` (ascending), by image and chunk
-        start. Reads them in one request, along with the pages in between. Raises DamagedError."""
+        start.
+
+        Reads them in one request, along with the pages in between. Raises DamagedError.
+        """
         m = self.manifest
         chunks = [chunk_at(m, image, start) for start in starts]
         first, _ = page_range(m, chunks[0])
@@ -377,8 +387,10 @@ def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
 
 
 class PieceDelivery:
-    """Calls ``deliver`` with each read's number and its piece, in order. ``numbers`` are the
-    expected reads; ``sizes`` the bytes of each read of the plan."""
+    """Calls ``deliver`` with each read's number and its piece, in order.
+
+    ``numbers`` are the expected reads; ``sizes`` the bytes of each read of the plan.
+    """
 
     def __init__(
         self, numbers: range, sizes: Sequence[int], deliver: Callable[[int, memoryview], None]

@@ -229,8 +229,10 @@ class ImageWriter:
         self._callbacks.captured()
 
     async def _finish(self, upload: Upload) -> int:
-        """Write the pages of all chunks, and the index of a compressed image; then commit. Returns
-        the size of the file."""
+        """Write the pages of all chunks, and the index of a compressed image; then commit.
+
+        Returns the size of the file.
+        """
         trailer = b"".join(self._pages)
         if self._packing:
             start = self._packing.end

@@ -41,8 +41,10 @@ class _Range:
 
 
 class ReadAhead(Layer):
-    """Holds ranges that were read ahead, each until it is read from here or this is closed. Errors
-    of the inner driver are raised when a range is read."""
+    """Holds ranges that were read ahead, each until it is read from here or this is closed.
+
+    Errors of the inner driver are raised when a range is read.
+    """
 
     def __init__(self, inner: Driver, budget_nbytes: int) -> None:
         super().__init__(inner)
@@ -53,7 +55,10 @@ class ReadAhead(Layer):
 
     def begin(self, manifest: Manifest) -> None:
         """Request the beginning of the images of ``manifest``, in the order in which a plan reads
-        them. Does nothing if they are compressed."""
+        them.
+
+        Does nothing if they are compressed.
+        """
         if self._closed or manifest.compression is not None:
             return
         limit_nbytes = min(self.limit_nbytes, len(manifest.tensors) * _TENSOR_NBYTES)
@@ -105,8 +110,10 @@ class ReadAhead(Layer):
             raise cancelled
 
     async def _held(self, key: str, start: int, nbytes: int) -> Buffer | None:
-        """Return a complete range once it has arrived, or None if it was not requested. It is
-        released: a load reads each byte once."""
+        """Return a complete range once it has arrived, or None if it was not requested.
+
+        It is released: a load reads each byte once.
+        """
         stop = start + nbytes
         for held in self._ranges:
             if held.key == key and held.start <= start < stop <= held.stop:

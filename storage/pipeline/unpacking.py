@@ -22,8 +22,10 @@ from ..runtime.engine import offload
 
 
 def image_driver(driver: Driver, manifest: Manifest) -> Driver:
-    """Return the driver for reading images: ``driver`` itself unless they are compressed. Raises
-    UsageError if lz4 is not installed."""
+    """Return the driver for reading images: ``driver`` itself unless they are compressed.
+
+    Raises UsageError if lz4 is not installed.
+    """
     if manifest.compression is None:
         return driver
     checked_compression(manifest.compression)

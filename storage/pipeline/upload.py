@@ -19,8 +19,11 @@ class Opening:
         self._waiting = 0
 
     async def upload(self) -> Upload:
-        """Wait for the upload. Waiting callers proceed in the order of their calls, and before
-        later ones, because a driver may require its parts in order."""
+        """Wait for the upload.
+
+        Waiting callers proceed in the order of their calls, and before later ones, because a driver
+        may require its parts in order.
+        """
         if self._upload.done() and not self._waiting:
             return self._upload.result()
         self._waiting += 1
@@ -56,8 +59,10 @@ def writing_order(chunks: int, chunk_nbytes: int, nbytes: int, traits: Traits) -
 
 
 async def write_pages(upload: Upload, pages: bytes, start: int, buffer: HostBuffer) -> None:
-    """Write the digests of all blocks at ``start``, copied through ``buffer``. Call it after
-    writing the chunks that they cover."""
+    """Write the digests of all blocks at ``start``, copied through ``buffer``.
+
+    Call it after writing the chunks that they cover.
+    """
     for offset in range(0, len(pages), len(buffer.view)):
         part = memoryview(pages)[offset : offset + len(buffer.view)]
         buffer.view[: len(part)] = part

@@ -48,8 +48,10 @@ class VerifyReport:
 async def verify_images(
     driver: Driver, manifest: Manifest, budget_nbytes: int, progress: Callable[[int, int], None]
 ) -> VerifyReport:
-    """Check every chunk and page of every image, and the sizes of the files. ``driver`` must be the
-    driver for images (``image_driver``)."""
+    """Check every chunk and page of every image, and the sizes of the files.
+
+    ``driver`` must be the driver for images (``image_driver``).
+    """
     verifier = _Verifier(driver, manifest, progress)
     await verifier.run(budget_nbytes)
     verifier.report.damages.sort(key=lambda d: (d.key, d.start))
@@ -152,8 +154,11 @@ class _Verifier:
         self._progress(self.report.nbytes, self._total_nbytes)
 
     def _compare(self, chunk: Chunk, page: bytes, stored_page: bytes) -> None:
-        """Report the damage of a chunk. The manifest's digest covers the whole chunk. The stored
-        page, if intact, locates the damaged blocks."""
+        """Report the damage of a chunk.
+
+        The manifest's digest covers the whole chunk. The stored page, if intact, locates the
+        damaged blocks.
+        """
         page_is_whole = digest(stored_page) == chunk.digest
         verified_page = stored_page if page_is_whole else None
         bad = damaged_ranges(chunk, chunk.start, page, self._m.block_nbytes, verified_page)

@@ -39,8 +39,10 @@ class StageHandle:
         return "reached" if self._future.exception() is None else "failed"
 
     def done(self) -> bool:
-        """Return whether the stage was reached or the save failed. Raises UsageError if this save
-        never reaches the stage."""
+        """Return whether the stage was reached or the save failed.
+
+        Raises UsageError if this save never reaches the stage.
+        """
         self._check_present()
         if not self._future.done():
             return False
@@ -164,8 +166,10 @@ class SaveHandle:
         return self.last.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is committed, or, if it stays in memory, agreed. Raises the
-        error with which the save failed, on this rank or another."""
+        """Wait until the checkpoint is committed, or, if it stays in memory, agreed.
+
+        Raises the error with which the save failed, on this rank or another.
+        """
         self.last.wait(timeout)
 
     def __await__(self) -> Generator[object, None, None]:

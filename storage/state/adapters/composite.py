@@ -42,8 +42,10 @@ def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Key, object]:
-    """Return the inner tensors of ``tensor`` and its description. Raises StateError for a context
-    that cannot be described."""
+    """Return the inner tensors of ``tensor`` and its description.
+
+    Raises StateError for a context that cannot be described.
+    """
     names, context = _flattened(tensor)
     described = {
         "type": type(_made(tensor)).__qualname__,
