@@ -16,7 +16,7 @@ class Account:
 
     def title(self, text: str) -> None:
         """Print the title."""
-        print(paint(text, "bold"), file=self._file, flush=True)
+        print(paint(text, "bold", self._file), file=self._file, flush=True)
 
     def chapter(self, text: str) -> None:
         """Start a numbered chapter."""
@@ -26,4 +26,6 @@ class Account:
     def say(self, text: str, colour: str = "") -> None:
         """Print one line."""
         line = f"   {printable(text)}"
-        print(paint(line, colour) if colour else line, file=self._file, flush=True)
+        if colour:
+            line = paint(line, colour, self._file)
+        print(line, file=self._file, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.cli.demo import plan, text, torn
+from holdfast.cli.demo.account import Account
 from holdfast.cli.demo.jobs import Job
 from holdfast.cli.demo.journal import Event, Journal, Watcher
 
@@ -154,3 +156,22 @@ def test_terminated_demo_ends_its_job(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
+
+
+class Terminal(io.StringIO):
+    """A text file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_go_to_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --json the story goes to stderr, which may be a file while stdout is a terminal."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    log, terminal = io.StringIO(), Terminal()
+    for file in (log, terminal):
+        Account(file).say("lost", "red")
+    assert log.getvalue() == "   lost\n"
+    assert terminal.getvalue() == "\x1b[31m   lost\x1b[0m\n"
