@@ -150,7 +150,8 @@ class FsspecDriver(Driver):
         return await self._threads.operate("get", self._checked(key), self._tree.get, key)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. Of two concurrent exclusive puts, both may succeed."""
+        """See :meth:`Driver.put`. ``exclusive`` checks before writing: of two concurrent puts, both
+        may succeed."""
         await self._threads.operate("put", self._checked(key), self._put, key, data, exclusive)
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -168,7 +169,8 @@ class FsspecDriver(Driver):
         await self._threads.operate("delete", self._checked(key), self._tree.delete, key)
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Deletes one file per thread at a time."""
+        """See :meth:`Driver.delete_all`. Deletes as many files concurrently as there are
+        threads."""
         found = await self._threads.operate(
             "delete", self._checked(prefix), self._tree.find, prefix
         )
@@ -231,7 +233,8 @@ class FsspecDriver(Driver):
 def _arguments(
     cls: type[AbstractFileSystem], plain: str, uri: Uri, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the constructor's arguments, from the location and from the given options."""
+    """Return the file system's constructor arguments: from the location (such as a host) and from
+    the given options."""
     located = {
         k: v for k, v in cls._get_kwargs_from_urls(plain).items() if k not in ("path", "protocol")
     }

@@ -51,7 +51,8 @@ failures."""
 
 @contextmanager
 def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
-    """Translate errors of the body into StorageErrors. ``doing`` starts the message."""
+    """Translate any error of the body into the best-matching StorageError, with ``uri`` (redacted),
+    ``key`` and cause. ``doing`` starts the message. Holdfast's own errors pass unchanged."""
     try:
         with storage_errors(doing, uri, key):
             yield

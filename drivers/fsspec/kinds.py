@@ -49,13 +49,15 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "crea
 
 
 def kind_of(protocol: str, cls: type) -> Kind:
-    """Return the properties of ``protocol``, served by ``cls``; the worst if it is unknown."""
+    """Return the properties of ``protocol``, which is served by ``cls``. Assumes the worst for an
+    unknown one."""
     known = _KINDS.get(protocol)
     return known or Kind("unknown", folders=True, threads=bool(getattr(cls, "async_impl", False)))
 
 
 def modified_s(info: Mapping[str, Any]) -> float:
-    """Return a file's modification time in seconds since the epoch; 0 if unknown."""
+    """Return a file's modification time in seconds since the epoch; 0 if the file system does not
+    report it."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, str):

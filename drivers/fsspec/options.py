@@ -33,7 +33,8 @@ _OURS = {
 
 
 def options_of(protocol: str, cls: type) -> dict[str, Option]:
-    """Return the named arguments of a file system's constructor, typed by their defaults."""
+    """Return the options of a file system: the named arguments of its constructor, typed by their
+    defaults."""
     found = dict(_MORE.get(protocol, {}))
     for parameter in inspect.signature(cls.__init__).parameters.values():  # type: ignore[misc]
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)

@@ -83,7 +83,8 @@ class Tree:
         return self.root or "/"
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return information about a file. Raises FileNotFoundError, also for a folder."""
+        """Return the file system's information about a file. Raises FileNotFoundError, also for a
+        folder."""
         try:
             info: dict[str, Any] = self.fs.info(self.path(key))
         except NotADirectoryError as error:
@@ -98,7 +99,8 @@ class Tree:
         return ObjectInfo(key, int(info["size"] or 0), modified_s(info))
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """Return a range of an object. Raises DamagedError if it exceeds the end."""
+        """Return ``nbytes`` bytes from ``start``. Raises DamagedError if they exceed the end of the
+        object."""
         stop = start + nbytes
         if start < 0:
             raise StorageError(f"no object has a byte {start}", uri=self.uri, key=key)

@@ -29,7 +29,8 @@ class FsspecUpload(Upload):
         *,
         part_nbytes: int,
     ) -> None:
-        """Take the target's ``key``. The upload leaves ``live`` when it ends."""
+        """Take the target's ``key`` and the number of bytes ``written``. The upload leaves ``live``
+        when it ends."""
         self._key = key
         self._tree = tree
         self._written = written

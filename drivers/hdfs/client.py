@@ -97,7 +97,8 @@ class Client:
         self._inner = None
 
     async def call(self, doing: str, key: str, function: Callable[[Call], T]) -> T:
-        """Run ``function`` in a thread. Raises a StorageError: StorageDownError at the deadline."""
+        """Run ``function`` in a thread and return its result. Raises a StorageError:
+        StorageDownError at the deadline."""
         try:
             async with self._gate:
                 began_s = time.monotonic()
@@ -139,18 +140,21 @@ class Client:
         return await self.call(doing, key, lambda call: inner.get_file_info(path))
 
     async def rename(self, source: str, target: str, key: str, *, overwrite: bool) -> None:
-        """Rename atomically. Raises ExistsError if ``target`` exists, unless ``overwrite``."""
+        """Rename atomically on the name node. Raises ExistsError if ``target`` exists and
+        ``overwrite`` is false."""
         inner = self.inner
         await self.call("rename", key, lambda call: inner.rename(source, target, overwrite))
 
     async def delete(self, path: str, key: str, *, recursive: bool = False) -> None:
-        """Delete a file, an empty folder, or a whole tree. It may be missing."""
+        """Delete a file, an empty folder, or with ``recursive`` a whole tree. A missing path is not
+        an error."""
         inner = self.inner
         with suppress(NotFoundError):
             await self.call("delete", key, lambda call: inner.delete(path, recursive))
 
     async def entries(self, path: str, key: str) -> AsyncIterator[hdfs_native.FileStatus]:
-        """Yield the entries of a folder, or a file itself; nothing for a missing path."""
+        """Yield the entries of a folder, or a file itself; nothing if the path does not exist (any
+        more)."""
         listing = self.inner.list_status(path, False)
         while True:
             try:
@@ -192,7 +196,8 @@ def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
 
 
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:
-    """Return a range of a file in pieces of about 64 KiB, the fastest way."""
+    """Return ``nbytes`` of a file from ``start`` in pieces of about 64 KiB: the fastest way, with
+    the fewest copies."""
     if nbytes:
         return reader.read_range_stream(start, nbytes)
     return iter(())

@@ -50,7 +50,8 @@ def site(conf_dir: str | None) -> dict[str, str]:
 
 
 def name_service(name: str, namenodes: list[str]) -> dict[str, str]:
-    """Return properties that define a name service of these name nodes (``host:port``)."""
+    """Return properties that define the name service ``name`` with these name nodes, each
+    ``host:port``."""
     ids = [f"nn{n}" for n in range(len(namenodes))]
     addresses = {
         f"{_RPC_ADDRESS}.{name}.{i}": address for i, address in zip(ids, namenodes, strict=True)

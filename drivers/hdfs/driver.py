@@ -101,7 +101,8 @@ class HdfsDriver(Driver):
     }
 
     def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
-        """Take a value for each of OPTIONS. Raises UriError for an unknown file system."""
+        """Take a value for each of OPTIONS. Raises UriError if they do not identify a file
+        system."""
         self.uri = uri
         namenodes = [address for address in options["namenodes"].split(",") if address]
         config: dict[str, str] = {}
@@ -141,7 +142,8 @@ class HdfsDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> HdfsDriver:
-        """Return the driver for ``uri``. Raises UriError for a wrong option."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         authority, _, path = uri.location.partition("/")
         if "@" in authority:
             raise UriError(
@@ -181,7 +183,8 @@ class HdfsDriver(Driver):
             await self._read(key, read)
 
     async def _read(self, key: str, read: Callable[[Call, _Arriving], None]) -> None:
-        """Run ``read`` in a thread, again if blocks vanish because the object is replaced."""
+        """Run ``read`` in a thread. If the object is replaced, its blocks vanish during the read,
+        so it is retried."""
         path = self._names.path(key)
         inner = self._client.inner
 
@@ -201,7 +204,8 @@ class HdfsDriver(Driver):
     def _arriving(
         self, inner: hdfs_native.Client, path: str, key: str, start: int, nbytes: int
     ) -> Iterator[bytes]:
-        """Yield a range of a file in pieces. Blocks. Raises if the range is incomplete."""
+        """Yield a range of a file in pieces from the library. Blocks. Raises if the range is
+        incomplete."""
         reader = whole_reader(inner, path, start + nbytes)
         if start + nbytes > len(reader):  # the library would panic
             message = f"object ends at byte {len(reader)}, before {start + nbytes}"
@@ -239,7 +243,8 @@ class HdfsDriver(Driver):
         return await self._client.call("get", key, get)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. The rename decides, but an exclusive put first checks the key."""
+        """See :meth:`Driver.put`. The rename decides. An exclusive put first checks the key, to
+        avoid writing a file in vain."""
         if exclusive:
             await self._check_free(key)
         upload = await self._begin(key, self._names.path(key), [(0, len(data))])
@@ -268,14 +273,16 @@ class HdfsDriver(Driver):
                 yield ObjectInfo(key, status.length, status.modification_time / 1000)
 
     async def delete(self, key: str) -> None:
-        """See :meth:`Driver.delete`. Also removes an empty folder of this name."""
+        """See :meth:`Driver.delete`. Also removes an empty folder of this name, which is not an
+        object."""
         await _removed(self._client, self._names.path(key), key)
 
     async def delete_all(self, prefix: str) -> None:
         await self._client.delete(self._names.path(prefix), prefix, recursive=True)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. Live uploads touch their files within the hour."""
+        """See :meth:`Driver.sweep`. Files without changes for an hour are dead, because live
+        uploads touch theirs."""
         await _sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
 
     async def close(self) -> None:
@@ -320,7 +327,8 @@ def _tokens(uri: str) -> list[Token]:
 
 
 def _authentication(properties: Mapping[str, str], token: Token | None) -> str:
-    """Return the configured authentication; ``token`` where a token stands for Kerberos."""
+    """Return ``hadoop.security.authentication``, or ``token`` if that is ``kerberos`` and there is
+    a token for this file system."""
     configured = properties.get("hadoop.security.authentication", "simple").lower()
     if token and configured == "kerberos":
         return "token"
@@ -334,7 +342,8 @@ def _webhdfs(
     options: Mapping[str, Any],
     token: Token | None,
 ) -> WebHdfs | None:
-    """Return the client that joins parts below ``root``; None if switched off or unknown."""
+    """Return the client that joins the parts of uploads below ``root``; None if it is switched off,
+    or no name node's address is known."""
     given: str = options["webhdfs"]
     if given == "off":
         return None

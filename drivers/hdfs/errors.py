@@ -114,7 +114,8 @@ _RUST_KIND = re.compile(r"([A-Z]\w+)\(")
 
 
 def storage_error(error: BaseException, doing: str, uri: str, key: str) -> StorageError:
-    """Return the StorageError for ``error``. ``doing`` starts the message."""
+    """Return the StorageError for ``error``; the caller raises it from ``error``. ``doing`` starts
+    the message."""
     text = str(error)
     kind = _kind(error, text)
     if any(sign in text for sign in _PARENT_IS_A_FILE):
@@ -150,7 +151,8 @@ def _kind(error: BaseException, text: str) -> type[StorageError]:
 
 
 def _first_line(text: str) -> str:
-    """Return the message on one line, without the Java stack."""
+    """Return the message without the Java stack, on one line; for Kerberos errors only the GSSAPI
+    text."""
     words = _GSSAPI_WORDS.search(text)
     if words is not None:
         return f"Kerberos: {words[1]}"

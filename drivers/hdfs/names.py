@@ -16,7 +16,8 @@ _ODD = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def path_name(name: str) -> str:
-    """Encode one part of a key: HDFS forbids ``:``, which becomes ``%3A``."""
+    """Encode one part of a key for HDFS: ``:``, which it forbids, as ``%3A``, and ``%`` as
+    ``%25``."""
     return name.replace("%", "%25").replace(":", "%3A")
 
 
@@ -42,7 +43,8 @@ def is_temporary(name: str) -> bool:
 
 
 def belongs_to(temporary: str, name: str) -> bool:
-    """Return whether ``temporary`` may be an upload to ``name``, or to one much like it."""
+    """Return whether ``temporary`` may be an upload to ``name``. Names that differ only in special
+    characters are not distinguished."""
     return is_temporary(temporary) and temporary.startswith(f".{_ODD.sub('_', name)[:48]}.")
 
 
@@ -55,7 +57,8 @@ class Names:
         self._uri = uri
 
     def path(self, key: str) -> str:
-        """Return the path of an object. Raises UriError for a key that HDFS cannot store."""
+        """Return the path of an object. Raises UriError for a key that is unsafe, looks like a
+        temporary file, or is not valid Unicode."""
         parts = check_key(key, uri=self._uri).split("/")
         if any(map(is_temporary, parts)):
             raise UriError(
@@ -78,7 +81,8 @@ class Names:
         return self.root or "/"
 
     def key(self, path: str) -> str | None:
-        """Return the key of the object at ``path``; None if no key is stored there."""
+        """Return the key of the object at ``path``; None for temporary files, and for names that
+        are not encoded keys."""
         names = path.removeprefix(self.root + "/").split("/")
         parts = [None if is_temporary(name) else key_name(name) for name in names]
         if None in parts:

@@ -22,7 +22,8 @@ _OF_MECHANISM = 2
 
 
 class NoTicket(Exception):
-    """The library is missing, or there is no valid ticket; the message says which."""
+    """No token is available: the library is missing, or there is no valid ticket. The message says
+    which."""
 
 
 class _Buffer(ctypes.Structure):

@@ -27,7 +27,8 @@ _HIGH_AVAILABILITY = "ha-hdfs:"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token for an ``address:port`` or for ``ha-hdfs:nameservice``."""
+    """A token for one ``service``: ``address:port`` of a name node, or ``ha-hdfs:name`` of a name
+    service."""
 
     identifier: bytes
     password: bytes = field(repr=False)
@@ -36,7 +37,8 @@ class Token:
 
 
 def tokens() -> list[Token]:
-    """Return the HDFS tokens named by the environment. Raises OSError and ValueError."""
+    """Return the HDFS tokens named by the environment. Raises OSError, and ValueError if the file
+    is not a token file."""
     location = os.environ.get(VARIABLE)
     if not location:
         return []
@@ -50,7 +52,8 @@ def token_of(authority: str, found: Sequence[Token]) -> Token | None:
 
 
 def service_address(authority: str, found: Sequence[Token]) -> str:
-    """Return ``authority`` as a token spells it, mostly with an IP address."""
+    """Return ``authority`` as the tokens spell it, mostly with the host's IP address; unchanged if
+    no token matches."""
     host, _, port = authority.rpartition(":")
     if not host or not found or token_of(authority, found) is not None:
         return authority
@@ -65,7 +68,8 @@ def service_address(authority: str, found: Sequence[Token]) -> str:
 
 
 def url_form(token: Token) -> str:
-    """Encode a token for a WebHDFS request, without kind and service."""
+    """Encode a token for a WebHDFS request. Kind and service are left empty: the server knows
+    them."""
     content = b"".join(_counted(part) for part in (token.identifier, token.password, b"", b""))
     return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
 
@@ -94,7 +98,8 @@ class _Reader:
         return self._content[self._at - nbytes : self._at]
 
     def writable(self) -> int:
-        """Read a number as Hadoop's WritableUtils does. Raises ValueError for a negative one."""
+        """Read a number in the format of Hadoop's WritableUtils.writeVLong. Raises ValueError for
+        negative ones: lengths never are."""
         first = int.from_bytes(self.take(1), signed=True)
         if first >= -112:
             return first
@@ -112,7 +117,8 @@ class _Reader:
         raise ValueError("the token file contains a number without end")
 
     def fields(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and content of each field of a protobuf message."""
+        """Yield number and content of each field of a protobuf message. Token messages only have
+        length-delimited fields."""
         while self.more:
             tag = self.varint()
             if tag & 7 != 2:

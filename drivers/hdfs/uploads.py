@@ -78,7 +78,8 @@ class _File:
         """True if the name node has answered the request to create the file."""
 
     async def write(self, start: int, data: Buffer) -> None:
-        """Append ``data`` after everything before ``start``, which must be under way."""
+        """Append ``data`` once everything before ``start`` is written; those writes have already
+        started."""
         if self._at != start:
             turn = self._turns[start] = asyncio.get_running_loop().create_future()
             await turn
@@ -116,7 +117,8 @@ class _File:
         self._writer = None
 
     def spoil(self, error: BaseException) -> None:
-        """Make every further call fail, and release connections and lease."""
+        """Make every further call fail, and release connections and lease. The file's length is
+        then unknown and irrelevant."""
         self._broken = self._broken or error
         self._writer = None
         for turn in self._turns.values():
@@ -168,7 +170,8 @@ def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
 
 
 class HdfsUpload(Upload):
-    """An upload in concurrent segments. Within each, writes are ascending."""
+    """An upload in segments. Segments may be written concurrently; within each, writes are
+    ascending."""
 
     def __init__(
         self,
@@ -180,7 +183,8 @@ class HdfsUpload(Upload):
         options: FileOptions,
         on_over: Callable[[HdfsUpload], None],
     ) -> None:
-        """Take (start, stop) of each segment. ``on_over`` is called when all is dropped."""
+        """Take (start, stop) of each segment as ``cuts``. ``on_over`` is called when nothing is
+        left to drop."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(name)}"
         self._client = client
@@ -203,7 +207,8 @@ class HdfsUpload(Upload):
         await self._files[0].opened()
 
     async def write(self, start: int, data: Buffer) -> None:
-        """See :meth:`Upload.write`. Raises StorageError for bytes out of order."""
+        """See :meth:`Upload.write`. Raises StorageError for bytes that are not next in their
+        segment."""
         self._check_open()
         self._written.check(start, len(data))
         # Assign offsets before the first await, so that writes keep their order.
@@ -328,7 +333,8 @@ class HdfsUpload(Upload):
                 raise
 
     async def _renamed(self, path: str, ours: hdfs_native.FileStatus) -> bool:
-        """Return whether the file once at ``path`` has the key: renames keep time and length."""
+        """Return whether the file formerly at ``path``, with status ``ours``, now has the key. A
+        rename keeps time and length."""
         with contextlib.suppress(StorageError):
             await self._client.status(path, self._key, "commit")
             return False
@@ -338,7 +344,8 @@ class HdfsUpload(Upload):
         return False
 
     async def _touch(self) -> None:
-        """Touch the files now and then: the name node does not, while they grow."""
+        """Touch the files to mark the upload as live: the name node does not update their times
+        while they grow."""
         now_s = time.monotonic()
         if now_s - self._touched_s < TOUCH_S:
             return

@@ -97,7 +97,8 @@ class WebHdfs:
         return self._post(address, path, {"Authorization": f"Negotiate {token}"})
 
     def _post(self, address: str, path: str, headers: Mapping[str, str]) -> _Answer:
-        """Send one POST request without following redirects. Blocks."""
+        """Send one POST request. Does not follow redirects. Blocks. Raises OSError, HTTPException
+        for a response that is not HTTP, and ValueError for an invalid address."""
         parts = urlsplit(address)
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -132,7 +133,8 @@ class _Answer:
 
     @property
     def reason(self) -> str:
-        """The body if WebHDFS explains itself in JSON, else the status phrase."""
+        """The body if WebHDFS explains itself in JSON, else the status phrase; HTML pages are
+        skipped."""
         if self.body and not self.body.startswith("<"):
             return self.body[:_REASON_MAX]
         return self.phrase

@@ -88,6 +88,7 @@ class LustreDriver(LocalDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> LustreDriver:
-        """Return the driver for ``uri``. Raises UriError for a wrong option."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
         return driver._closed_when_collected()

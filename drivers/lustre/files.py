@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """The number of OSTs of a file system, and the layout of folders without their own."""
+    """Properties of a whole file system: the number of OSTs, and the layout of folders without
+    their own."""
 
     ost_count: int
     default: Layout = Layout()
@@ -72,7 +73,8 @@ class Striper:
         self._logged: set[str] = set()
 
     def create(self, folder: int, name: str, nbytes: int) -> int:
-        """Create a file. Raises OSError, and StorageError for a refused layout."""
+        """Create a file, as a :data:`CreateFile`. Raises OSError; raises StorageError if a
+        requested layout is refused."""
         wanted = None
         if nbytes >= STRIPED_MIN_NBYTES:
             wanted = self._wanted(folder, nbytes)
@@ -148,7 +150,8 @@ class Striper:
 
 
 def layout_of(fd: int) -> Layout | None:
-    """Return the layout of a file or the default of a folder; None if unknown."""
+    """Return the layout of a file or the default of a folder; None if it has none or cannot be
+    read."""
     try:
         return decode(os.getxattr(fd, _LOV))
     except OSError as error:
@@ -158,7 +161,8 @@ def layout_of(fd: int) -> Layout | None:
 
 
 def facts_of(path: str, ost_count: int | None = None) -> Facts:
-    """Return the facts of the file system that holds ``path``."""
+    """Return the facts of the file system that holds ``path``. With ``ost_count``, does not count
+    targets."""
     fd = os.open(mount_of(path).point or "/", os.O_RDONLY | os.O_DIRECTORY)
     try:
         default = layout_of(fd) or Layout()
@@ -168,7 +172,8 @@ def facts_of(path: str, ost_count: int | None = None) -> Facts:
 
 
 def count_osts(path: str, parameters: Sequence[Path] = _PARAMETERS) -> int:
-    """Return the number of OSTs: from the kernel, else from ``lfs df``, else a guess."""
+    """Return the number of OSTs of the file system that holds ``path``: from the kernel, else `lfs
+    df`, else a guess."""
     fs_name = mount_of(path).source.rpartition("/")[2]
     for folder in parameters:
         for file in folder.glob(f"lov/{fs_name or '*'}-clilov-*/activeobd"):

@@ -70,7 +70,8 @@ def encode(layout: Layout) -> bytes:
 
 
 def decode(value: bytes) -> Layout:
-    """Decode a value of ``lustre.lov``. Newer versions count as composite."""
+    """Decode a value of ``lustre.lov``. Anything other than version 1 or 3 is composite, or newer
+    than this code."""
     if len(value) < _V1.size:
         return Layout(composite=True)
     magic, _, _, _, stripe_nbytes, count, _ = _V1.unpack_from(value)

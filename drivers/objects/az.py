@@ -26,7 +26,8 @@ _NEVER_SET = ("AZURE_ENCRYPTION_KEY", "AZURE_STORAGE_ENCRYPTION_KEY")
 
 
 class AzureDriver(ObjectDriver):
-    """Objects in one container of Azure Blob Storage."""
+    """Objects in one container of Azure Blob Storage. The account comes from an option, or from
+    AZURE_STORAGE_ACCOUNT_NAME."""
 
     _object_max_nbytes = 50_000 * (4000 << 20)
     OPTIONS: ClassVar[Mapping[str, Option]] = {

@@ -41,7 +41,8 @@ def made_without(
 
 
 class Connections:
-    """Connects stores in a thread. Dropping the stores closes their sockets."""
+    """Connects with ``connect``, which blocks, in a thread. Nothing else references the stores, so
+    dropping them closes their sockets."""
 
     def __init__(self, uri: str, connect: Callable[[Requests], Any], threads: Threads) -> None:
         """Take ``uri``, redacted, for messages."""
@@ -53,7 +54,8 @@ class Connections:
         self._closed = False
 
     async def open(self, requests: Requests) -> None:
-        """Connect the store for this kind of request if needed."""
+        """Connect the store for this kind of request if needed. Raises StorageError and
+        UriError."""
         runtime.use(self._uri)
         async with self._connecting:
             self.check_open()
@@ -64,7 +66,8 @@ class Connections:
                 self._stores[requests] = store
 
     def ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of obstore with the open store for this kind of request."""
+        """Call a function of obstore with the store for this kind of request, which must be
+        open."""
         import obstore
 
         self.check_open()

@@ -128,7 +128,8 @@ class ObjectDriver(Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """Return the driver for ``uri``. Raises UriError, also without obstore."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid value,
+        and if obstore is not installed."""
         values = option_values(cls.OPTIONS, uri)
         check_installed(uri.scheme, uri.redacted)
         return cls(uri, values)
@@ -144,7 +145,8 @@ class ObjectDriver(Driver):
 
     @abstractmethod
     def _connect(self, requests: Requests) -> Any:
-        """Return an obstore store of the bucket for one kind of request. Blocks."""
+        """Return an obstore store of the bucket for one kind of request. Blocks. Raises
+        StorageError, UriError, and obstore's errors."""
 
     @property
     def _ca(self) -> str:
@@ -162,7 +164,8 @@ class ObjectDriver(Driver):
         return {"client_options": options, "retry_config": self._settings.retry(requests)}
 
     def _disconnect(self) -> None:
-        """Release everything else that :meth:`_connect` opened. Does not block."""
+        """Release everything else that :meth:`_connect` opened. Does not block; safe to call
+        twice."""
 
     async def _drop_unfinished(
         self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
@@ -194,7 +197,8 @@ class ObjectDriver(Driver):
         return data
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`. A thread passes on one response as it arrives."""
+        """See :meth:`Driver.read_pieces`. One request, whose response is passed on by a thread as
+        it arrives, so that no more than a piece of it is in memory."""
         path = self._path(key)
         self._check_start(key, start)
         if not nbytes or start > _NBYTES_MAX:
@@ -226,7 +230,8 @@ class ObjectDriver(Driver):
 
     @contextlib.asynccontextmanager
     async def _reaching(self, key: str, stop: int) -> AsyncIterator[None]:
-        """Raise DamagedError if the body fails for an object that ends before ``stop``."""
+        """If the body fails, raise DamagedError if the object ends before ``stop``: stores reject
+        ranges beyond the end."""
         try:
             yield
         except StorageError as error:
@@ -390,7 +395,8 @@ class ObjectDriver(Driver):
             await to_the_end(self._call("delete", key, "delete_async", path))
 
     async def delete_all(self, prefix: str) -> None:
-        """See :meth:`Driver.delete_all`. Also drops live unfinished uploads."""
+        """See :meth:`Driver.delete_all`. Deletes in bulk if the store can, including live
+        unfinished uploads below the prefix."""
         path = self._path(prefix)
         keys = [info.key async for info in self.list(prefix)]
         lanes = self._settings.concurrency
@@ -435,7 +441,8 @@ class ObjectDriver(Driver):
             )
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. An upload that rests for an hour is dead."""
+        """See :meth:`Driver.sweep`. An unfinished upload without activity for an hour, by the
+        store's clock, counts as dead."""
         path = self._path(prefix)
         await self._drop_unfinished(
             path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf")
@@ -452,7 +459,8 @@ class ObjectDriver(Driver):
         await self._threads.close(CLOSE_TIMEOUT_S)
 
     def _path(self, key: str) -> str:
-        """Return the object's name in the bucket. Raises UriError for an unsafe key."""
+        """Return the object's name in the bucket. Raises UriError for an unsafe key, and
+        StorageError after close()."""
         check_key(key, uri=self.uri)
         self._connections.check_open()
         try:
@@ -481,7 +489,8 @@ class ObjectDriver(Driver):
         return await self._timed(doing, key, work)
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:
-        """Await ``work`` of obstore within the time limit. Raises StorageError."""
+        """Await ``work`` of obstore within the time limit and return its result. Raises
+        StorageError."""
         limit_s = self._settings.limit_s
         with failures(doing, self.uri, key):
             try:

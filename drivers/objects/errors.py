@@ -109,7 +109,7 @@ def failures(doing: str, uri: str, key: str) -> AbstractContextManager[None]:
 
 def connecting(uri: str) -> AbstractContextManager[None]:
     """Translate obstore's errors in a body that creates a client without sending requests:
-    AccessError if it concerns credentials, else UriError."""
+    AccessError if it concerns credentials, else UriError. Holdfast's own errors pass unchanged."""
     return _translating(lambda error: _unusable(error, uri), "connecting", uri, None, (TypeError,))
 
 
@@ -208,12 +208,14 @@ def _answer(text: str) -> tuple[str, int]:
 
 
 def _is_taken(code: str, status: int) -> bool:
-    """Return whether a failed precondition means that the object exists; 409 need not."""
+    """Return whether a failed precondition means that the object exists. Status 409 also has other
+    meanings."""
     return status != 409 or not code or "Exists" in code or code == "PreconditionFailed"
 
 
 def missing_container(uri: str, key: str | None = None) -> StorageError:
-    """Return the error for a missing bucket, which is not an empty one."""
+    """Return the error for a missing bucket or container, which does not mean that nothing was
+    saved."""
     advice = "Create it, or check its name, the endpoint, the region, or the account."
     return StorageError("the bucket (or container) does not exist", uri=uri, key=key, advice=advice)
 
@@ -232,7 +234,8 @@ def no_store(uri: str, key: str | None = None) -> StorageError:
 def _refusal(
     message: str, text: str, name: str, code: str, status: int, where: dict[str, Any]
 ) -> StorageError:
-    """Return the error for a refusal or a failure. The first row that applies decides."""
+    """Return the error for a response, or for a failure of the connection or the client. The first
+    row that applies decides."""
     if not status and not code and (refusal := untrusted(text, where["uri"], where["key"])):
         return refusal
     too_slow = not status and "kind: Timeout" in text
@@ -274,7 +277,8 @@ def _reason(text: str, code: str, status: int) -> str:
 
 
 def _clean(error: BaseException) -> BaseException:
-    """Return the error without signatures in URLs, and without repeated secrets."""
+    """Return the error without URL queries, which may contain signatures, and without secrets that
+    the store repeated."""
     text = _QUOTED.sub(r"\1…", _SECRETS.sub(r"\1…", _QUERY.sub(r"\1?…", str(error))))
     try:
         return type(error)(text)

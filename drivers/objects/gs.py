@@ -68,7 +68,8 @@ class GcsDriver(ObjectDriver):
 
 
 def _nobody() -> dict[str, Any]:
-    """Return an empty token, or obstore would ask the metadata server before it writes."""
+    """Return an empty token for anonymous requests. Without it, obstore would ask the metadata
+    server before it writes."""
     return {"token": "", "expires_at": None}
 
 
@@ -84,7 +85,8 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.full_control"
 
 
 def credentials_file() -> str | None:
-    """Return the file of default credentials if obstore does not know its type."""
+    """Return the file of application default credentials if it takes effect and its type is unknown
+    to obstore."""
     if any(os.environ.get(name) for name in _FIRST):
         return None
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
@@ -138,7 +140,8 @@ def token_provider(
 
 
 def _credentials(content: dict[str, Any]) -> Any:
-    """Return google-auth's credentials. Raises many kinds of errors."""
+    """Return google-auth credentials for a file's content. Raises many kinds of errors if it is
+    malformed."""
     from google.auth import (
         aws,
         external_account_authorized_user,

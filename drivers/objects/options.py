@@ -41,7 +41,8 @@ COMMON_OPTIONS: Mapping[str, Option] = {
 
 
 class Requests(Enum):
-    """Kind of a request, each with its own HTTP client, timeout and retries."""
+    """Kind of a request. Each kind has its own HTTP client, because timeout and retries are set per
+    client."""
 
     READING = "reading"
     """Requests that send almost nothing. Retried by the client; ended by silence."""
@@ -90,7 +91,8 @@ class Settings:
         return options
 
     def retry(self, requests: Requests) -> dict[str, Any]:
-        """Return obstore's retry settings: limited by time, so that a server may restart."""
+        """Return obstore's retry settings. Retries are limited by time, not number, so that a
+        server may restart."""
         if requests is Requests.ONCE:
             return {"max_retries": 0}
         limit_s = self.deadline_s

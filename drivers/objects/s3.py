@@ -115,7 +115,8 @@ class S3Driver(ObjectDriver):
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
-        """See :meth:`ObjectDriver.open`. Also checks the storage options."""
+        """See :meth:`ObjectDriver.open`. Also raises UriError for storage options that the bucket
+        does not support."""
         driver = super().open(uri)
         check_storing(driver._bucket, driver._values, uri)
         return driver
@@ -139,7 +140,8 @@ class S3Driver(ObjectDriver):
 
     @cached_property
     def _place(self) -> Place:
-        """Where requests go. Asks AWS, once per process, for a region that nobody names."""
+        """Place that requests are sent to. Unless the URI sets the region, asks AWS for the
+        bucket's region, once per process."""
         place = self._place_in(self._region)
         if self._values["region"] or place.endpoint or not may_be_elsewhere(self._bucket):
             return place
@@ -218,7 +220,8 @@ class S3Driver(ObjectDriver):
         return {"unsigned_payload": chosen == "none"}
 
     def _credentials(self) -> Callable[[], dict[str, Any]]:
-        """Return a callback that reads the credentials anew. Raises AccessError without any."""
+        """Return a callback that provides credentials to obstore, from the current state of the
+        shared files. Raises AccessError if there are no credentials."""
         if self._session.get_credentials() is None:
             raise AccessError(
                 "no credentials found",
@@ -272,7 +275,8 @@ class S3Driver(ObjectDriver):
             ) from error
 
     async def _with_renewal(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call ``call``, and once more if credentials have changed since."""
+        """Call ``call``, and repeat it once with renewed credentials if it fails and they have
+        changed."""
         try:
             return await call()
         except Exception as error:
@@ -361,5 +365,6 @@ def _pay(params: Mapping[str, Any], **_: Any) -> dict[str, Any]:
 
 
 def _nobody() -> dict[str, Any]:
-    """Return no credentials, or obstore would look for its own."""
+    """Return dummy credentials for anonymous access; without any, obstore would look for its
+    own."""
     return {"access_key_id": "", "secret_access_key": "", "token": None, "expires_at": None}

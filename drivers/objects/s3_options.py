@@ -118,7 +118,8 @@ def _is_key(text: str) -> bool:
 
 
 def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return obstore's configuration for these options."""
+    """Return obstore's configuration for these options. Unset options follow the bucket's
+    defaults."""
     config: dict[str, Any] = {
         "request_payer": values["requester_pays"],
         "s3_express": is_express(bucket),

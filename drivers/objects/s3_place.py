@@ -85,7 +85,8 @@ def forget_sessions() -> None:
 def _session(
     profile: str, environment: frozenset[tuple[str, str]], files: tuple[tuple[Any, ...], ...]
 ) -> Any:
-    """Create a session; ``environment`` and ``files`` are only cache keys."""
+    """Create a session. ``environment`` and ``files`` only serve as cache keys: botocore reads both
+    itself."""
     import botocore.session
 
     session = botocore.session.Session(profile=profile or None)
@@ -104,7 +105,8 @@ def _state(file: str) -> tuple[Any, ...]:
 
 
 def make_client(session: Any, region: str, endpoint: str, verify: str | None, **how: Any) -> Any:
-    """Return botocore's S3 client. ``how`` goes to its ``Config``."""
+    """Return botocore's S3 client. ``how`` goes to its ``Config``. Without an ``endpoint``,
+    botocore determines it."""
     from botocore.config import Config
 
     s3 = {"us_east_1_regional_endpoint": "regional", **how.pop("s3", {})}
@@ -147,7 +149,8 @@ def place_of(session: Any, bucket: str, region: str, endpoint: str, style: str, 
 def _resolved(
     session: Any, bucket: str, region: str, endpoint: str, style: str
 ) -> tuple[Place, str]:
-    """Return the place, and the service that requests are signed for."""
+    """Return the place, and the service that requests are signed for. Cached: sessions do not
+    change."""
     named = endpoint.rstrip("/") or _named_endpoint(session, region)
     if style == "auto":
         style = _profile_style(session) or ("path" if named else "auto")
@@ -159,7 +162,8 @@ def _resolved(
 
 
 def _named_endpoint(session: Any, region: str) -> str:
-    """Return the endpoint set by environment or profile; "" if none."""
+    """Return the endpoint set by environment or profile; "" if none. Raises ValueError if it is not
+    a plain URL."""
     found = make_client(session, region, "", None).meta.endpoint_url
     usual = make_client(
         session, region, "", None, ignore_configured_endpoint_urls=True
@@ -178,7 +182,8 @@ def _profile_style(session: Any) -> str:
 
 
 def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the URL of ``bucket`` and the signing parameters, as botocore has them."""
+    """Return the URL of ``bucket`` and the signing parameters, from a botocore request intercepted
+    before it is sent."""
     from botocore.awsrequest import AWSResponse
 
     asked: list[tuple[str, Mapping[str, Any]]] = []
@@ -196,7 +201,8 @@ def _first_request(client: Any, bucket: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def may_be_elsewhere(bucket: str) -> bool:
-    """Return whether the region of ``bucket`` may differ from the configured one."""
+    """Return whether the region of ``bucket`` may differ from the configured one. ARNs and names of
+    directory buckets state theirs."""
     return not _ARN.fullmatch(bucket) and not is_express(bucket)
 
 

@@ -148,7 +148,10 @@ class Unfinished:
             more = {name: marker for name, marker in markers.items() if marker}
 
     def _page(self, path: str, more: dict[str, str]) -> dict[str, Any] | None:
-        """Return the page after ``more``; None if the server cannot list uploads."""
+        """Return one page of the list; None if the server cannot list uploads. Raises ClientError.
+
+        ``more``: the position after the previous page; empty for the first one.
+        """
         from botocore.exceptions import ClientError
 
         prefix = path

@@ -71,7 +71,8 @@ _NAMED = "The option ca names this file, or AWS_CA_BUNDLE, or the profile's ca_b
 
 
 def system_certificates() -> str | None:
-    """Return the file of certificates trusted on this host."""
+    """Return the file of certificates trusted on this host. By default, botocore would trust its
+    own collection."""
     named = os.environ.get("SSL_CERT_FILE")
     return next((file for file in (named, *_SYSTEM) if file and os.path.isfile(file)), None)
 

@@ -38,14 +38,16 @@ class Part(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def part_nbytes_for(nbytes: int, preferred_nbytes: int) -> int:
-    """Return the smallest multiple of the preferred size with at most PARTS_MAX parts."""
+    """Return the size of all parts but the last: the smallest multiple of ``preferred_nbytes`` that
+    needs at most :data:`PARTS_MAX` parts."""
     multiple = ceil_div(nbytes, PARTS_MAX * preferred_nbytes)
     return max(1, multiple) * preferred_nbytes
 
 
 @dataclass
 class Cutter:
-    """Splits an object of at most ``nbytes`` into parts of ``part_nbytes``."""
+    """Splits an object of at most ``nbytes`` into parts of ``part_nbytes``; the last may be
+    shorter."""
 
     nbytes: int
     part_nbytes: int
@@ -71,7 +73,8 @@ class Cutter:
                 yield whole.view(Part)
 
     def rest(self) -> Part | None:
-        """Return the last part of an object that ends early; None if nothing is left."""
+        """Return the unfinished last part of an object that ends here, before ``nbytes``; None if
+        nothing is left over."""
         rest = self._gathered
         self._gathered = None
         if rest is None:
@@ -81,7 +84,8 @@ class Cutter:
     def _add(
         self, piece: npt.NDArray[np.uint8], offset: int, room: int
     ) -> npt.NDArray[np.uint8] | None:
-        """Add ``piece`` to the current part; return the part if it is complete."""
+        """Add ``piece`` at ``offset`` of the current part and return the part if it is now
+        complete."""
         full_nbytes = offset + room
         if offset == 0 and len(piece) == room == self.part_nbytes:
             return piece
@@ -125,7 +129,8 @@ class Target:
 
 
 async def _check_stored(target: Target, nbytes: int) -> None:
-    """Raise StorageError if the store has not kept the bytes that it acknowledged."""
+    """Raise StorageError if the stored size differs: some stores acknowledge data that they did not
+    keep."""
     stored_nbytes = (await target.stat()).nbytes
     if stored_nbytes != nbytes:
         raise StorageError(
@@ -175,7 +180,8 @@ class WholeUpload(Upload):
 
 @dataclass
 class _Place:
-    """This process's live uploads to one object, and since when some left parts behind."""
+    """Uploads of this process to one object: the number in progress, and since when there may be
+    leftovers."""
 
     live: int = 0
     left_since_s: float | None = None

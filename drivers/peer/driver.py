@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 
 def token(text: str) -> str:
-    """Parse the token of a run. Raises ValueError, which does not repeat it."""
+    """Parse the token that authenticates requests for a run. Raises ValueError, which does not
+    repeat the token."""
     if text and not _TOKEN.fullmatch(text):
         raise ValueError("must be up to 256 letters, digits and characters of -._~+/=")
     return text
@@ -96,7 +97,8 @@ class PeerDriver(ReadOnly, Driver):
 
     @classmethod
     def open(cls, uri: Uri) -> PeerDriver:
-        """Return the driver for ``uri``. Raises UriError for a wrong option."""
+        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
+        value."""
         return cls(uri, option_values(cls.OPTIONS, uri))
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -179,7 +181,8 @@ class PeerDriver(ReadOnly, Driver):
             self._connections.close()
 
     async def _run(self, doing: str, key: str, call: Callable[[Request], T]) -> T:
-        """Run ``call`` in a thread. Cancellation cuts the request, and waits for the thread."""
+        """Run ``call`` in a thread. On cancellation, cut the request and wait for the thread, which
+        uses the caller's memory."""
         request = Request()
         task = asyncio.ensure_future(self._threads.operate(doing, key, call, request))
 
@@ -204,7 +207,8 @@ class PeerDriver(ReadOnly, Driver):
         target: str,
         **headers: str,
     ) -> Iterator[HTTPResponse]:
-        """Yield the head of a successful response. Raises StorageError for another."""
+        """Yield the head of a successful response. Blocks. Raises StorageError for any other
+        response, in addition to connection errors."""
         wanted = 206 if "Range" in headers else 200
         refused: HoldfastError | None = None
         with self._connections.answer(request, method, target, headers) as response:
@@ -255,7 +259,8 @@ class PeerDriver(ReadOnly, Driver):
         return int(text)
 
     def _info(self, line: bytearray) -> ObjectInfo:
-        """Parse one line of a listing. Raises StorageError for one not below the root."""
+        """Parse one line of a listing. Raises StorageError if it is malformed or not below the
+        root."""
         try:
             said = json.loads(line)
             whole, nbytes, modified_s = said["key"], said["nbytes"], said["modified_s"]

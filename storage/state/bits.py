@@ -22,14 +22,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same elements, lazy bits resolved, as a dtype that every kernel can copy."""
+    """Return the same elements as a dtype that every kernel can copy.
+
+    Lazy conjugation and negation are resolved first.
+    """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
 def typed(data: torch.Tensor, itemsize: int, lengths: Sequence[int]) -> torch.Tensor:
-    """Return a 1-D uint8 tensor as an array of ``lengths`` of elements of ``itemsize`` bytes."""
+    """Return a 1-D uint8 tensor as an array of shape ``lengths`` with elements of ``itemsize``
+    bytes."""
     return data.view(_BITS[itemsize]).view(tuple(lengths))
 
 
@@ -39,7 +43,10 @@ def typed_storage(memory: memoryview, itemsize: int) -> torch.Tensor:
 
 
 def pack(windows: Iterable[torch.Tensor], to: torch.Tensor) -> None:
-    """Copy ``windows``, which are bits, in row-major order to ``to``, 1-D and uint8."""
+    """Copy the elements of ``windows``, which are bits, back to back to ``to``, 1-D and uint8.
+
+    Each window is copied in row-major order.
+    """
     position = 0
     for window in windows:
         end = position + window.nbytes
@@ -49,7 +56,8 @@ def pack(windows: Iterable[torch.Tensor], to: torch.Tensor) -> None:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Return the tensor's address, or None unless it lies in host memory as it is stored."""
+    """Return the tensor's address; None unless it lies in host memory in row-major order as
+    stored."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor.data_ptr()
     return None
@@ -68,13 +76,19 @@ def copy_memory(to: int, source: int, nbytes: int) -> None:
 
 
 def mark_written(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that ``tensors`` were modified: a backward that needs old values fails.
-    Inference tensors have no version."""
+    """Tell autograd that ``tensors`` are modified, which it cannot see.
+
+    A backward pass that needs their old values then fails, as after any in-place operation.
+    Inference tensors have no version and are skipped.
+    """
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which ``tensor`` is writable, as inference tensors may not be."""
+    """Return a context manager that makes ``tensor`` writable.
+
+    Inference tensors are writable in inference mode only, and this thread may not be in it.
+    """
     if tensor.is_inference():
         return torch.inference_mode()
     return contextlib.nullcontext()
@@ -82,7 +96,11 @@ def writable(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a piece in a local tensor; see :class:`~holdfast.planner.layout.Piece`."""
+    """The place of a piece in a local tensor.
+
+    ``start`` and ``within`` are the piece's ``local_start`` and ``local_shape``, see
+    :class:`~holdfast.planner.layout.Piece`.
+    """
 
     start: int
     within: tuple[int, ...]

@@ -62,7 +62,10 @@ DcpPlace = _StorageInfo
 
 
 def parameters_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
-    """Return the module's own parameters, including tied ones, without a generator per module."""
+    """Return the module's own parameters.
+
+    ``named_parameters(recurse=False)`` omits tied ones, and costs a generator per module.
+    """
     return module._parameters
 
 
@@ -72,7 +75,8 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """Return the direct children under all of their names, not once each."""
+    """Return the direct children, under all of their names; ``named_children`` returns each
+    once."""
     return module._modules
 
 
@@ -87,7 +91,10 @@ def has_state_hooks(module: torch.nn.Module) -> bool:
 
 
 def fqn_of(module: torch.nn.Module, name: str) -> str:
-    """Return the name of a parameter or buffer in DCP, which lacks wrappers' names."""
+    """Return the name of a parameter or buffer in torch's distributed checkpoints.
+
+    It lacks the names of wrapper modules.
+    """
     return str(next(iter(_get_fqns(module, name))))
 
 
@@ -98,7 +105,10 @@ def plain_state_dict(owner: torch.nn.Module | torch.optim.Optimizer) -> dict[str
 
 
 def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether torch's constructor ran, so that hooks can be added. Wrappers may skip it."""
+    """Return whether the constructor of ``torch.optim.Optimizer`` ran, so that hooks can be added.
+
+    Subclasses that wrap another optimizer may skip it, and forward the state of the wrapped one.
+    """
     return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
 
 
@@ -165,7 +175,10 @@ class FlatUnit:
             self._handle.reshard(free_unsharded_flat_param=True)
 
     def pieces(self) -> Iterator[FlatPiece]:
-        """Yield this rank's part of each parameter, which may be empty, in order."""
+        """Yield this rank's part of each parameter, without padding, in order.
+
+        Includes the parameters without an element on this rank: their ``numel`` is 0.
+        """
         flat: Any = self.flat
         tied: dict[tuple[int, str], list[str]] = {}
         for shared in flat._shared_param_infos:
@@ -207,7 +220,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def never_compiled(function: Function) -> Function:
-    """Mark a hook that compiled code calls. ``torch.compiler.disable`` imports the compiler."""
+    """Mark a hook that compiled code calls instead of inlining.
+
+    The public ``torch.compiler.disable`` imports the compiler.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -221,8 +237,11 @@ class _Ref(Protocol):
 
 
 class WeakStorage:
-    """A weak reference to a storage's memory, which outlives the Python object of
-    ``UntypedStorage``."""
+    """A weak reference to a storage's memory.
+
+    A weak reference to ``UntypedStorage`` itself dies with the Python object, before the memory
+    does.
+    """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._ref: _Ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -30,13 +30,20 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
 
 
 def is_capturing() -> bool:
-    """Return whether this thread is capturing a CUDA graph. Never asks CUDA in a forked child."""
+    """Return whether this thread is capturing a CUDA graph.
+
+    A child forked after CUDA was initialized must not even ask CUDA, and captures nothing.
+    """
     began = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return began and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(capturing: Callable[[], bool] = is_capturing) -> None:
-    """Raise UsageError during the capture of a CUDA graph, whose work has not run yet."""
+    """Raise UsageError while this thread captures a CUDA graph.
+
+    Captured work has not run yet, so the state has no values, and waiting for an event would break
+    the capture.
+    """
     if capturing():
         raise UsageError(
             "a save was started during the capture of a CUDA graph",
@@ -45,7 +52,11 @@ def refuse_capture(capturing: Callable[[], bool] = is_capturing) -> None:
 
 
 def refuse_forked_child() -> None:
-    """Raise UsageError if the parent of this process used CUDA, which a state needs."""
+    """Raise UsageError if CUDA is unusable because this process was forked after its parent used
+    CUDA.
+
+    Call it only for a state that needs CUDA.
+    """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -57,8 +68,11 @@ def refuse_forked_child() -> None:
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory of the tensor's whole span, without allocating on its device as
-    torch would."""
+    """Return a copy in host memory, without allocating on the device, which may be full.
+
+    torch would pack a strided tensor on its device first, and resolve conjugation there. This
+    copies the tensor's whole span of memory instead.
+    """
     shape, strides = tensor.shape, tensor.stride()
     if not tensor.numel():
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -73,7 +87,8 @@ def pack_windows(
     to: torch.Tensor,
     pack: Callable[[Iterable[torch.Tensor], torch.Tensor], None] = pack,
 ) -> None:
-    """Copy ``windows`` like :func:`.bits.pack`, through the host if the device is full."""
+    """Copy the bits of ``windows`` to ``to`` like :func:`.bits.pack`, through the host if the
+    device is full."""
     try:
         pack(map(as_bits, windows), to)
     except torch.OutOfMemoryError:
@@ -88,8 +103,11 @@ class Queued:
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> Queued:
-        """Record the current streams on ``devices`` and CUDA's current device: a copy to the host
-        may be pending."""
+        """Record the caller's current streams on ``devices``.
+
+        If CUDA is in use, its current device counts as well: a tensor in host memory may be the
+        target of a pending copy.
+        """
         present = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             present = [torch.device("cuda", torch.cuda.current_device())]
@@ -108,8 +126,11 @@ class Queued:
 
 @contextlib.contextmanager
 def beside(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Run this thread's work on separate streams within the block, and wait for it. Tensors must
-    stay alive, without pending writes: see :class:`Queued`."""
+    """Run this thread's work on ``devices`` on separate streams within the block, and wait for it.
+
+    Tensors that are read must stay alive until the end, and their pending writes must have been
+    waited for: see :class:`Queued`.
+    """
     streams = [_stream(device) for device in devices]
     if not streams:
         yield
@@ -134,7 +155,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def allocate_pinned(nbytes: int) -> HostBuffer:
-    """Return page-aligned pinned memory, or ordinary memory if the system cannot pin more."""
+    """Return page-aligned memory that devices copy to at full speed.
+
+    Falls back to ordinary memory if the system cannot pin more.
+    """
     try:
         pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:

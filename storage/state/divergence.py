@@ -29,8 +29,11 @@ _lock = new_lock()
 
 
 def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
-    """Return the plain tensors among ``rows`` that should not differ between ranks: parameters,
-    optimizer state and direct items, not buffers or the state of other objects."""
+    """Return the members of ``rows``, all plain tensors, that should not differ between ranks.
+
+    These are parameters, optimizer state, and tensors placed directly in the state, but not buffers
+    or the state of other objects.
+    """
     own = _of_a_rank(flat)
     prefixes = flat.tree.prefixes()
     expected = {(s.parent, s.key) for s in flat.subtrees if _is_of_a_rank(s.owner)}
@@ -54,7 +57,10 @@ def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
 
 
 def warn_divergent(flat: FlatState, ranks: Mapping[int, int], rank: int) -> None:
-    """Warn, once per tensor, of unexpected rows in ``ranks``, which has the number of holders."""
+    """Warn of unexpected tensors among the rows in ``ranks``, which holds the number of holders.
+
+    A process names each tensor once.
+    """
     rows = unexpected_rows(flat, ranks)
     with _lock:
         new = [row for row in rows if flat.names[row] not in _warned]
@@ -89,7 +95,8 @@ def _is_of_a_rank(owner: object) -> bool:
 
 
 def _of_a_rank(flat: FlatState) -> list[bool]:
-    """Return per container whether it belongs to an object with per-rank state."""
+    """Return per container whether it belongs to an object with per-rank state, like a data
+    loader."""
     opened: dict[tuple[int, Key], bool] = {
         (s.parent, s.key): _is_of_a_rank(s.owner) for s in flat.subtrees
     }
@@ -101,7 +108,8 @@ def _of_a_rank(flat: FlatState) -> list[bool]:
 
 
 def _parameters(flat: FlatState) -> dict[int, set[str]]:
-    """Return the parameter names of each container that is a module's state."""
+    """Return the parameter names of each container that is a module's state. The rest are
+    buffers."""
     walked = {id(known.module): known for known in flat.modules}
     owners = {
         (s.parent, s.key): s.owner for s in flat.subtrees if isinstance(s.owner, torch.nn.Module)

@@ -19,7 +19,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str, itemsize: int) -> torch.dtype:
-    """Return the dtype of that name and size, or raise UnsupportedFormatError."""
+    """Return the dtype of that name.
+
+    Raises UnsupportedFormatError if this torch has none, or one of another size.
+    """
     dtype = vars(torch).get(name)  # getattr would import modules for some names
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != itemsize:
         raise UnsupportedFormatError(
@@ -30,7 +33,8 @@ def dtype_of(name: str, itemsize: int) -> torch.dtype:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return uninitialized host memory for a stored tensor, or raise UsageError."""
+    """Return uninitialized host memory for a stored tensor. Raises UsageError if there is not
+    enough."""
     try:
         return torch.empty(
             tuple(shape), dtype=dtype, device="cpu"
@@ -69,12 +73,16 @@ _UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 
 
 def is_plain_array(array: np.ndarray) -> bool:
-    """Return whether a plain array fully describes ``array``; it does a ``memmap``."""
+    """Return whether ``array`` is fully described by a plain array. A ``memmap`` is one in a
+    file."""
     return type(array) in (np.ndarray, np.memmap)
 
 
 def numpy_to_torch(array: np.ndarray, path: str) -> torch.Tensor:
-    """Return a tensor over the array's memory. Raises StateError for objects, strings and dates."""
+    """Return a tensor over the array's memory.
+
+    Raises StateError for arrays of objects, strings or dates.
+    """
     if isinstance(array, np.ma.MaskedArray):
         raise StateError(
             f"{path} is a masked array, whose mask would be lost",
@@ -110,8 +118,10 @@ def is_convertible(source: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def convert(source: Bytes, kind: tuple[str, int], into: Bytes, dtype: str, name: str) -> None:
-    """Convert elements to ``dtype``, one of ``FLOATS``. Raises UsageError, naming the tensor, if a
-    finite number would become infinite."""
+    """Convert elements of dtype ``kind`` (name, itemsize) to ``dtype``, one of ``FLOATS``.
+
+    Raises UsageError, naming the tensor, if a finite number would become infinite.
+    """
     ours = torch.from_numpy(source).view(dtype_of(*kind))
     theirs = torch.from_numpy(into).view(dtype_of(dtype, FLOATS[dtype]))
     theirs.copy_(ours)

@@ -39,8 +39,11 @@ def unsure_rows(flat: FlatState, world: int) -> list[int]:
 def fingerprints(
     flat: FlatState, rows: Sequence[int], lazy: LazyCapture | None = None
 ) -> dict[int, bytes]:
-    """Return a digest per row, over shape, dtype and bytes; a tied tensor's covers the other's
-    name, too. ``lazy`` reads tensors that may be written to meanwhile."""
+    """Return a 16-byte digest per row, over the shape, dtype and bytes that this rank holds.
+
+    The digest of a tied tensor also covers the other tensor's name. ``lazy`` reads tensors that may
+    be written to meanwhile.
+    """
     roots = {row: flat.alias[row] if flat.alias[row] >= 0 else row for row in rows}
     digests = {root: fingerprint(flat, root, lazy) for root in dict.fromkeys(roots.values())}
     for row, root in roots.items():
@@ -51,7 +54,8 @@ def fingerprints(
 
 
 def label(flat: FlatState, row: int) -> str:
-    """Return the tensor's name and region, which are equal on all ranks with the same part."""
+    """Return a label that is equal on all ranks with the same part: the tensor's name and the
+    region."""
     layout = flat.layouts[row]
     if layout.holders is None:
         return flat.names[row]
@@ -59,7 +63,8 @@ def label(flat: FlatState, row: int) -> str:
 
 
 def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> bytes:
-    """Return a digest of dtype, shape and this rank's bytes of the tensor in ``row``."""
+    """Return a digest of the dtype, shape and bytes of this rank's part of the tensor in
+    ``row``."""
     tensor = flat.locals[row]
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:
@@ -81,7 +86,10 @@ def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> b
 
 
 def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbytes: int) -> None:
-    """Hash the row through a small buffer: the tensor's own memory may be freed meanwhile."""
+    """Hash the row through a buffer that fits in the processor's cache.
+
+    The tensor's own memory may be freed meanwhile.
+    """
     buffer = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
     for start in range(0, nbytes, len(buffer)):
         piece = buffer[: nbytes - start]

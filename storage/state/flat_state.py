@@ -24,8 +24,11 @@ DEPTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
-    """An object at ``key`` of container ``parent``. ``state`` is its expansion; or None, and
-    ``present`` its current state, if a load will hand it the stored one."""
+    """An object with a state, at ``key`` of container ``parent``.
+
+    ``state`` is its expansion, flattened in the object's place. It is None for an object that a
+    load will hand its stored state; then ``present`` is the object's current state.
+    """
 
     parent: int
     key: Key

@@ -34,8 +34,11 @@ class Cuda:
     device: int = -1
 
     def register(self, address: int, nbytes: int) -> int:
-        """Register the memory and return the error code. Runs in its own thread: CUDA remembers a
-        thread's errors, and torch would raise this one later."""
+        """Register the memory and return the error code, 0 for success.
+
+        Runs in a short-lived thread: CUDA remembers the errors of a thread, and torch would raise
+        this one from the thread's next copy.
+        """
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._register, address, nbytes).result()
 
@@ -93,7 +96,7 @@ def _unpin(cuda: Cuda, address: int) -> None:
 
 @functools.cache
 def _warn(problem: str) -> None:
-    """Log the problem once: every further slot would fail likewise."""
+    """Log the problem once per process: every further slot would fail likewise."""
     _log.warning(
         "memory of a keeper is not registered with CUDA, so copies to it are slower: %s", problem
     )

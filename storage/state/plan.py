@@ -80,7 +80,8 @@ def _tensor_table(flat: FlatState, alias: Ints, owner: Ints) -> TensorTable:
 def plan_save(
     flat: FlatState, rank: int, agreed: Agreed | None, lazy: LazyCapture | None = None
 ) -> SavePlan:
-    """Return the plan of :func:`plan_image` for the current tensors. Recent plans are cached."""
+    """Return the plan of :func:`plan_image`, bound to the current tensors. Recent plans are
+    cached."""
     key = (rank, flat.layout_id, agreed)  # these determine the plan
     plan = None
     if flat.layout_id is not None:
@@ -120,8 +121,11 @@ def plan_image(flat: FlatState, rank: int, agreed: Agreed | None) -> ImagePlan:
 
 
 def plan_images(flat: FlatState, image_nbytes: int) -> list[ImagePlan]:
-    """Lay out the images of a lone process, each of at most ``image_nbytes``, or one larger shard.
-    Shards are in order across images."""
+    """Lay out the images of a process that is alone.
+
+    Each image has shards of at most ``image_nbytes`` in total, or a single larger one. Shards are
+    in order across images, and each refers to its image by number.
+    """
     whole = plan_image(flat, 0, None)
     begins = _begins(whole.held.nbytes.tolist(), image_nbytes)
     if len(begins) == 1:
@@ -163,8 +167,10 @@ def _laid_out(
 def _holdings(
     flat: FlatState, tensors: TensorTable, rank: int, holders: Mapping[int, tuple[int, ...]]
 ) -> Holdings:
-    """Return everything this rank holds, piece by piece, without aliases. ``holders``: see
-    :class:`Agreed`."""
+    """Return everything this rank holds, piece by piece, without aliases.
+
+    ``holders``: see :class:`Agreed`; for the other rows, the layouts know theirs.
+    """
     width = tensors.shape.shape[1]
     alone = (rank,)
     groups = _Groups()
@@ -194,7 +200,10 @@ def _holdings(
 
 
 class _Groups:
-    """Groups of ranks in order of appearance, looked up by identity first, for speed."""
+    """Groups of ranks, numbered in order of appearance.
+
+    They are looked up by identity first: thousands of tensors share a group of thousands.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[Group, int] = {}

@@ -155,7 +155,10 @@ class ImageSource:
         return first + np.flatnonzero(~is_done)
 
     def _gather(self, run: slice, base: int) -> bool:
-        """Copy parts that are adjacent in the image; return False if the system refuses."""
+        """Copy parts that are adjacent in the image; return whether that was possible.
+
+        The system may refuse it, possibly for some kinds of memory only.
+        """
         begins = self._start[run]
         sizes = self._stop[run] - begins
         to = base + int(begins[0])
@@ -194,7 +197,10 @@ class ImageSource:
         return segments
 
     def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:
-        """Copy bytes [begin, end), cut between elements, of part ``i`` in row-major order."""
+        """Copy bytes [begin, end) of part ``i`` in row-major order.
+
+        Image layouts and chunks cut between elements only.
+        """
         itemsize = self._itemsize[i]
         first = self._first[i]
         tensor = self._tensors[i]
@@ -208,7 +214,8 @@ class ImageSource:
         pack_windows(windows, to)
 
     def _copy_lazily(self, i: int, begin: int, end: int, to: torch.Tensor) -> Doubt | None:
-        """Copy like :meth:`_copy_now` from a contiguous tensor that may be written to."""
+        """Copy like :meth:`_copy_now`, from a contiguous tensor that may be written to
+        meanwhile."""
         assert self._capture is not None
         itemsize = self._itemsize[i]
         first = self._first[i]

@@ -60,8 +60,11 @@ async def read_archive(
     read: Callable[[Value], T],
     is_record: Callable[[str], bool] = _no_record,
 ) -> tuple[ArchiveReader, T]:
-    """Return a file, and what ``read`` makes of its contents. Raises UnsupportedFormatError for its
-    ValueError."""
+    """Return a file, and what ``read`` makes of its contents.
+
+    Raises UnsupportedFormatError if ``read`` raises ValueError; otherwise like
+    :meth:`ArchiveReader.value`.
+    """
     nbytes = (await driver.stat(key)).nbytes
     archive = ArchiveReader(driver, Stretch(key, 0, nbytes), _TAIL_NBYTES)
     value = await archive.value(is_record)
@@ -72,7 +75,10 @@ async def read_archive(
 
 
 class _Archive:
-    """A ``torch.save`` archive at ``where``. Positions are relative; records lack the folder."""
+    """A ``torch.save`` archive at ``where``.
+
+    Record names omit the folder that all records share. Positions are relative to the archive.
+    """
 
     def __init__(self, uri: str, where: Stretch) -> None:
         self._uri = uri
@@ -98,8 +104,11 @@ class _Archive:
             raise self.damaged(f"there is no record {name!r}") from error
 
     def _begin(self, name: str, header: bytes | memoryview, end: int) -> int:
-        """Return the position of a record's bytes, which must end by ``end``. Raises DamagedError,
-        or UnsupportedFormatError for compressed and encrypted ones."""
+        """Return the position of a record's bytes, which must end by ``end``.
+
+        Raises DamagedError if they are not in the file, UnsupportedFormatError if they are
+        compressed or encrypted.
+        """
         record = self._record(name)
         if not record.is_stored:
             raise self.refused(f"record {name!r} is compressed or encrypted")
@@ -112,8 +121,11 @@ class _Archive:
         return begin
 
     def _elements(self, name: str, tensor: StoredTensor) -> tuple[str, int, int]:
-        """Return a tensor's record, the offset of its elements there, and their size in bytes.
-        Raises UnsupportedFormatError and DamagedError."""
+        """Return a tensor's record, the offset of its elements in the record, and their size in
+        bytes.
+
+        Raises UnsupportedFormatError and DamagedError.
+        """
         record = f"data/{tensor.storage}"
         start = tensor.offset * tensor.itemsize
         nbytes = math.prod(tensor.shape) * tensor.itemsize
@@ -131,7 +143,8 @@ class _Archive:
 
 
 class ArchiveReader(_Archive):
-    """Reads the needed parts of an archive, beginning with its last ``tail_nbytes``."""
+    """Reads only the needed parts of an archive, beginning with its last ``tail_nbytes``, where
+    the directory is."""
 
     def __init__(self, driver: Driver, where: Stretch, tail_nbytes: int) -> None:
         super().__init__(driver.uri, where)
@@ -143,8 +156,11 @@ class ArchiveReader(_Archive):
         """Cached ranges: (position, bytes)."""
 
     async def value(self, is_record: Callable[[str], bool] = _no_record) -> Value:
-        """Return the contents of the pickle; see :func:`read_pickle`. Raises DamagedError,
-        StorageError, and UnsupportedFormatError naming the content."""
+        """Return the contents of the pickle; see :func:`read_pickle`.
+
+        Raises DamagedError for an incomplete file, UnsupportedFormatError naming content that is
+        not supported, and StorageError.
+        """
         try:
             await self._open()
             pickle = await self._record_bytes(_PICKLE, _PICKLE_NBYTES_MAX)
@@ -160,8 +176,10 @@ class ArchiveReader(_Archive):
         return value
 
     async def places(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Stretch]:
-        """Return each tensor's elements in the file, by name. Raises UnsupportedFormatError,
-        DamagedError."""
+        """Return the location in the file of each tensor's elements, by name.
+
+        Raises UnsupportedFormatError and DamagedError.
+        """
         elements = {name: self._elements(name, tensor) for name, tensor in tensors.items()}
         begins = await self._begins({record for record, _, _ in elements.values()})
         return {
@@ -172,8 +190,11 @@ class ArchiveReader(_Archive):
     async def places_or_records(
         self, tensors: Mapping[str, StoredTensor]
     ) -> dict[str, Stretch | Enclosed]:
-        """Locate tensors like :meth:`places`, but one in a small record by the whole record, which
-        saves a read of the record's header."""
+        """Locate tensors like :meth:`places`, but a tensor in a small record by the whole record.
+
+        This saves a separate read of the record's header. Raises UnsupportedFormatError and
+        DamagedError.
+        """
         starts = sorted({record.start for record in self._records.values()})
         ends = dict(itertools.pairwise([*starts, self._directory_start]))
         found: dict[str, Stretch | Enclosed] = {}
@@ -189,7 +210,8 @@ class ArchiveReader(_Archive):
         return found | await self.places(left)
 
     def _begin_within(self, name: str, content: memoryview) -> int:
-        """Return the offset of a record's bytes in ``content``, which begins with its header."""
+        """Return the offset of a record's bytes in ``content``, which begins with the record's
+        header."""
         start = self._records[name].start
         return self._begin(name, content, start + len(content)) - start
 
@@ -220,7 +242,8 @@ class ArchiveReader(_Archive):
         return await self._bytes(start, start + nbytes)
 
     async def _begins(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the positions of records' bytes, or raise DamagedError."""
+        """Return the positions of records' bytes. Raises DamagedError if they are not in the
+        file."""
         found: dict[str, int] = {}
 
         async def find(name: str) -> None:
@@ -250,7 +273,8 @@ def _value_in(pickle: bytes, is_record: Callable[[str], bool]) -> Value:
 
 
 class WholeArchive(_Archive):
-    """An archive whose ``content`` is in memory. Raises DamagedError if it is incomplete."""
+    """An archive whose ``content`` is entirely in memory. Raises DamagedError if it is
+    incomplete."""
 
     def __init__(self, uri: str, where: Stretch, content: memoryview) -> None:
         super().__init__(uri, where)
@@ -266,8 +290,11 @@ class WholeArchive(_Archive):
         self._records, _ = found
 
     def value(self, known: dict[bytes, Value]) -> Value:
-        """Return the contents of the pickle, cached in ``known``: most tensors share one. Raises
-        like :meth:`ArchiveReader.value`."""
+        """Return the contents of the pickle. ``known`` caches them by pickle: most tensors share
+        one.
+
+        Raises like :meth:`ArchiveReader.value`.
+        """
         if _ORDER in self._records:
             self._check_order(self._record_bytes(_ORDER))
         pickle = self._record_bytes(_PICKLE)

@@ -45,8 +45,11 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of DCP: a tensor (``row``), a value (by its row in the tree), a container that is one
-    value, or an opaque value with its bytes in ``row``."""
+    """An item of DCP.
+
+    It is one of: a tensor (``row``), a value (``value``: its row in the tree), a container of the
+    tree that forms one value, or an opaque value whose bytes are in ``row``.
+    """
 
     path: Path
     row: int = -1
@@ -84,8 +87,11 @@ class Contents:
         """The keys that lead to each item in the state, by item name."""
 
     def metadata(self, uri: str) -> Metadata:
-        """Return the metadata from which DCP plans a load: one chunk per tensor, for speed.
-        Holdfast finds the stored boxes itself."""
+        """Return the metadata from which DCP plans a load.
+
+        Every tensor is a single chunk, however it is stored: Holdfast finds the stored boxes
+        itself, and DCP plans faster with fewer chunks.
+        """
         return Metadata(
             {name: self._metadata_of(item) for name, item in self._items.items()},
             planner_data=dict(self.paths),
@@ -134,7 +140,8 @@ class Contents:
         return {".".join(map(str, item.path)): item for item in found}
 
     def _outermost(self, number: int, path: Path, is_value: list[bool]) -> list[_Item]:
-        """Return the item that container ``number`` forms, unless it is within another such one."""
+        """Return the item that container ``number`` forms, unless it is within another such
+        container."""
         if is_value[self._container(number).parent]:
             return []
         row = self._opaque_row(number)
@@ -143,8 +150,10 @@ class Contents:
         return [_Item(path, container=number)]
 
     def _values_of_containers(self) -> list[bool]:
-        """Return whether DCP stores each container within one value: tuples, lists without tensors
-        and dicts, and everything inside those."""
+        """Return for each container whether DCP stores it within one value.
+
+        This holds for tuples, for lists without tensors and dicts, and for everything inside those.
+        """
         tree = self.manifest.tree
         found = [
             c.kind != "dict" or self._opaque_row(number) is not None

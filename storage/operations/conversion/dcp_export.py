@@ -56,8 +56,10 @@ def plan_dcp_folder(
     dtype: str | None,
     file_nbytes: int,
 ) -> ExportPlan:
-    """Plan the files for the selected tensors and values, which it reads. Raises UsageError,
-    DamagedError and StorageError."""
+    """Plan the files for the tensors and values selected by ``only``, renamed by ``rules``.
+
+    Reads the values. Raises UsageError, DamagedError and StorageError.
+    """
     contents = Contents(manifest_of(checkpoint), _RANK)
     new_names = renamed(chosen(contents.paths, only), rules)
     tensor_names = {name: new for name, new in new_names.items() if contents.is_tensor(name)}
@@ -130,7 +132,10 @@ class _Folder:
         self.tensors[tensor.name] = (tensor, items)
 
     def _placed(self, pieces: Sequence[bytes | ModelTensor], nbytes: int) -> DcpPlace:
-        """Append an item, aligned by its elements, to the last file if it fits, or a new one."""
+        """Append an item to the last file, or start a new file if it does not fit.
+
+        The item is aligned so that the elements within it are aligned in the file.
+        """
         start = round_up(self._end, alignment_of(nbytes))
         if start and start + nbytes > self.file_nbytes:
             self._pieces.append([])
@@ -190,7 +195,8 @@ def _key(number: int) -> str:
 
 
 def _boxes(tensor: ModelTensor) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes of whole rows of a tensor, with their first element's number."""
+    """Yield the boxes of whole rows into which a tensor is split, with their first element's
+    number."""
     if not tensor.shape or tensor.nbytes <= ITEM_NBYTES:
         yield Box((0,) * len(tensor.shape), tensor.shape), 0
         return

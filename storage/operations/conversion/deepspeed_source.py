@@ -36,8 +36,10 @@ _LATEST_NBYTES_MAX = 4096
 
 
 async def deepspeed_folder(driver: Driver, keys: Sequence[str]) -> str | None:
-    """Return the folder of a DeepSpeed checkpoint: empty for ``keys`` themselves, or named by
-    ``latest``; None if there is none. Raises DamagedError."""
+    """Return the folder with the files of a DeepSpeed checkpoint, or None if there is none.
+
+    Empty if the files are among ``keys``, otherwise named by ``latest``. Raises DamagedError.
+    """
     if any(_ANY_FILE.fullmatch(key) for key in keys):
         return ""
     if LATEST_KEY not in keys or (await driver.stat(LATEST_KEY)).nbytes > _LATEST_NBYTES_MAX:
@@ -53,8 +55,11 @@ async def deepspeed_folder(driver: Driver, keys: Sequence[str]) -> str | None:
 
 
 async def read_deepspeed_model(driver: Driver, folder: str) -> Model:
-    """Read weights as ``model.NAME`` and states as ``optim.state.NAME.exp_avg`` and so on. Raises
-    NotFoundError, DamagedError, UnsupportedFormatError and StorageError."""
+    """Read weights as ``model.NAME`` and optimizer states as ``optim.state.NAME.exp_avg`` and so
+    on.
+
+    Raises NotFoundError, DamagedError, UnsupportedFormatError and StorageError.
+    """
     prefix = f"{folder}/" if folder else ""
     there = [info.key.removeprefix(prefix) async for info in driver.list(folder)]
     names = [name for name in there if "/" not in name]
@@ -138,8 +143,11 @@ class _Flat:
 def _parts(
     name: str, shape: tuple[int, ...], first: int, numel: int, row: Sequence[_Flat], at: int
 ) -> Iterator[SourceTensor]:
-    """Yield elements [first, first + numel) of a tensor from consecutive flat ones in ``row``, the
-    first at position ``at``. Raises ValueError if the row is too short."""
+    """Yield elements [first, first + numel) of a tensor from consecutive flat tensors.
+
+    ``at`` is the position of the first element in ``row``. Raises ValueError if the row is too
+    short.
+    """
     begin = 0
     done = 0
     for flat in row:
@@ -246,7 +254,8 @@ class _Zero:
     def _divided(
         self, name: str, shape: tuple[int, ...], rows: Sequence[Sequence[_Flat]], at: int
     ) -> Iterator[SourceTensor]:
-        """Yield a parameter that ranks share evenly, from position ``at`` of each row."""
+        """Yield a parameter that is divided evenly among ranks, from position ``at`` of each
+        row."""
         numel = math.prod(shape)
         share = math.ceil(numel / self._world)
         for rank, row in enumerate(rows):
@@ -269,7 +278,10 @@ class _Zero:
         return _as(dict, state["state"])
 
     def _moments(self) -> list[str]:
-        """Return the names of the optimizer's tensors per parameter; perhaps none."""
+        """Return the names of the optimizer's tensors per parameter.
+
+        Empty if the optimizer state is not partitioned like the weights.
+        """
         groups = self._optimizer(0)
         if list(groups) != list(range(len(self._masters[0]))):
             return []

@@ -60,8 +60,10 @@ distributed checkpoint."""
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """Result of an export, with redacted URIs. ``tied`` maps a tied tensor's new name to the
-    written one."""
+    """Result of an export from ``source`` to ``uri``, both redacted.
+
+    ``tied`` maps the new name of a tied tensor to the new name under which its bytes were written.
+    """
 
     source: str
     uri: str
@@ -266,8 +268,11 @@ async def _check_free(driver: Driver, key: str, overwrite: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Files that block an export: ``last`` and ``files`` (a pattern) of an earlier one, and others
-    that readers would take for parts by ``suffixes``."""
+    """Files that block an export to a folder.
+
+    ``last`` and ``files`` (a pattern) are written by an earlier export; readers take every file
+    with one of ``suffixes`` for a part of the checkpoint.
+    """
 
     last: str
     files: re.Pattern[str]
@@ -281,8 +286,11 @@ _FOLDERS = {
 
 
 async def _empty_folder(driver: Driver, folder: _Folder, overwrite: bool) -> None:
-    """Raise ExistsError if readers would mix up files with the export. With ``overwrite``, delete
-    an earlier export, beginning with the file that the others depend on."""
+    """Raise ExistsError if the folder has files that readers would mix up with the export.
+
+    With ``overwrite``, delete the files of an earlier export, beginning with the file that the
+    others depend on.
+    """
     there = [
         info.key
         async for info in driver.list()

@@ -16,7 +16,8 @@ from .file_export import Source
 
 @dataclass(frozen=True, slots=True)
 class LastFile:
-    """A small file that describes the others, made on any thread while they are written."""
+    """A small file that describes the others. ``content()`` runs on any thread while the others
+    are written."""
 
     key: str
     content: Callable[[], bytes]
@@ -24,8 +25,11 @@ class LastFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The files of an export, and the sources of their tensors. ``last`` is written last; readers
-    need it. ``tensors`` counts tied ones once."""
+    """The files of an export.
+
+    ``sources`` locates the tensors in ``files``. ``last`` is written last; readers need it to use
+    the others. ``tensors`` counts tensors, tied ones once.
+    """
 
     files: Sequence[ModelFile]
     sources: Mapping[str, Source]
@@ -40,8 +44,11 @@ class ExportPlan:
 
 
 class ExportedTensors:
-    """The selected tensors and their sources. ``tied`` maps new names to the first's. Raises
-    UsageError for tensors that differ per rank, and dtypes not in ``known``."""
+    """The selected tensors under ``new_names``, with their sources.
+
+    ``tied`` maps the new name of a tied tensor to the new name of the first. Raises UsageError for
+    tensors that differ per rank, and for dtypes that are not in ``known``.
+    """
 
     def __init__(
         self,

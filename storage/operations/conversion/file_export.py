@@ -31,8 +31,11 @@ _READS_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The row and kind of a tensor, which begins at byte ``start`` of the stored one, and a dtype
-    to convert to."""
+    """Source of a tensor: its row in the manifest, and its dtype and itemsize there.
+
+    ``convert_to`` is the target dtype, or None. The tensor begins at byte ``start`` of the stored
+    one.
+    """
 
     row: int
     kind: tuple[str, int]
@@ -76,7 +79,8 @@ class FileExport:
         self._held: dict[Window, _Held] = {}
 
     async def run(self) -> None:
-        """Write the file, durable and visible on return. An error leaves nothing behind."""
+        """Write the file, which is durable and visible on return. An error leaves nothing
+        behind."""
         file = self._file
         lead = self._lead()
         cut = list(windows(file.sizes, self._window_nbytes, lead))
@@ -125,7 +129,8 @@ class FileExport:
         return 0 if lead % PAGE_NBYTES else lead
 
     def _budget(self) -> Budget:
-        """Return the budget in jobs: a window, its read buffers and its unconverted elements."""
+        """Return the budget, in jobs: each has a window, its read buffers and its unconverted
+        elements."""
         traits = self._driver.traits
         writes = 1 if traits.part_order == "serial" else traits.concurrency
         job_nbytes = self._window_nbytes + _CHUNKS_READ * self._chunk_nbytes

@@ -143,7 +143,8 @@ def _source_state(
 
 
 def _places_of(plan: ImagePlan, sources: Sequence[SourceTensor]) -> list[Place]:
-    """Return the source of each shard of an image: a place, an offset in it, and a size."""
+    """Return the source of each shard of an image: a place, the offset in it, and a size in
+    bytes."""
     held = plan.held
     starts = (held.local_start * held.itemsize).tolist()
     sizes = (volumes(held.lengths) * held.itemsize).tolist()
@@ -248,7 +249,10 @@ class _Images:
         )
 
     async def _there(self, key: str, layout: ImageLayout) -> WrittenImage | None:
-        """Return the image if it exists in full size. A committed upload is complete."""
+        """Return the image if it exists in full size.
+
+        Its data is not read: a committed upload is complete.
+        """
         pages = bytearray(layout.nbytes - layout.hashed_end)
         try:
             if (await self._ours.stat(key)).nbytes != layout.nbytes:
@@ -262,8 +266,10 @@ class _Images:
         return WrittenImage(table, layout.nbytes)
 
     async def _samples(self) -> list[str]:
-        """Return digests of samples from each file. Another version of a model differs almost
-        everywhere."""
+        """Return digests of samples from each file, in file order.
+
+        Samples suffice to detect another version of a model: training changes most weights.
+        """
         wanted = _samples(place for places in self._places for place in places)
         found = [""] * len(wanted)
 
@@ -319,7 +325,10 @@ def _manifest(
     plans: Sequence[ImagePlan],
     written: Sequence[WrittenImage],
 ) -> Manifest:
-    """Return the manifest, with each image as a rank, or raise SaveError for a bad one."""
+    """Return the manifest of these images, each of which counts as a rank with the same values.
+
+    Raises SaveError if no reader would accept it.
+    """
     ranks: Ints = np.arange(len(plans))
     tables = [_image_table(*image) for image in zip(ranks.tolist(), plans, written, strict=True)]
     shards = ShardTable.concat([plan.shards for plan in plans])

@@ -46,8 +46,11 @@ UriLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """Result of an import, with redacted URIs. ``nbytes``: of all tensors. ``reused_nbytes``: of
-    images that an interrupted import had written."""
+    """Result of an import from ``source`` to ``uri``, both redacted.
+
+    ``nbytes``: size of the ``tensors`` tensors. ``reused_nbytes``: size of images that an earlier,
+    interrupted import had written.
+    """
 
     source: str
     uri: str

@@ -33,8 +33,11 @@ _RESHARDABLE = "fully_reshardable"
 async def read_megatron_model(
     driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]
 ) -> Model:
-    """Read the items that ``choose`` selects by name. Raises UnsupportedFormatError naming a value
-    with an object; otherwise like :func:`.dcp_source.read_items`."""
+    """Read the items of a folder that ``choose`` selects by name; ignore the others.
+
+    Raises UnsupportedFormatError naming a value that contains an object; otherwise raises like
+    :func:`.dcp_source.read_items`.
+    """
     contents = await read_contents(driver)
     stamps = await stamps_of(driver, [MEGATRON_COMMON_KEY])
     common = await _Common.read(driver)
@@ -56,7 +59,8 @@ async def read_megatron_model(
 
 
 def _unpacked(name: str, value: object) -> object:
-    """Convert a ``ShardedObject``'s value, a list of one, to the form Holdfast saves."""
+    """Convert a ``ShardedObject``'s value, which Megatron wraps in a list, to the form Holdfast
+    saves."""
     if _SHARDED_OBJECT.fullmatch(name) and isinstance(value, list) and len(value) == 1:
         return {"data": value[0]}
     return value
@@ -71,13 +75,15 @@ class _Common:
 
     @classmethod
     async def read(cls, driver: Driver) -> _Common:
-        """Read the file. Raises DamagedError and UnsupportedFormatError."""
+        """Read the file. Raises DamagedError; UnsupportedFormatError unless it is an acyclic
+        dict."""
         return cls(*await read_archive(driver, MEGATRON_COMMON_KEY, _by_name, any_record))
 
     async def picked(
         self, driver: Driver, names: Iterable[str]
     ) -> tuple[list[SourceTensor], dict[str, object]]:
-        """Return these tensors and values. Raises UnsupportedFormatError for other items."""
+        """Return the tensors and values of these names. Raises UnsupportedFormatError for other
+        items."""
         found = {name: self.items[name][1] for name in names if name in self.items}
         tensors = {name: item for name, item in found.items() if isinstance(item, StoredTensor)}
         values = {name: item for name, item in found.items() if name not in tensors}
@@ -118,7 +124,8 @@ def _items_in(
 
 
 def _with_optimizer(common: Mapping[str, Value]) -> Mapping[str, Value]:
-    """Return ``common`` with the optimizer in the form of :mod:`...integrations.megatron`."""
+    """Return ``common`` with the optimizer in the form that :mod:`...integrations.megatron`
+    saves."""
     states = common.get("optimizer")
     if _is_named(states):
         states = {0: states}  # a single optimizer, not a numbered chain of several

@@ -38,8 +38,11 @@ _FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a model, or a part of one, in row-major order in a file. ``dtype`` is torch's
-    name, or the format's code."""
+    """A tensor of a model, or a part of one, stored in row-major order in a file.
+
+    ``dtype`` is torch's name, or the format's code if torch has no such dtype. All parts of a
+    tensor share its name.
+    """
 
     name: str
     dtype: str
@@ -182,7 +185,7 @@ def _no_model(driver: Driver, keys: Sequence[str]) -> NotFoundError | Unsupporte
 
 
 async def _read_index(driver: Driver, key: str) -> dict[str, str]:
-    """Return the file of each tensor, or raise DamagedError if the index is malformed or names a
+    """Return the file of each tensor. Raises DamagedError if the index is malformed or names a
     path outside its folder."""
     if (await driver.stat(key)).nbytes > _INDEX_NBYTES_MAX:
         raise DamagedError("the index is too large to be one", uri=driver.uri, key=key)
@@ -205,8 +208,11 @@ async def _read_index(driver: Driver, key: str) -> dict[str, str]:
 
 
 async def read_model(driver: Driver, files: Files) -> Model:
-    """Read a model from its files' headers. Raises DamagedError if a file contradicts its header or
-    the index, NotFoundError and StorageError."""
+    """Read a model from the headers of its files.
+
+    Raises DamagedError if a file contradicts its header or the index; NotFoundError and
+    StorageError.
+    """
     stamps = await stamps_of(driver, files.keys)
     found: dict[str, list[SourceTensor]] = {}
     said: dict[str, Mapping[str, str]] = {}
@@ -222,7 +228,8 @@ async def read_model(driver: Driver, files: Files) -> Model:
 
 
 def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Merge the metadata of all files. Of two that differ, keep the first, with a warning."""
+    """Merge the metadata of all files. If two contradict each other, keep the first and log a
+    warning."""
     united: dict[str, str] = {}
     for key, metadata in said.items():
         for name, text in metadata.items():

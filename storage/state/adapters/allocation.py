@@ -26,8 +26,11 @@ from .shards import Shard
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored tensor. ``keys`` lead to it from its object; ``own``: it is this rank's own.
-    ``placements``: those recorded for it as a DTensor, or None."""
+    """A stored tensor. ``keys`` lead to it from the object whose state contains it.
+
+    ``placements``: its layout as a DTensor; None if it was none, or nothing was recorded. ``own``:
+    each rank stored its own tensor under this name.
+    """
 
     keys: tuple[object, ...]
     shape: tuple[int, ...]
@@ -67,15 +70,20 @@ def fits(present: object, entry: Entry) -> TypeGuard[torch.Tensor]:
 
 
 def fitting_parts(present: ShardedTensor | InParts, entry: Entry) -> ShardedTensor | InParts:
-    """Return ``present``, a tensor in parts, or raise MismatchError unless they are of
-    ``entry``."""
+    """Return ``present``, a tensor in parts.
+
+    Raises MismatchError if these are not parts of the stored tensor.
+    """
     for part in parts_of(present, lambda: ".".join(map(str, entry.keys))):
         fitting(part, entry)
     return present
 
 
 def fitting(present: Shard, entry: Entry) -> Shard:
-    """Return ``present``, a part of the stored tensor, or raise MismatchError if it is not."""
+    """Return ``present``, a part of the stored tensor.
+
+    Raises MismatchError if it is not a part of that tensor.
+    """
     if (present.shape, present.tensor.dtype) != (entry.shape, entry.dtype):
         raise MismatchError(
             f"{'.'.join(map(str, entry.keys))} of an object: shape {list(entry.shape)} and dtype "
@@ -114,7 +122,8 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def device_for(reference: torch.Tensor) -> torch.device:
-    """Return the device of ``reference``, or the one on which a load creates a meta tensor."""
+    """Return the device of ``reference``; for a meta tensor, the device on which a load creates
+    it."""
     if not reference.is_meta:
         return reference.device
     if isinstance(reference, DTensor):
@@ -123,8 +132,11 @@ def device_for(reference: torch.Tensor) -> torch.device:
 
 
 def empty_dtensor(mesh: DeviceMesh, device: torch.device, entry: Entry) -> DTensor:
-    """Return an empty DTensor for ``entry``, with its saved placements if they fit ``mesh``, else
-    replicated."""
+    """Return an empty DTensor for ``entry``.
+
+    It has its saved placements if the saved mesh had as many dimensions as ``mesh``; else it is
+    replicated.
+    """
     recorded = entry.placements or ()
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
     if len(recorded) == mesh.ndim:

@@ -41,8 +41,10 @@ def is_block_scaled(value: object) -> TypeGuard[DTensor]:
 
 
 def inner_of_blocks(tensor: DTensor, name: str, path: Callable[[], str]) -> torch.Tensor | Shard:
-    """Return an inner tensor, or this rank's part of it. Raises StateError unless ranks have whole,
-    consecutive blocks."""
+    """Return the inner tensor called ``name``; if ranks hold parts of it, the part.
+
+    Raises StateError, naming ``path()``, unless ranks have whole, consecutive blocks.
+    """
     local = stored_local(tensor)
     inner: torch.Tensor = getattr(local, name)
     kind = _INNER[type(local).__name__][name]

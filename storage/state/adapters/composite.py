@@ -95,7 +95,10 @@ def _flattened(tensor: torch.Tensor) -> tuple[list[str], object]:
 
 
 def _described(value: object, path: str) -> object:
-    """Return a value of a context as JSON. Types lack their module, because libraries move them."""
+    """Return ``value``, found in a tensor's context, as JSON.
+
+    Types are named without their module, because libraries move them.
+    """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -118,7 +121,10 @@ def _described(value: object, path: str) -> object:
 
 
 def agrees(stored: object, present: object) -> bool:
-    """Return whether two descriptions agree, except for fields that one of them lacks."""
+    """Return whether a stored description matches a tensor's.
+
+    Fields that one of them lacks are ignored, because libraries add some.
+    """
     if isinstance(stored, str) and isinstance(present, str):
         try:
             return _agree(json.loads(stored), json.loads(present))
@@ -136,9 +142,11 @@ def _agree(a: object, b: object) -> bool:
 def with_present(
     state: object, present: object, keys: tuple[object, ...], problems: dict[str, str]
 ) -> object:
-    """Return ``state`` with the composite tensors of ``present`` in place of their dicts, whose
-    inner tensors these are. Adds an entry to ``problems``, by name, for a dict without such a
-    tensor."""
+    """Return ``state``, built from a checkpoint, with composite tensors in place of their dicts.
+
+    Each dict of inner tensors is replaced by the tensor at the same place in ``present``, whose
+    inner tensors these are. Adds an entry to ``problems``, by name, if there is no such tensor.
+    """
     if is_made_of(present) or (isinstance(state, Mapping) and DESCRIPTION in state):
         problem = _problem(state, present)
         if problem is None:

@@ -31,7 +31,10 @@ _ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 @dataclass(frozen=True, slots=True)
 class _Books:
-    """Attributes of a kind of ZeRO optimizer: parameters in each flat one, and its masters."""
+    """Attribute names of one kind of ZeRO optimizer.
+
+    ``parameters``: the parameters in each flat one. ``masters``: this rank's part of each flat one.
+    """
 
     parameters: str
     masters: str
@@ -107,7 +110,8 @@ class Zero:
         return self._books is _STAGE_3
 
     def unknown(self, engine: Any) -> str | None:
-        """Return an unsupported feature of ``engine`` or its optimizer, or None."""
+        """Return a feature of ``engine`` or its optimizer that is not supported; None if all
+        are."""
         optimizer = self.optimizer
         parameters = list(engine.module.parameters())
         swaps = ("swap_optimizer", "params_in_nvme_and_cpu")
@@ -129,7 +133,10 @@ class Zero:
         return next((name for name, present in unknown.items() if present), None)
 
     def parts(self, names: ParameterNames) -> list[FlatPart]:
-        """Return this rank's part of every partitioned parameter. ``names``: in a checkpoint."""
+        """Return this rank's part of every parameter that ZeRO has partitioned.
+
+        ``names``: the module's parameters with their checkpoint names.
+        """
         held = [
             FlatPart(tuple(names[p]), unit, piece, p)
             for unit, parameters in self._units()
@@ -165,7 +172,10 @@ class Zero:
 
     @contextlib.contextmanager
     def in_groups(self) -> Iterator[None]:
-        """Keep the masters in the groups of :attr:`base`; in stage 3 only a step does."""
+        """Keep the masters in the groups of :attr:`base` within the block.
+
+        Stage 3 puts them there only during each step.
+        """
         if not self._has_stage_3:
             yield
             return
@@ -221,7 +231,10 @@ def _piece_of_stage_1(parameter: Any) -> FlatPiece:
 
 
 def _piece_of_stage_3(parameter: Any, at: int) -> FlatPiece:
-    """Return this rank's piece of a stage 3 parameter. Elements beyond its end are padding."""
+    """Return this rank's piece of a stage 3 parameter.
+
+    All ranks hold equally many elements; those beyond its end are padding.
+    """
     share = parameter.ds_tensor.ds_numel
     rank = torch.distributed.get_rank(parameter.ds_process_group)
     start = min(share * rank, parameter.ds_numel)

@@ -37,7 +37,10 @@ class MeshLayouts:
     by_tuple: dict[Hashable, tuple[Hashable, MeshLayout]] = field(default_factory=dict)
 
     def of(self, tensor: DTensor, path: Callable[[], str]) -> MeshLayout:
-        """Return this rank's layout of ``tensor``, or raise StateError for an unknown placement."""
+        """Return this rank's layout of ``tensor``.
+
+        Raises StateError for a placement that is not a layout (Partial), or is unknown.
+        """
         placements = tensor.placements
         shape = tensor.shape
         known = self.by_tuple.get((id(placements), shape))
@@ -64,8 +67,11 @@ class DTensorAdapter:
         return local_part(tensor)
 
     def layout(self, tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> MeshLayout:
-        """Return the layout of ``local``. Raises StateError for a placement that is no layout
-        (Partial), and for a local tensor that does not match it."""
+        """Return the layout of ``local`` in the whole tensor.
+
+        Raises StateError for a placement that is not a layout (Partial), and for a local tensor
+        that does not match its placements.
+        """
         mesh = tensor.device_mesh
         layouts = self._layouts.get(id(mesh))
         if layouts is None:
@@ -109,8 +115,11 @@ def _make_room(known: dict[Hashable, V]) -> None:
 
 
 def hooked(tensor: torch.Tensor, local: torch.Tensor | None = None) -> bool:
-    """Return whether hooks of ``tensor`` or its part ``local`` may contradict its placements: the
-    methods of the protocol in ``torch.distributed._checkpointable``."""
+    """Return whether ``tensor``, or its local tensor ``local``, reports its layout by hooks of its
+    own, so that the placements of a DTensor may be wrong.
+
+    The hooks are the methods of the protocol in ``torch.distributed._checkpointable``.
+    """
     # Every DTensor has these methods, which ask the local tensor. Only overrides count.
     if type(tensor) is DTensor:
         own = _CHUNKS in tensor.__dict__ or _WRITES in tensor.__dict__
@@ -152,7 +161,8 @@ def _check_hooks(
 
 
 def _reported_boxes(tensor: DTensor, local: torch.Tensor) -> list[Box] | None:
-    """Return the non-empty (offsets, lengths) that hooks report, or None without such a hook."""
+    """Return the non-empty boxes (offsets, lengths) reported by hooks; None if no hook reports
+    any."""
     source: torch.Tensor = tensor
     if hasattr(local, _CHUNKS):
         source = local
@@ -176,13 +186,19 @@ _layouts: WeakKeyDictionary[DeviceMesh, dict[Hashable, MeshLayouts]] = WeakKeyDi
 
 
 def layouts_on(mesh: DeviceMesh) -> MeshLayouts:
-    """Return the cached layouts for the participating ranks: listing a large mesh takes long."""
+    """Return the cached layouts of tensors on ``mesh``, for the current set of participating ranks.
+
+    They are cached because listing the ranks of a large mesh takes long.
+    """
     place = (_coordinate(mesh), acting_name())
     return _layouts.setdefault(mesh, {}).setdefault(place, MeshLayouts())
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """Return this rank's coordinate on ``mesh``, or None. Some releases of torch return a list."""
+    """Return this rank's coordinate on ``mesh``; None if it is not on it.
+
+    Some releases of torch return a list.
+    """
     at = mesh.get_coordinate()
     if at is None:
         return None
@@ -195,7 +211,10 @@ def mesh_layout(
     placements: Sequence[TorchPlacement],
     path: Callable[[], str],
 ) -> MeshLayout:
-    """Return this rank's layout of a tensor on ``mesh``, or raise StateError for Partial."""
+    """Return this rank's layout of a tensor of ``shape`` on ``mesh``.
+
+    Raises StateError for a placement that is not a layout.
+    """
     coordinate = _coordinate(mesh)
     ranks = mesh.mesh.numpy()
     if coordinate is None:  # no placement to translate

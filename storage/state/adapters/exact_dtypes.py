@@ -45,7 +45,10 @@ def exact_values(owner: object) -> Iterator[None]:
 
 
 def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Optimizer]:
-    """Yield ``owner`` and the optimizers in its attributes. Wrappers have no hooks of their own."""
+    """Yield ``owner`` and the optimizers in its attributes.
+
+    Wrappers forward their state and have no hooks of their own.
+    """
     seen.add(id(owner))
     held = getattr(owner, "__dict__", {})
     if isinstance(owner, torch.optim.Optimizer) and is_initialized(owner):

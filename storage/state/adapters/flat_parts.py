@@ -56,9 +56,12 @@ class Unit(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FlatPart:
-    """This rank's part of one parameter. ``names`` include those of tied parameters.
-    ``registered``: the parameter in its module, if that is neither the optimizer's nor the saved
-    one."""
+    """This rank's part of one parameter.
+
+    ``names``: its names in a checkpoint, and the names of parameters tied to it. ``registered``:
+    the parameter registered in its module, if that is neither the optimizer's nor the one to be
+    saved.
+    """
 
     names: tuple[str, ...]
     unit: Unit
@@ -67,7 +70,8 @@ class FlatPart:
 
     @property
     def owner(self) -> torch.Tensor:
-        """The parameter that the optimizer updates: the original one, or the shared flat one."""
+        """The parameter that the optimizer updates: the original one if there is one, else the flat
+        one, which other parameters share."""
         original = self.piece.original
         return self.unit.flat if original is None else original
 
@@ -78,7 +82,10 @@ class FlatPart:
 
     @property
     def is_absent(self) -> bool:
-        """True if this rank has no element, thus no state, of an original parameter."""
+        """True if this rank has no element of an original parameter.
+
+        FSDP1 then gives it no gradient here, so this rank's optimizer has no state for it.
+        """
         return self.piece.original is not None and not self.piece.numel
 
     @property
@@ -99,7 +106,8 @@ class FlatPart:
         return self._range(original.detach().reshape(-1))
 
     def of(self, held: torch.Tensor) -> Shard:
-        """Return this parameter's part of ``held``, laid out like the flat one, as a view."""
+        """Return this parameter's part of ``held``, a tensor laid out like this rank's flat
+        parameter, as a view."""
         at = self.piece.at
         return self._range(held[at : at + self.piece.numel])
 
@@ -108,8 +116,11 @@ class FlatPart:
         return Shard(held, shape=self.shape, flat=(start, start + self.piece.numel))
 
     def state(self, value: object, path: str) -> object:
-        """Return this parameter's part of ``value``, which the optimizer keeps for the owner. Each
-        gets a copy of a number. Raises StateError for a tensor of another shape."""
+        """Return this parameter's part of ``value``, which the optimizer keeps for the owner.
+
+        Numbers belong to each parameter. If a number is one tensor for all, each parameter gets a
+        copy, as it would have on its own. Raises StateError for a tensor of another shape.
+        """
         if isinstance(value, Mapping):
             return {key: self.state(item, f'{path}["{key}"]') for key, item in value.items()}
         if not isinstance(value, torch.Tensor):
@@ -170,7 +181,10 @@ class _StatePart(Shard):
 
 
 class FlatStates:
-    """Creates, or reuses, an optimizer's tensors for flat parameters: one for each."""
+    """Creates the tensors that an optimizer keeps for flat parameters.
+
+    Existing tensors are reused if they fit. All parameters in a flat one share one tensor.
+    """
 
     def __init__(self, state: Mapping[object, object]) -> None:
         """Prepare allocation. ``state``: the optimizer's, by its own parameters."""
@@ -178,7 +192,10 @@ class FlatStates:
         self._whole: dict[tuple[object, ...], torch.Tensor] = {}
 
     def tensor(self, part: FlatPart, entry: Entry) -> torch.Tensor | Shard:
-        """Return the tensor to fill, or raise MismatchError if its shape is not the parameter's."""
+        """Return the tensor to fill with ``entry``.
+
+        Raises MismatchError if its shape differs from the parameter's.
+        """
         if not entry.shape:
             return torch.empty((), dtype=entry.dtype, device=self._device(part, entry))
         if entry.shape != part.shape:
@@ -216,7 +233,10 @@ class FlatStates:
 
 
 def joined(states: Sequence[object], unit: Unit, path: str) -> object:
-    """Join the states of parameters into that of their flat one, or raise StateError."""
+    """Join the states of parameters into the state of their flat parameter.
+
+    Raises StateError if parameters differ in a number that a flat parameter has only once.
+    """
     first = states[0]
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for state in _mappings(states) for key in state)

@@ -27,7 +27,10 @@ from .module_names import Walked
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """An unsupported layout: the predicate of an error about it, and advice."""
+    """An unsupported layout.
+
+    ``text``: predicate for an error about a tensor or an object. ``advice``: what to do instead.
+    """
 
     text: str
     advice: str
@@ -99,12 +102,16 @@ _MARKS = frozenset(
 
 
 def is_suspect(tensor: torch.Tensor) -> bool:
-    """Return whether a framework has marked ``tensor``. Must be cheap: a trainer waits for it."""
+    """Return whether a framework has marked ``tensor``, so that it needs a closer look.
+
+    Must be cheap: a trainer waits for this once per tensor.
+    """
     return not _MARKS.isdisjoint(tensor.__dict__)
 
 
 def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: bool) -> None:
-    """Raise StateError if ``tensor``, no local part of a DTensor, has an unknown layout."""
+    """Raise StateError if ``tensor``, which is no local part of a DTensor, has an unknown
+    layout."""
     layout = _of_tensor(tensor, loading)
     if layout is None and not isinstance(tensor, DTensor) and hooked(tensor):
         layout = _SHARD_HOOKS
@@ -113,7 +120,11 @@ def refuse_tensor(tensor: torch.Tensor, path: Callable[[], str], *, loading: boo
 
 
 def refuse_object(value: object, modules: Iterable[Walked], path: str, *, loading: bool) -> None:
-    """Raise StateError if an object with a state, or a parameter of it, has an unknown layout."""
+    """Raise StateError if ``value``, an object with a state, or a parameter of it, has an unknown
+    layout.
+
+    ``modules``: all modules of the state, walked.
+    """
     if isinstance(value, torch.nn.Module):
         walked = next((walked for walked in modules if walked.module is value), None)
         _refuse_module(walked or Walked(value), path, loading)
@@ -151,7 +162,10 @@ def _of_optimizer(value: object, modules: Iterable[Walked]) -> _Layout | None:
 
 
 def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]) -> set[int]:
-    """Return the ids of the flat parameters if one of ``modules`` names all of the optimizer's."""
+    """Return the ids of the flat parameters if one of ``modules`` has all of the optimizer's.
+
+    That module gives them their names.
+    """
     for walked in modules:
         if not walked.flat:
             continue
@@ -163,8 +177,11 @@ def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 
 
 def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -> None:
-    """Raise StateError if a load into ``module`` would leave its masters stale, because no
-    optimizer of Megatron is among the objects ``beside`` it."""
+    """Raise StateError if a load into ``module`` would leave master copies of its parameters stale.
+
+    That happens if an optimizer of Megatron has them, and is not among ``beside``, the other loaded
+    objects.
+    """
     if any(
         _is_of(other, "megatron") and not isinstance(other, torch.nn.Module) for other in beside
     ):
@@ -175,7 +192,10 @@ def refuse_stale(module: torch.nn.Module, beside: Iterable[object], path: str) -
 
 
 def refuse_master(masters: Mapping[str, torch.Tensor], loaded: Iterable[torch.Tensor]) -> None:
-    """Raise StateError if one of ``masters``, by path, is not among the ``loaded`` tensors."""
+    """Raise StateError if one of ``masters`` is not among the tensors in ``loaded``.
+
+    ``masters`` are keyed by the paths of their parts of parameters.
+    """
     if masters:
         addresses = {tensor.data_ptr() for tensor in loaded}
         for path, master in masters.items():

@@ -20,7 +20,10 @@ from .flat_parts import FlatPart, Parts
 
 
 def fsdp1_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
-    """Return this rank's part of each flattened parameter. ``named`` translates names."""
+    """Return this rank's part of every flattened parameter in ``parts``, the modules of one tree.
+
+    ``named`` translates a name in the tree to the name in a checkpoint.
+    """
     return [
         FlatPart(
             tuple(dict.fromkeys(named(f"{prefix}{name}") for name in piece.names)), unit, piece
@@ -32,8 +35,10 @@ def fsdp1_parts(parts: Parts, named: Callable[[str], str]) -> list[FlatPart]:
 
 
 def check_at_rest(flat: Sequence[FlatPart], path: str, *, loading: bool) -> None:
-    """Raise StateError if FSDP1 is using a parameter, or for an unknown layout. With ``loading``,
-    drop gathered parameters, which a forward pass would use."""
+    """Raise StateError if FSDP1 is using a parameter in ``flat``, or its layout is unknown.
+
+    With ``loading``, gathered parameters are dropped: a forward pass would use them.
+    """
     units: dict[int, FlatUnit] = {}
     for part in flat:
         if isinstance(part.unit, FlatUnit):

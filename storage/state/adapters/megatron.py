@@ -45,7 +45,8 @@ class KeyedShard(Shard):
     multiple of the number of ranks."""
 
     def fits_in(self, shape: Sequence[int]) -> bool:
-        """Return whether the part can be filled, in part, from a tensor of ``shape``."""
+        """Return whether the part can be filled from a tensor of ``shape``, possibly
+        incompletely."""
         same_ndim = len(shape) == len(self.shape)
         return same_ndim and self.may_be_padded and not self.layout.is_empty
 
@@ -67,7 +68,11 @@ class KeyedParts:
         self._masters: dict[str, torch.Tensor] = {}
 
     def add(self, part: KeyedShard, path: Callable[[], str]) -> None:
-        """Add a part, or raise StateError if it duplicates or contradicts another one."""
+        """Add a part.
+
+        Raises StateError, naming ``path()``, if it duplicates another part, or belongs to another
+        tensor with the same key.
+        """
         first = self._first.setdefault(part.key, part)
         place = (part.key, part.layout.region)
         if place in self._places:
@@ -81,7 +86,10 @@ class KeyedParts:
     def check(
         self, others: Collection[str], locals_: Iterable[torch.Tensor], *, loading: bool
     ) -> None:
-        """Raise StateError if one of ``others`` is named like a part, or a load lacks a master."""
+        """Raise StateError if one of ``others`` has the name of a part.
+
+        For a load, also if a part's master copy is not among ``locals_``.
+        """
         for name in self._first:
             if name in others:
                 raise StateError(f"two items of the state have the same name, {name!r}")

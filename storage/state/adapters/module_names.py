@@ -29,8 +29,11 @@ from .fsdp1 import fsdp1_parts
 
 
 class Names(dict[str, str]):
-    """Maps names in a module to names in a checkpoint. ``usual``: no class of it (``kinds``)
-    customizes its state dict; ``sharded``, ``gathers``: FSDP1 or FSDP2 has wrapped one."""
+    """Maps any name of a parameter or buffer in a module to the name to save it under.
+
+    ``kinds``: classes of all its modules. ``usual``: none of them customizes its state dict.
+    ``sharded``: FSDP1 has wrapped one of them; ``gathers``: FSDP2 has.
+    """
 
     def __init__(self, module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         self.kinds = kinds
@@ -56,7 +59,11 @@ _known: WeakKeyDictionary[torch.nn.Module, Names] = WeakKeyDictionary()
 
 
 class Walked:
-    """A module as it is during one call. For DeepSpeed's engine, ``root`` is the module inside."""
+    """A module as it is now, cached for the duration of one call.
+
+    ``engine``: the module itself if it is a DeepSpeed engine. Then ``root`` is the module it wraps,
+    which owns the tensors.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -96,7 +103,11 @@ class Walked:
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """All parameters by name, tied ones under all names; for FSDP2, the sharded ones."""
+        """All parameters by name, as from torch's ``named_parameters``, but tied ones under all
+        names.
+
+        For FSDP2, these are the sharded parameters, which its optimizer has.
+        """
         if self.names.gathers:
             for _, part in self.parts:
                 if isinstance(part, FSDPModule):
@@ -109,7 +120,11 @@ class Walked:
         ]
 
     def registered(self) -> dict[str, object] | None:
-        """Return all that is registered, in order, or None if hooks or overrides may change it."""
+        """Return what ``state_dict()`` would, if no hooks or overrides are involved; else None.
+
+        That is everything registered, in order. Torch recurses from module to module, and a trainer
+        waits.
+        """
         if not self.names.usual:
             return None
         state: dict[str, object] = {}
@@ -131,7 +146,12 @@ class Walked:
 
 
 def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return ``module`` and all modules in it, with prefixes, faster than ``named_modules``."""
+    """Return ``module`` and all modules in it, once each, with the prefixes of their tensors'
+    names.
+
+    The order is as in torch's ``named_modules``, which passes each module up through generators
+    of all levels above, while a trainer waits.
+    """
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
     ahead = [("", module)]
@@ -150,7 +170,8 @@ def walk(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def module_state(walked: Walked) -> dict[str, object]:
-    """Return the module's state dict, like torch's ``get_model_state_dict``."""
+    """Return the module's state dict without wrapper names, like torch's
+    ``get_model_state_dict``."""
     names = walked.names
     state = walked.registered()
     if state is None:

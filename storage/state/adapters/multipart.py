@@ -53,7 +53,10 @@ def is_in_parts(value: object) -> TypeGuard[ShardedTensor | InParts]:
 
 
 def parts_of(value: ShardedTensor | InParts, path: Callable[[], str]) -> list[Shard]:
-    """Return this rank's parts, at least one. Raises StateError if they do not fit."""
+    """Return the parts that this rank holds: at least one, possibly empty.
+
+    Raises StateError if they do not belong to one tensor.
+    """
     try:
         if isinstance(value, ShardedTensor):
             return _of_sharded(value)

@@ -34,7 +34,10 @@ from .shards import Shard
 def object_allocator(
     owner: object, present: object, modules: Sequence[Walked], stored_dtypes: StoredDtypes | None
 ) -> Allocate:
-    """Return a function that allocates tensors of the state of ``owner``, currently ``present``."""
+    """Return a function that allocates tensors of the state of ``owner``, currently ``present``.
+
+    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`.
+    """
     reach = _Reach(owner, modules)
 
     def make(entry: Entry) -> torch.Tensor | Shard | InParts:
@@ -64,7 +67,10 @@ _SEPARATORS = re.compile(r"[./:|]")
 
 
 class _Reach:
-    """The parameters that an object may keep state for: its own, and those of modules."""
+    """The parameters that an object may have a state for.
+
+    These come from its own modules and optimizers, and from the modules of the state.
+    """
 
     def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
         held = list(_held(owner))
@@ -83,8 +89,10 @@ class _Reach:
         """Any DTensor among them. Tensors without other information are placed on its mesh."""
 
     def parameter_of(self, entry: Entry) -> torch.Tensor | None:
-        """Return the parameter with the longest name in the entry's path; or by number, if there is
-        only one optimizer."""
+        """Return the parameter with the longest name contained in the entry's path.
+
+        If no name matches, a number in the state of the only optimizer identifies the parameter.
+        """
         words = _SEPARATORS.split(".".join(map(str, entry.keys)))
         for length in range(len(words), 0, -1):
             for start in range(len(words) - length + 1):

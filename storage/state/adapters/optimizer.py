@@ -165,7 +165,11 @@ def _entry_of(parameter: Held, entry: object, path: str) -> object:
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the state: the inner one of a ZeroRedundancyOptimizer."""
+    """Return the optimizer that holds the state.
+
+    That is the inner one of a ZeroRedundancyOptimizer, which steps this rank's parameters; any
+    other optimizer is returned itself.
+    """
     if _is_redundancy_free(optimizer):
         return cast(torch.optim.Optimizer, vars(optimizer)["optim"])
     return optimizer
@@ -190,7 +194,10 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, path: str) -> None:
 
 def present_layout(optimizer: torch.optim.Optimizer) -> dict[str, object] | None:
     """Return the state dict of an optimizer with a custom form, such as flat names; else None.
-    Others need no present state: the stored one determines their entries."""
+
+    Optimizers of torch's form are not asked: a new one has no state, and the stored state
+    determines the entries.
+    """
     optimizer = stepped(optimizer)
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return None
@@ -307,7 +314,11 @@ _MOMENTS = frozenset((
 def _is_misshapen(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, present: object, entry: Entry
 ) -> bool:
-    """Return whether ``entry`` is a known or present moment of another shape than it should be."""
+    """Return whether ``entry`` is a moment whose shape differs from its parameter's.
+
+    Moments are those of torch's optimizers, and tensors that the optimizer already has in the shape
+    of ``parameter``.
+    """
     shape = tuple(parameter.shape)
     shapes = [shape, ()]
     if isinstance(parameter, DTensor):
@@ -336,8 +347,10 @@ def entries_with_present(
     keys: Sequence[object],
     problems: dict[str, str],
 ) -> dict[object, object]:
-    """Return built ``entries`` with the optimizer's composite tensors; see
-    :func:`.composite.with_present`."""
+    """Return ``entries`` of a built state, with the optimizer's composite tensors filled in.
+
+    See :func:`.composite.with_present`. ``keys`` lead to the optimizer.
+    """
     parameters = _by_key(held, matched)
     state = cast(Mapping[object, object], optimizer.state)
     return {
@@ -349,7 +362,10 @@ def entries_with_present(
 
 
 def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
-    """Return a function that allocates tensors among hyperparameters, like present ones."""
+    """Return a function that allocates hyperparameters stored as tensors, such as learning rates.
+
+    They are allocated on the device of the present ones.
+    """
 
     def make(entry: Entry) -> torch.Tensor:
         device = torch.device("cpu")
@@ -366,7 +382,8 @@ def group_allocator(optimizer: torch.optim.Optimizer) -> Allocate:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, given: StoredOptimizer | Mapping[str, object]
 ) -> None:
-    """Restore the stored state, bit for bit, without changing the groups' parameters."""
+    """Restore the optimizer's stored state, bit for bit, without changing its groups'
+    parameters."""
     inner = stepped(optimizer)
     _load_stepped(inner, given)
     if inner is not optimizer:  # the outer one passes its groups' hyperparameters down in each step
@@ -408,8 +425,11 @@ def _load_stepped(
 def optimizer_parameters(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked], stored: Iterable[StoredGroup]
 ) -> OptimizerParameters:
-    """Return the parameters with their possible keys: fqns, or numbers, which ``param_names`` on
-    both sides may translate."""
+    """Return the parameters of ``optimizer``, with their possible keys in a stored state.
+
+    These are fqns; or torch's numbers, unless ``param_names`` on both sides reveals a parameter's
+    former number.
+    """
     stored = list(stored)
     named = _named_by_module(optimizer, modules)
     are_numbered = all(type(key) is int for group in stored for key in group.ranks)
@@ -434,7 +454,10 @@ def optimizer_parameters(
 def _named_by_module(
     optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 ) -> OptimizerParameters | None:
-    """Return the parameters with their fqns in the one module that has all but orphans, or None."""
+    """Return the parameters of ``optimizer``, with their fqns in the module that has all of them.
+
+    Parameters that are in no module are ignored. None if no single module has all others.
+    """
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     every = []
     for walked in modules:
@@ -451,7 +474,10 @@ def _named_by_module(
 
 @dataclass(frozen=True)
 class _ModuleNames:
-    """Inputs for :class:`OptimizerParameters` from one module, with the ids of its parameters."""
+    """Inputs for :class:`OptimizerParameters` from one module.
+
+    ``ids``: of its parameters, and of the optimizer's substitutes for them.
+    """
 
     by_owner: Mapping[int, list[FlatPart]]
     keys: dict[int, list[ParameterKey]]

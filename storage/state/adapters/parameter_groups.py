@@ -26,8 +26,11 @@ ParameterKey = Hashable
 
 @dataclass
 class StoredGroup:
-    """A stored group: by key of each parameter, the ranks that had it there; and
-    ``param_names``."""
+    """A parameter group of a checkpoint.
+
+    ``ranks``: by key (a name or a number) of each parameter, the ranks whose optimizer had it in
+    this group. ``names``: the names by number, from torch's ``param_names``.
+    """
 
     ranks: dict[ParameterKey, list[int]] = field(default_factory=dict)
     names: dict[ParameterKey, str] = field(default_factory=dict)
@@ -88,7 +91,8 @@ def match_groups(
 
 
 def _stands_for(stored: Sequence[StoredGroup], rank: int) -> int:
-    """Return the rank whose values ``rank`` gets: itself, or modulo the saving ranks."""
+    """Return the saving rank whose values ``rank`` gets: itself, or ``rank`` modulo their
+    number."""
     saved = sorted({r for group in stored for ranks in group.ranks.values() for r in ranks})
     if rank in saved or not saved:
         return rank
@@ -110,7 +114,10 @@ def _held(stored: Sequence[StoredGroup]) -> Held:
 def _place(
     keys: Sequence[ParameterKey], held: Held, rank: int
 ) -> tuple[ParameterKey, tuple[int, int]] | None:
-    """Return a parameter's key, its group, and a rank that had it there: this one, if any."""
+    """Return a parameter's stored key, the number of its group, and a rank that had it there.
+
+    The rank is this one, if it saved the parameter at all.
+    """
     for key in keys:
         places = held.get(key)
         if places:
@@ -138,7 +145,10 @@ def _check_numbers(
     rank: int,
     numbered: bool,
 ) -> None:
-    """Record a conflict if parameters are stored by number and a group has changed size."""
+    """Record a conflict if parameters are stored by number and the groups have changed size.
+
+    Numbers identify parameters only while all groups are unchanged.
+    """
     if not numbered or found.new or any(group.names for group in stored):
         return
     theirs = [sum(rank in ranks for ranks in group.ranks.values()) for group in stored]
@@ -207,8 +217,10 @@ def _same(a: object, b: object, one_group: bool) -> bool:
 def differing_kind(
     optimizer: torch.optim.Optimizer, taken: Sequence[Mapping[str, object] | None]
 ) -> str | None:
-    """Return evidence of another kind of optimizer (AdamW, SGD), or None. Extra and missing
-    hyperparameters prove nothing: releases of torch add some."""
+    """Return evidence that the checkpoint is of another kind of optimizer (AdamW, SGD); else None.
+
+    Extra or missing hyperparameters alone prove nothing: releases of torch and users add some.
+    """
     stored = {key for group in taken if group is not None for key in group}
     known = (
         {key for group in optimizer.param_groups for key in group}

@@ -103,7 +103,10 @@ def is_of_ranks(state: object) -> bool:
 
 
 def resharded(values: list[object], rule: Rule, rank: int, world: int) -> object:
-    """Return the share of ``rank`` in ``values``. Raises StateError if ``rule`` does not fit."""
+    """Return the share of rank ``rank`` of ``world`` in the ranks' ``values``.
+
+    Raises StateError if ``rule`` does not fit.
+    """
     if callable(rule):
         return rule(values, rank, world)
     if rule == "keep":

@@ -110,7 +110,8 @@ def has_state(value: object) -> bool:
 
 
 def fills_in_place(value: object) -> bool:
-    """Return whether a load fills this object's tensors instead of replacing them."""
+    """Return whether a load fills the tensors of this object's expansion instead of replacing
+    them."""
     return isinstance(value, torch.nn.Module)
 
 
@@ -142,8 +143,11 @@ def present_state(value: object, path: str) -> object:
 
 
 def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool = False) -> object:
-    """Return the state of an object. Raises StateError for an unknown layout. An optimizer needs
-    the ``modules`` of the whole state."""
+    """Return the state of an object.
+
+    ``modules``: all of the whole state, because an optimizer needs its own. Raises StateError for
+    an unknown layout.
+    """
     refuse_object(value, modules, path, loading=loading)
     if isinstance(value, torch.nn.Module):
         walked = next((each for each in modules if each.module is value), None) or Walked(value)

@@ -26,17 +26,26 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class TensorAdapter(Protocol[T_contra]):
-    """Reads tensors of one type during one walk, which keeps them alive: ids may be cached."""
+    """Reads tensors of one type.
+
+    An adapter serves one walk over a state. The walk keeps all tensors alive, so the adapter may
+    cache by their ids.
+    """
 
     def local(self, tensor: T_contra) -> torch.Tensor:
         """Return this rank's part as a plain tensor without a node in the autograd graph."""
 
     def layout(self, tensor: T_contra, local: torch.Tensor, path: Callable[[], str]) -> Layout:
-        """Return the layout of ``local`` in the whole tensor, or raise StateError naming
-        ``path()``."""
+        """Return the layout of ``local`` in the whole tensor.
+
+        Raises StateError, naming ``path()``, for a layout that cannot be saved.
+        """
 
     def recorded(self, tensor: T_contra) -> tuple[str, ...] | None:
-        """Return the layout to record for a load that has to create the tensor, or None."""
+        """Return the layout as recorded in a manifest, for a load that has to create the tensor.
+
+        None if there is nothing to record.
+        """
 
 
 class _PlainAdapter:

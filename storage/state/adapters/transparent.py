@@ -32,7 +32,10 @@ def seen_through(local: torch.Tensor) -> torch.Tensor:
 
 
 def forget_derived(parameters: Iterable[torch.Tensor]) -> None:
-    """Reset values that filled parameters derived from their old contents, such as a scale."""
+    """Reset values that filled parameters derived from their old contents.
+
+    An example is the scale for their next gathering.
+    """
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             continue

@@ -42,7 +42,10 @@ class BlockSums:
 
     @classmethod
     def of(cls, data: torch.Tensor) -> BlockSums:
-        """Compute the sums of a contiguous uint8 tensor, which take 0.4 % of its size."""
+        """Compute the sums of a contiguous uint8 tensor, on its device and current stream.
+
+        Allocates about 0.4 % of the tensor's size.
+        """
         # A storage of another library may begin at any address, and a misaligned read is a CUDA
         # error that makes the device unusable for this process.
         begins = data.storage_offset() | data.data_ptr()
@@ -55,12 +58,17 @@ class BlockSums:
         )
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the whole blocks that hold bytes [start, stop), within the tensor."""
+        """Return the whole blocks that hold bytes [start, stop); the last one ends with the
+        tensor."""
         return start // BLOCK_NBYTES * BLOCK_NBYTES, min(self.nbytes, round_up(stop, BLOCK_NBYTES))
 
     def same(self, start: int, copied: torch.Tensor) -> torch.Tensor:
-        """Return whether ``copied``, whole blocks from byte ``start`` on, equals the tensor, as a
-        scalar on its device."""
+        """Return whether ``copied`` equals the tensor from byte ``start`` on, as a scalar on its
+        device.
+
+        ``copied`` consists of whole blocks, see :meth:`span`, and begins at a multiple of eight
+        bytes.
+        """
         rows, columns = _sums(copied, self.word_nbytes)
         first = start // ROW_NBYTES
         block = start // BLOCK_NBYTES
@@ -118,7 +126,10 @@ class _Held:
 
 
 class DeviceSnapshot:
-    """Sums of tensors on an accelerator as of one moment, for the copying threads."""
+    """Sums of tensors on an accelerator as of one moment.
+
+    Created in the trainer's thread at that moment; used by copying threads.
+    """
 
     def __init__(
         self, tensors: Mapping[int, torch.Tensor], empty: Callable[..., torch.Tensor] = torch.empty
@@ -143,8 +154,10 @@ class DeviceSnapshot:
         return row in self._held
 
     def staged(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, Doubt]:
-        """Copy bytes [start, stop) of ``row`` on its device, or to the host if it is full. Returns
-        the copy and a doubt."""
+        """Copy bytes [start, stop) of ``row`` on its device, or to the host if the device is full.
+
+        Returns the copy, and whether its bytes are as of the snapshot.
+        """
         held = self._held[row]
         try:
             return self._staged_on(held.data.device, row, start, stop)

@@ -69,8 +69,11 @@ class ChangedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The memory of one tensor: copy it ``at_once``; ``watch`` it after the copy; or ``untracked``,
-    if the kernel does not see all writes."""
+    """The memory of one tensor.
+
+    ``at_once``: copy it at the call. ``watch``: keep it armed after the copy, to see later writes.
+    ``untracked``: the kernel does not see all writes to it.
+    """
 
     row: int
     address: int
@@ -90,8 +93,11 @@ class HostSnapshot:
     def __init__(
         self, regions: Sequence[Region], tracker: WriteTracker | None, *, prove: bool = False
     ) -> None:
-        """Arm, copy and digest ``regions``; :meth:`confirm` must follow. ``prove``: take digests of
-        tracked memory, too. Raises ChangedError if memory is no longer mapped."""
+        """Arm, copy and digest ``regions``; the caller must then call :meth:`confirm`.
+
+        ``tracker``: None if the system has none. ``prove``: take digests of tracked memory, too.
+        Raises ChangedError if memory is no longer mapped.
+        """
         self._tracker = tracker
         self._regions = regions
         self._at = {region.row: i for i, region in enumerate(regions)}
@@ -112,8 +118,10 @@ class HostSnapshot:
             raise
 
     def confirm(self) -> None:
-        """Read copied memory again, and copy regions due at once. Raises ChangedError if others
-        keep writing."""
+        """Read the copied memory again, and copy the tracked memory that was due at once.
+
+        Raises ChangedError if another thread or process keeps writing to the copied memory.
+        """
         if self._untracked:
             time.sleep(PAUSE_S)
         changed = set[int]()
@@ -138,8 +146,10 @@ class HostSnapshot:
         return row in self._at
 
     def copy(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
-        """Copy bytes [start, stop) of ``row``, as of the snapshot. ``disarm``: the last time.
-        Raises ChangedError."""
+        """Copy bytes [start, stop) of ``row``, as of the snapshot, to address ``to``.
+
+        ``disarm``: these bytes will not be read again. Raises ChangedError.
+        """
         with _changed(row):
             if self.compares(row):
                 self._copy_blocks(row, start, stop, to)
@@ -148,13 +158,16 @@ class HostSnapshot:
         self.check([(row, start, stop)], disarm=disarm)
 
     def compares(self, row: int) -> bool:
-        """Return whether reads are compared with digests, and only :meth:`copy` may read."""
+        """Return whether reads of ``row`` are compared with digests; then only :meth:`copy` may
+        read it."""
         i = self._at[row]
         return i in self._digests and i not in self._whole
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the (address, nbytes) to read bytes [start, stop) of ``row`` from, as of the
-        snapshot if a later :meth:`check` passes."""
+        """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
+
+        The bytes are as of the snapshot only if a later :meth:`check` passes.
+        """
         i = self._at[row]
         if i in self._whole:
             return [(self._whole[i].address + start, stop - start)]
@@ -173,8 +186,10 @@ class HostSnapshot:
         return found
 
     def check(self, read: Sequence[tuple[int, int, int]], *, disarm: bool = True) -> None:
-        """Raise ChangedError if any (row, start, stop) in ``read`` has changed. ``disarm``: see
-        :meth:`copy`."""
+        """Raise ChangedError if any (row, start, stop) in ``read`` has changed since the snapshot.
+
+        ``disarm``: see :meth:`copy`.
+        """
         pages = {part: self._pages(*part) for part in read}
         tracked = [range_ for range_ in pages.values() if range_[0] < range_[1]]
         # Neighbouring ranges share one query, which also covers the memory between them. Someone
@@ -188,7 +203,8 @@ class HostSnapshot:
                 self._disarm_read(*part)
 
     def _pages(self, row: int, start: int, stop: int) -> Range:
-        """Return the tracked pages behind bytes of ``row``; empty if those are copies."""
+        """Return the tracked pages behind bytes [start, stop) of ``row``; empty if those are
+        copies."""
         i = self._at[row]
         first = max(start, self._head[i])
         last = min(stop, self._tail[i])
@@ -219,8 +235,11 @@ class HostSnapshot:
         return i in self._digests or i not in self._untracked
 
     def written(self, row: int) -> bool:
-        """Return whether ``row`` has changed since the snapshot. Without digests it must still be
-        armed, and its first and last bytes are ignored."""
+        """Return whether ``row`` has changed since the snapshot.
+
+        For a row that is tracked without digests, its first and last bytes are ignored, and it must
+        not have been disarmed.
+        """
         i = self._at[row]
         if i not in self._digests:
             return not self._is_clean(self._tracked(i))
@@ -260,7 +279,8 @@ class HostSnapshot:
             self._arena = None
 
     def _lay_out(self) -> None:
-        """Compute the tracked bytes [head, tail) of regions, and where the arena has others."""
+        """Compute the tracked bytes [head, tail) of each region, and the arena offsets of the
+        others."""
         address = np.array([region.address for region in self._regions], np.int64)
         nbytes = np.array([region.nbytes for region in self._regions], np.int64)
         first = round_up(address, PAGE_NBYTES)
@@ -360,7 +380,10 @@ class HostSnapshot:
                 self._digests[i] = self._digests_of([i], self._whole[i].address)[0]
 
     def _changed_wholes(self) -> set[int]:
-        """Read the wholly copied regions again, copy changed ones again, and return their rows."""
+        """Read the wholly copied regions again, and repeat the copy of changed regions.
+
+        Returns the rows that have changed.
+        """
         copied = list(self._whole)
         again = self._digests_of(copied)
         changed = [i for i, found in zip(copied, again, strict=True) if found != self._digests[i]]
@@ -434,7 +457,10 @@ def _changed(row: int) -> Iterator[None]:
 
 
 def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
-    """Return which ranges overlap no other, (n,) bool, so that their pages are read only once."""
+    """Return which ranges overlap no other, (n,) bool.
+
+    Each page of such a range is read only once.
+    """
     order = np.lexsort((stop, start))
     ends = np.maximum.accumulate(stop[order])
     touches = np.zeros(len(order) + 1, bool)
@@ -445,7 +471,8 @@ def _alone(start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _first_difference(a: HostBuffer, b: HostBuffer, nbytes: int) -> int | None:
-    """Return the first differing position within ``nbytes``, or None."""
+    """Return the first position at which two buffers differ within ``nbytes``; None if they are
+    equal."""
     mine = np.frombuffer(a.view, np.uint8)
     theirs = np.frombuffer(b.view, np.uint8)
     whole = nbytes // 8 * 8
@@ -456,6 +483,7 @@ def _first_difference(a: HostBuffer, b: HostBuffer, nbytes: int) -> int | None:
 
 
 def _memory(nbytes: int) -> HostBuffer:
-    """Return a pooled buffer: allocating fresh memory costs more than the copy."""
+    """Return a pooled buffer of at least ``nbytes``: allocating fresh memory costs more than the
+    copy."""
     size = max(1 << 20, 1 << (nbytes - 1).bit_length())
     return host_pool(size).take()

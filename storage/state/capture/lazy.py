@@ -89,8 +89,11 @@ class LazyCapture:
     """
 
     def __init__(self, flat: FlatState, *, prove: bool = False, eager: bool = False) -> None:
-        """Prepare the capture. Raises SaveError if others keep writing to memory that must be
-        copied at once."""
+        """Prepare the capture.
+
+        Raises SaveError if another thread or process keeps writing to memory that must be copied at
+        once.
+        """
         _end_watches()
         if not eager:
             hook_optimizers()
@@ -156,8 +159,11 @@ class LazyCapture:
         return Region(row, local.data_ptr(), local.nbytes, at_once, watch=new, untracked=pinned)
 
     def copy(self, row: int, start: int, stop: int, to: torch.Tensor) -> Doubt | None:
-        """Copy bytes of the local tensor in ``row`` to host memory; the caller settles the doubt.
-        Raises SaveError if they have changed since the call."""
+        """Copy bytes [start, stop) of the local tensor in ``row`` to ``to``, uint8 in host memory.
+
+        Called by copying threads. The caller must settle the returned doubt. Raises SaveError if
+        the bytes have changed since the call.
+        """
         if row in self._device:
             staged, doubt = self._device.staged(row, start, stop)
             to.copy_(staged, non_blocking=True)
@@ -170,13 +176,19 @@ class LazyCapture:
         return self._host is not None and row in self._host and not self._host.compares(row)
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the (address, nbytes) to read bytes [start, stop) of ``row`` from, for
-        :meth:`is_tracked_only` rows. A later :meth:`check` must pass."""
+        """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
+
+        :meth:`is_tracked_only` must hold for the row. The bytes are as of the call only if a later
+        :meth:`check` passes.
+        """
         assert self._host is not None
         return self._host.segments(row, start, stop)
 
     def check(self, read: Sequence[tuple[int, int, int]]) -> None:
-        """Raise SaveError if any (row, start, stop), not to be read again, has changed."""
+        """Raise SaveError if any (row, start, stop) in ``read`` has changed since the call.
+
+        The checked bytes must not be read again.
+        """
         assert self._host is not None
         try:
             self._host.check(read)
@@ -198,7 +210,10 @@ class LazyCapture:
                 raise self._error(doubt.row)
 
     def read(self, row: int, start: int, stop: int, to: int, *, disarm: bool = True) -> None:
-        """Copy bytes of a ``row`` in host memory to an address. ``disarm``: for the last time."""
+        """Copy bytes of a ``row`` in host memory to an address, like :meth:`copy`, without doubt.
+
+        ``disarm``: they will not be read again.
+        """
         assert self._host is not None
         try:
             self._host.copy(row, start, stop, to, disarm=disarm)
@@ -206,8 +221,11 @@ class LazyCapture:
             raise self._error(row) from None
 
     def __contains__(self, row: int) -> bool:
-        """Return whether this capture copies ``row``, which is neither cloned nor constant until
-        the return."""
+        """Return whether this capture copies ``row``.
+
+        Other rows are read from the state's own tensors, which are clones already or stay constant
+        until the call returns.
+        """
         return row not in self._cloned and (row in self._device or self.has_in_host_memory(row))
 
     def has_in_host_memory(self, row: int) -> bool:
@@ -234,8 +252,11 @@ class LazyCapture:
         self._let_go(watching=True)
 
     def wait(self) -> None:
-        """Block until everything is copied or the save has failed. Raises UsageError on the
-        engine's thread."""
+        """Block until everything is copied or the save has failed; the save's deadlines bound the
+        wait.
+
+        Raises UsageError on the engine's thread, which does the copying.
+        """
         began_s = time.perf_counter()
         self.wait_in_call()
         self.waited_s += time.perf_counter() - began_s
@@ -248,7 +269,8 @@ class LazyCapture:
             pass
 
     def seen(self) -> None:
-        """End the watch if everything is copied: the trainer knows, and may write."""
+        """End the watch, since the trainer knows that everything is copied: later writes are not
+        early."""
         if self._captured.is_set():
             _end_watch(id(self))
 
@@ -307,8 +329,11 @@ class _Rows:
 
 
 def _sorted_eagerly(flat: FlatState) -> _Rows:
-    """Return the contiguous rows in host memory, which are all that an eager save checks: streams
-    order devices' copies, and clones would exceed the budget."""
+    """Return the contiguous rows in host memory; an eager save checks no others.
+
+    It watches nothing, streams order the copies of accelerators, and cloning the non-contiguous
+    rows would exceed the memory budget.
+    """
     rows = _sorted(flat)
     rows.device.clear()
     rows.new.clear()
@@ -447,8 +472,11 @@ def _end_watch(key: int) -> None:
 
 @functools.cache
 def hook_optimizers() -> None:
-    """Register a hook of every optimizer, once per process. Compiled steps see only hooks
-    registered before their compilation."""
+    """Register a hook of every optimizer, once per process: any may train the state being saved.
+
+    The first lazy save calls this. A compiled step only sees hooks registered before its
+    compilation.
+    """
     register_optimizer_step_pre_hook(never_compiled(lambda *_: fence()))
 
 

@@ -41,7 +41,10 @@ class GoneError(Exception):
 
 
 def read(address: int, to: int, nbytes: int) -> None:
-    """Copy ``nbytes`` without the GIL. Raises GoneError if any of it is not mapped."""
+    """Copy ``nbytes`` from ``address`` to ``to``, without the GIL.
+
+    Raises GoneError if any of it is not mapped.
+    """
     done = 0
     while done < nbytes:
         local = _PAIR.pack(to + done, nbytes - done)
@@ -72,7 +75,10 @@ def gather_segments(segments: Sequence[tuple[int, int]], to: int) -> None:
 
 
 def _readv(local: bytes, remote: bytes, segments: int) -> int:
-    """Copy with one system call, which may stop after any segment; return the bytes copied."""
+    """Copy with one system call and return the number of bytes copied, at least one.
+
+    The copy may stop at the end of any segment.
+    """
     done = -1
     error = errno.ENOSYS
     if _process_vm_readv is not None:
@@ -88,8 +94,11 @@ def _readv(local: bytes, remote: bytes, segments: int) -> int:
 
 
 def _read_file(local: bytes, remote: bytes) -> int:
-    """Copy the first segment, or its beginning. The file is opened each time: a descriptor
-    inherited by a forked child shows its parent's memory."""
+    """Copy the first segment, or its beginning, from this process's memory file.
+
+    The file is opened each time: a descriptor inherited by a forked child shows its parent's
+    memory.
+    """
     to, _ = _PAIR.unpack(local)
     address, nbytes = _PAIR.unpack_from(remote)
     with open("/proc/self/mem", "rb", buffering=0) as file:
@@ -132,7 +141,10 @@ def block_of(address: int, nbytes: int, number: int) -> Block:
 
 
 def digests_of(memory: Sequence[Block], to: int | None = None) -> list[list[bytes]]:
-    """Return the digests of the blocks of each part; copy them ``to``. Raises GoneError."""
+    """Return the digests of the blocks of each part of ``memory``.
+
+    With ``to``, also copy the parts back to back to that address. Raises GoneError.
+    """
     counts = [-(-nbytes // BLOCK_NBYTES) for _, nbytes in memory]
     blocks = [
         block_of(address, nbytes, number)

@@ -34,7 +34,8 @@ class _SwitchInterval:
             self.restore(user)
 
     def shorten(self, user: object) -> None:
-        """Shorten the interval until :meth:`restore` has been called for all users."""
+        """Shorten the interval until :meth:`restore` has been called for ``user`` and all other
+        users."""
         with self._lock:
             if not self._shortened_for:
                 self._before_s = sys.getswitchinterval()

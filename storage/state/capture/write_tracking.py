@@ -58,8 +58,10 @@ _log = logging.getLogger(__name__)
 
 
 class WriteTracker:
-    """The write tracker of this process, for ranges of whole pages. Thread-safe; users
-    :meth:`claim`."""
+    """The write tracker of this process. Ranges must consist of whole pages.
+
+    Thread-safe, except that two users must not share a page: see ``claim``.
+    """
 
     def __init__(self, userfaultfd: int, pagemap: int) -> None:
         self._userfaultfd = userfaultfd
@@ -109,7 +111,10 @@ class WriteTracker:
         os.close(self._pagemap)
 
     def claim(self, owner: object, ranges: Sequence[Range]) -> bool:
-        """Reserve pages, or return False if another owner has one: arming makes it clean."""
+        """Reserve ``ranges`` for ``owner``; return False if another owner holds one of their pages.
+
+        Arming a page makes it clean, so the other owner would miss a write.
+        """
         with self._lock:
             for theirs in self._claims.values():
                 together = sorted([*theirs, *ranges])
@@ -322,7 +327,10 @@ def listed_files(ranges: Sequence[Range], maps: bytes) -> list[Range]:
 
 
 def _overlaps(ranges: Sequence[Range], following: Callable[[int], Range | None]) -> list[Range]:
-    """Return the overlaps with the files that ``following`` finds at or above an address."""
+    """Return the overlaps of ``ranges`` with file mappings.
+
+    ``following`` returns the file mapping that contains an address, or the next one above it.
+    """
     found = []
     file: Range | None = (0, 0)
     for start, stop in ranges:

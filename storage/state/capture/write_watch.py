@@ -24,8 +24,10 @@ COUNT_MAX = 1 << 18
 
 
 class WriteHistory:
-    """Remembers, by tensor, whether it was ever written to early: at most ``COUNT_MAX``.
-    Thread-safe."""
+    """Remembers, by tensor, whether it was ever written to early. Thread-safe.
+
+    Forgets all tensors once it has more than ``COUNT_MAX``.
+    """
 
     def __init__(self) -> None:
         self._early: dict[Tensor, bool] = {}
@@ -36,7 +38,10 @@ class WriteHistory:
         return self._early.get(tensor)
 
     def learn(self, tensors: Iterable[Tensor], *, early: bool) -> list[Tensor]:
-        """Record observations, and return the newly early tensors. Once early, always early."""
+        """Record observations of ``tensors``, and return the newly early ones.
+
+        A tensor once seen as early stays early.
+        """
         with self._lock:
             news = [tensor for tensor in tensors if early and not self.is_early(tensor)]
             if len(self._early) > COUNT_MAX:
@@ -58,7 +63,10 @@ _log = logging.getLogger(__name__)
 
 
 class Watched:
-    """A tensor under watch, with a weak reference to its storage, and perhaps sums."""
+    """One tensor under watch, with a weak reference to its storage.
+
+    ``sums``: its bits as of the save; None if its pages are tracked.
+    """
 
     def __init__(self, known_as: Tensor, local: torch.Tensor, sums: BlockSums | None) -> None:
         self.known_as = known_as

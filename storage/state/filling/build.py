@@ -38,8 +38,11 @@ class Items:
     """Keys of containers whose items all belong to other ranks."""
 
     def add_value(self, value: Value, rank: int, world: int, kind: str) -> None:
-        """Add a value as ``rank`` of ``world`` has it. Lists skip items that only other ranks have;
-        a dict is the union."""
+        """Add a value as ``rank`` of ``world`` has it.
+
+        Lists skip the items that only other ranks have, whose lists were longer. A dict is the
+        union over all ranks.
+        """
         own = rank >= world or any(rank in ranks for ranks, _ in value.by_rank)
         self.own |= own
         self.others |= not own
@@ -55,7 +58,10 @@ class Items:
             self.foreign.add(key)
 
     def assembled(self, tree: Tree, number: int) -> object:
-        """Return the container ``number``. Items of other ranks come last."""
+        """Return the container ``number`` of ``tree``.
+
+        Items missing from the stored order belong to other ranks, and come last.
+        """
         kind = tree.containers[number].kind
         if kind != "dict":
             held = dict(chain(self.tensors, self.values, self.containers))
@@ -97,7 +103,10 @@ class Built:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def run(self, path: TypedPath) -> object:
-        """Return what is at ``path``: a container, tensor or value. Raises KeyError."""
+        """Return the state at ``path``: a container with all its items, a tensor or a value.
+
+        Raises KeyError if nothing is stored there.
+        """
         m = self._m
         depth = len(path)
         inside = [p[:depth] == path for p in self._paths]
@@ -199,7 +208,10 @@ class Built:
 
 
 def viewers(tree: Tree, paths: Sequence[TypedPath], rank: int) -> list[int]:
-    """Return the rank whose values each container shows: another one within a PerRank."""
+    """Return the rank whose values each container shows.
+
+    That is ``rank``, except within a PerRank's storage for another rank.
+    """
     sized = {
         (*paths[value.container], ("str", OF_RANKS))
         for value in tree.values

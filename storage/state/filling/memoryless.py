@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Given:
-    """Memory for one tensor of a module: for ``place``, and its ``copy`` in the state dict."""
+    """Memory for one tensor of a module.
+
+    ``whole`` is the memory, ``place`` the parameter or buffer, and ``copy`` the tensor that
+    represents it in the module's state dict.
+    """
 
     place: torch.Tensor
     copy: torch.Tensor
@@ -36,8 +40,12 @@ class Given:
 def find_without_memory(
     flat: FlatState, rows: Sequence[tuple[int, str]]
 ) -> dict[str, torch.Tensor]:
-    """Return the modules' meta-device parameters and buffers by name. Raises StateError if one of
-    ``rows``, with paths, is none of them."""
+    """Return the meta-device parameters and buffers of the modules in ``flat``, by their names
+    there.
+
+    ``rows`` lists the state's tensors on the meta device, with their paths. Raises StateError for
+    one that is not a parameter or buffer under its own name.
+    """
     if not rows:
         return {}
     found = _of_modules(flat)
@@ -93,7 +101,11 @@ def _of_module(walked: Walked) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def allocate(flat: FlatState, wanted: Wanted) -> list[Given]:
-    """Allocate memory for the wanted tensors without any, tied ones together, in ``wanted``."""
+    """Allocate memory for the wanted tensors of ``flat.without_memory``, and put it into
+    ``wanted``.
+
+    Tied tensors share their memory.
+    """
     if not flat.without_memory:
         return []
     rows = {name: row for row, name in enumerate(flat.names)}

@@ -52,8 +52,11 @@ class ObjectState:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and the rank that loads it. ``wanted`` collects the tensors to fill;
-    ``stored_dtypes`` are for ``cast=True``."""
+    """A checkpoint, and the rank of ``world`` that loads it.
+
+    ``wanted`` collects the tensors to fill. ``stored_dtypes``: with ``cast=True``, see
+    :func:`..adapters.kept_dtypes.kept_entry`.
+    """
 
     manifest: Manifest
     rank: int
@@ -65,7 +68,11 @@ class Source:
 def build_object_state(
     subtree: Subtree, modules: Sequence[Walked], source: Source, path: TypedPath
 ) -> ObjectState:
-    """Build the state at ``path``; its tensors are in ``source.wanted``. Raises KeyError."""
+    """Build the state at ``path`` for the object of ``subtree``.
+
+    Its tensors are still empty, and are added to ``source.wanted``. Raises KeyError if nothing is
+    stored there.
+    """
     restored = _restored(subtree, modules, source, path)
     if not restored.mismatched and not takes(subtree.owner, restored.state):
         keys = [key for _, key in path]
@@ -166,7 +173,10 @@ _GROUPS = (("str", "param_groups"),)
 
 
 def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
-    """Return the optimizer's groups at ``path`` with the parameters of all ranks, or None."""
+    """Return the optimizer's parameter groups at ``path``, with the parameters of all ranks.
+
+    None if there are no groups.
+    """
     base = (*path, *_GROUPS)
     below = {
         c: [key for _, key in keys[len(base) :]]
@@ -209,8 +219,10 @@ def _listed(
 
 
 def _per_rank(source: Source, path: TypedPath) -> ObjectState:
-    """Build the state of a PerRank: of all ranks, or this one if as many load. Other state counts
-    as each rank's own."""
+    """Build the state of a PerRank: of all saving ranks, or of this one only if as many load.
+
+    State saved without a PerRank counts as the own part of each rank.
+    """
     m = source.manifest
     paths = typed_paths(m.tree)
     by_path = {(*paths[v.container], (type(v.key).__name__, v.key)): v for v in m.tree.values}
@@ -247,7 +259,8 @@ def _own_part(source: Source, path: TypedPath) -> ObjectState | None:
 
 
 def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
-    """Return a warning if ranks' states differ and another number of ranks loads them."""
+    """Return a warning if the saving ranks' states differ and another number of ranks loads
+    them."""
     m = source.manifest
     if m.world == source.world:
         return {}

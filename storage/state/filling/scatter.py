@@ -18,7 +18,11 @@ from .targets import MemoryTable
 
 
 class Scatter:
-    """Executes the copies of a load plan into ``buffers``, which ``memory`` describes."""
+    """Executes the copies of a load plan.
+
+    ``buffers`` are the local tensors that ``targets.buffer`` indexes, and ``memory`` describes
+    them.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,8 @@ class Scatter:
         self._counted = counting("device_copy")
 
     def deliver(self, read: int, buffer: HostBuffer) -> None:
-        """Copy the bytes of a read to their targets. Thread-safe for distinct reads."""
+        """Copy the bytes of read number ``read`` to their targets. Thread-safe for distinct
+        reads."""
         if not self._on_device:
             self._copy(read, buffer)
             return

@@ -90,7 +90,8 @@ class Wanted:
     def add_all_whole(
         self, tensors: Ints, buffers: Sequence[torch.Tensor], names: Sequence[str]
     ) -> None:
-        """Add all of the tensors in these rows, each with its buffer and the buffer's name."""
+        """Add all of the tensors in these rows, each with its buffer and the buffer's name in the
+        state."""
         first = len(self.buffers)
         numbers = range(first, first + len(buffers))
         filled = map(torch.Tensor.numel, buffers)
@@ -99,7 +100,10 @@ class Wanted:
         self.buffers += buffers
 
     def add_whole(self, tensor: int, buffer: torch.Tensor, name: str | None = None) -> None:
-        """Add all of the tensor in row ``tensor``. ``name``: the buffer's name in the state."""
+        """Add all of the tensor in row ``tensor``, to be read into ``buffer``.
+
+        ``name``: the buffer's name in the state.
+        """
         self._named(name)
         if buffer.numel():
             self._whole.append((tensor, len(self.buffers)))
@@ -131,8 +135,11 @@ class Wanted:
             self.names[len(self.buffers)] = name
 
     def memory(self) -> MemoryTable:
-        """Return where the buffers lie, once all are added. Raises UsageError in a child forked
-        after CUDA was initialized."""
+        """Return where the buffers lie; called after all have been added.
+
+        Raises UsageError in a child forked after CUDA was initialized, where they could not be
+        filled.
+        """
         if self._memory is None:
             self._memory = MemoryTable.of(self.buffers)
             if not self._memory.on_host.all() and devices_of(self.buffers):
@@ -178,7 +185,8 @@ class Wanted:
         )
 
     def targets(self, shape: Ints) -> Targets:
-        """Return the wishes as columns. ``shape`` (T, D): of the checkpoint's tensors."""
+        """Return the wishes as columns. ``shape`` (T, D) are the shapes of the checkpoint's
+        tensors."""
         width = shape.shape[1]
         tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
         whole = shape[tensor]
@@ -268,7 +276,10 @@ def _match_tensors(
 
 
 def _are_plain(flat: FlatState) -> bool:
-    """Return whether all tensors are whole and contiguous, which saves looking at each."""
+    """Return whether all tensors of the state are whole and contiguous.
+
+    That holds for most states, and saves looking at each tensor.
+    """
     layouts = {id(layout): layout for layout in flat.layouts}
     whole = all(layout.local_shape == layout.shape for layout in layouts.values())
     return whole and all(map(torch.Tensor.is_contiguous, flat.locals))
@@ -328,7 +339,8 @@ def _unfillable(local: torch.Tensor) -> str | None:
 
 
 def typed_paths(tree: Tree) -> list[TypedPath]:
-    """Return the typed keys that lead to each container: 1, True and 1.0 are distinct."""
+    """Return the keys that lead to each container, with their types: 1, True and 1.0 are
+    distinct."""
     out: list[TypedPath] = [()]
     for c in tree.containers[1:]:
         out.append((*out[c.parent], (type(c.key).__name__, c.key)))
@@ -377,7 +389,10 @@ def _compare_descriptions(
 
 
 def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
-    """Resolve containers that are at two places: the last value wins. Reports different values."""
+    """Resolve containers that are in the state at two places: the last value assigned wins.
+
+    Reports those whose stored values differ.
+    """
     last: dict[tuple[int, Key, str], int] = {}
     for container, key, row in found.assign:
         node = flat.nodes[container]
@@ -408,8 +423,11 @@ def _dotted_value(tree: Tree, row: int) -> str:
 
 
 def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
-    """Return the paths of modules and optimizers, whose small values vary with torch's version:
-    only shared ones are loaded."""
+    """Return the paths of modules and optimizers.
+
+    Their small values (hyperparameters) vary with torch's version: shared ones are loaded, all
+    others stay as they are.
+    """
     return [_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is not None]
 
 

@@ -20,15 +20,20 @@ Path = tuple[str | int, ...]
 def flat_state_of_items(
     paths: Mapping[str, Path], values: Mapping[str, object], parts: Mapping[str, Sequence[Shard]]
 ) -> FlatState:
-    """Return the state with these values and tensor ``parts``, each at its path. Raises
-    StateError."""
+    """Return the state that has ``values``, and tensors with these ``parts``, each at its path.
+
+    Raises StateError, naming the path, for a value that cannot be stored.
+    """
     flat = flat_state_at(paths, {**values, **{name: held[0] for name, held in parts.items()}})
     _add_further_parts(flat, parts)
     return flat
 
 
 def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> FlatState:
-    """Return the state with these values and tensors at their paths, or raise StateError."""
+    """Return the state that has these values and tensors, each at its path.
+
+    Raises StateError, naming the path, for a value that cannot be stored.
+    """
     state: dict[str | int, object] = {}
     for name, item in items.items():
         put(state, paths[name], item)
@@ -45,8 +50,10 @@ def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> Fla
 
 
 def sound_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the paths, each replaced by its name as one key unless it leads through dicts and
-    complete lists."""
+    """Return the paths, each replaced by its name as a single key if it cannot belong to a state.
+
+    A sound path leads through dicts, and through lists without missing items.
+    """
     keys_in: defaultdict[Path, set[str | int]] = defaultdict(set)
     for path in paths.values():
         for depth, key in enumerate(path):
@@ -64,7 +71,8 @@ def sound_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def put(state: dict[str | int, object], path: Path, item: object) -> None:
-    """Put ``item`` at ``path``. Lists are dicts for now: some items may be missing."""
+    """Put ``item`` at ``path``. Lists are dicts for now, since some of their items may be
+    missing."""
     *above, key = path
     for step in above:
         within = state.setdefault(step, {})
@@ -74,7 +82,10 @@ def put(state: dict[str | int, object], path: Path, item: object) -> None:
 
 
 def _make_lists(tree: Tree, lists: set[Path]) -> None:
-    """Turn the containers at ``lists`` into lists, and drop the incomplete orders of dicts."""
+    """Turn the containers at ``lists`` into lists.
+
+    Drops the recorded order of dict items, which covers only some of them.
+    """
     tree.orders.clear()
     for number, path in enumerate(tree.paths()):
         if path in lists:

@@ -42,8 +42,12 @@ def lacks_form(item: object) -> bool:
 
 
 def converted(item: object, default: Default, path: str, depth: int) -> object:
-    """Return the replacement that ``default`` makes of ``item``, or raise StateError if it cannot
-    be stored either. ``depth`` counts nested conversions."""
+    """Return the replacement that ``default`` makes of ``item``, which is at ``path`` and lacks a
+    form.
+
+    ``depth`` counts this conversion and the enclosing ones. Raises StateError if the replacement
+    cannot be stored either.
+    """
     kind = type(item).__qualname__
     if depth > _DEPTH_MAX:
         raise StateError(

@@ -69,7 +69,10 @@ def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
 
 
 def _without_weights(flat: FlatState, placeholders: Mapping[int, str]) -> dict[str, str]:
-    """Return the state dicts with weights without elements: others may just be empty."""
+    """Return the state dicts whose weights have no elements.
+
+    A tensor of shape (0,) that is merely empty is unlikely to be called weight.
+    """
     weights: dict[int, list[str]] = {}
     for row, key in placeholders.items():
         if key.endswith(".weight"):

@@ -61,8 +61,10 @@ class SignatureScan:
         self._adapters = Adapters()
 
     def signature_of(self, state: object) -> tuple[Hashable, ...]:
-        """Scan all of ``state``. Raises NoSignatureError, with the objects opened by then in
-        ``opened``."""
+        """Scan all of ``state``, once.
+
+        Raises NoSignatureError; the objects opened until then are in ``opened``.
+        """
         try:
             with torch.no_grad():
                 self._container(self._plain(state), 0)

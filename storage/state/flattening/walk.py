@@ -51,8 +51,11 @@ _Emitted = Literal["t", "v", "c", ""]
 
 
 class Walker:
-    """One walk over one state, filling ``flat``. Containers are known by number, and ``prefix``
-    begins the names of their tensors."""
+    """One walk over one state, filling ``flat``.
+
+    An item is identified by the number of its container and its key there. ``prefix`` begins the
+    names of all tensors in that container.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,10 @@ class Walker:
         opened: Sequence[tuple[object, object]],
         default: Default | None,
     ) -> None:
-        """Prepare a walk. ``opened``: the first objects in order, with their states if known."""
+        """Prepare a walk.
+
+        ``opened``: the first objects with a state, in order, with their states if known already.
+        """
         self.on_meta: list[tuple[int, str]] = []
         """Rows of modules' tensors on the meta device, with their paths."""
         self._flat = flat
@@ -162,7 +168,10 @@ class Walker:
         return format_path(self._keys)
 
     def _note_kind(self, node: object, number: int, kind: str) -> None:
-        """Record the type of a container that is no plain dict, unless a module has it anyway."""
+        """Record the type of a container that is not a plain dict.
+
+        Modules are skipped: a load fills their existing containers.
+        """
         if self._loading or self._inside == "module":
             return
         name = None
@@ -194,7 +203,10 @@ class Walker:
             )
 
     def _note_order(self, number: int, emitted: Sequence[_Emitted]) -> None:
-        """Record the order of a dict that mixes tensors, values and containers."""
+        """Record the order of a dict's items if it mixes tensors, values and containers.
+
+        Each kind is stored separately, so the order between them would be lost.
+        """
         if len(set(emitted)) < 2:
             return
         runs: list[tuple[str, int]] = [
@@ -363,7 +375,8 @@ class Walker:
         self._rows.add(local, layout, origin, number, name)
 
     def _check_bytes(self, item: torch.Tensor, key: Key) -> None:
-        """Raise StateError for a tensor without bytes, unless the load allocates them."""
+        """Raise StateError for a tensor without bytes of its own, unless the load allocates
+        them."""
         reason = refusal(item)
         if reason is None:
             return
@@ -393,7 +406,10 @@ def _kind(container: object) -> str:
 
 
 class TensorRows:
-    """Adds rows to ``flat``, tied to an earlier row with the same memory and layout."""
+    """Adds rows to ``flat``, and finds the earlier row that each is tied to.
+
+    Tied tensors have the same bytes in memory and the same layout. Only one of them is stored.
+    """
 
     def __init__(self, flat: FlatState) -> None:
         self._flat = flat
@@ -443,7 +459,10 @@ class TensorRows:
         return root
 
     def store_first_by_name(self) -> None:
-        """Store the first of tied tensors by name: ranks may walk their states in other orders."""
+        """Store the first by name of each set of tied tensors.
+
+        Ranks that walk their state in another order then agree.
+        """
         flat = self._flat
         alias = np.array(flat.alias, np.int64)
         for root in sorted({row for row in flat.alias if row >= 0}):
