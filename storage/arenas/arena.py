@@ -345,10 +345,10 @@ class Arena:
         told = [event.generation]
         if isinstance(event, messages.Protected):
             told += [id for id in self._listeners if id < event.generation]
-        for generation in told:
-            listener = self._listeners.get(generation)
+        for generation, listeners in itertools.product(told, (self._listeners, self._outliving)):
+            listener = listeners.get(generation)
             if listener is not None and not listener(event):
-                del self._listeners[generation]
+                del listeners[generation]
         if isinstance(event, messages.Durable | messages.Voided) or (
             isinstance(event, messages.FlushFailed) and event.final
         ):

@@ -233,11 +233,13 @@ class Agreement:
         return True
 
     async def _agreed(self, id: GenerationId) -> None:
-        if not self._pool.generations.agreed(id):
+        generations = self._pool.generations
+        if generations.agreed(id):
+            self._counters.agreed += 1
+            await self._tell(Agreed(id, self.writing.agreed(id)))
+        elif generations.will_not_come(id):
             await self._tell(Voided(id, _LATER))
-            return
-        self._counters.agreed += 1
-        await self._tell(Agreed(id, self.writing.agreed(id)))
+        # Otherwise a trainer may still hand its image over to this new keeper, see vote().
 
     async def _guard(self, standing: Standing) -> None:
         """Encode the requested generation, and retain everything that other keepers may rely on.

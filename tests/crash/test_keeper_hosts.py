@@ -114,9 +114,10 @@ def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
 @pytest.mark.nightly(30)
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str) -> None:
-    """The keeper that replaces the leader, or another one, gets the images and flushes again."""
+    """The keeper that replaces the leader, or another one, gets the images and flushes again, even
+    if it learns that the step is agreed before it has an image of it."""
     run.environment["HOLDFAST_FILE_FAULTS"] = f"delay:1,delay_s:{DELAY_S}"
-    process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2]), 2)
+    process, _ = run.begin(Job(8, every=4, hosts=HOSTS[:2], enter_s=1), 2)
     wait_until((run.uri / "step-00000008" / "data").exists, 90)
     time.sleep(5 * DELAY_S)
     os.kill(run.status_of(name)["pid"], signal.SIGKILL)

@@ -8,6 +8,7 @@ alone, so a job that resumes from any step has to reach the same losses.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
@@ -25,7 +26,7 @@ import holdfast
 from holdfast.storage.arenas.arena import Arena
 from holdfast.storage.arenas.client import status_of
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder
-from holdfast.storage.arenas.messages import Inventory
+from holdfast.storage.arenas.messages import Enter, Inventory
 from holdfast.storage.pipeline.capture import TensorChunks
 
 POINTS: dict[str, tuple[type, str]] = {
@@ -58,7 +59,8 @@ class Job:
     many ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
     nobody. ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank
     starts to resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second
-    that a keeper started by this job may read from other keepers.
+    that a keeper started by this job may read from other keepers. ``enter_s``: how long ranks take
+    from entering an epoch to handing their images to a new keeper.
     """
 
     steps: int
@@ -77,6 +79,7 @@ class Job:
     late_s: float = 0.0
     patience_s: float = 30.0
     rate: str | None = None
+    enter_s: float = 0.0
 
     def host_of(self, rank: int, world: int) -> int:
         """Return the index in ``hosts`` of the host that runs ``rank``."""
@@ -117,6 +120,7 @@ def main() -> None:
         uri, every=job.every, keeper=keeper, deadline_s=job.patience_s, grace_s=5
     ) as run:
         note_looks(out / f"looks {rank}")
+        slow_down_entries(job.enter_s)
         if rank == world - 1:
             time.sleep(job.late_s)
         at = run.resume(state)
@@ -165,6 +169,18 @@ def note_looks(to: Path) -> None:
         return found
 
     Arena.look_up = noted  # type: ignore[method-assign]
+
+
+def slow_down_entries(seconds: float) -> None:
+    """Have each rank pause after it has entered an epoch."""
+    real = Arena.enter
+
+    async def slow(self: Arena, enters: Enter) -> bool:
+        accepted = await real(self, enters)
+        await asyncio.sleep(seconds)
+        return accepted
+
+    Arena.enter = slow  # type: ignore[method-assign]
 
 
 def on_host(job: Job, rank: int, world: int) -> dict[str, Any]:

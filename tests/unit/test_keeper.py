@@ -265,6 +265,33 @@ async def test_no_step_is_captured_until_the_next_keeper_has_all_images(
 
 
 @in_loop
+async def test_a_step_that_is_voided_before_it_is_handed_over_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next keeper may void a step once a rank has entered, before it has the rank's image."""
+    told = Told()
+    (tmp_path / "file").write_bytes(b"")
+    async with entered() as (keeper, arena):
+        await capture(arena, 1, told)
+        assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
+        await told.until(FlushFailed)
+        enter = arena.enter
+
+        async def voided(enters: Enter) -> bool:
+            found = await enter(enters)
+            await keeper._tell_all(Voided(GenerationId(0, 1), "lost"))
+            await told.until(Voided)
+            return found
+
+        monkeypatch.setattr(arena, "enter", voided)
+        await cut(arena)
+        await told.until(Voided)
+        assert arena._reopening is not None
+        await arena._reopening
+        assert arena._wishes == {}
+
+
+@in_loop
 async def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
     tmp_path: Path,
 ) -> None:

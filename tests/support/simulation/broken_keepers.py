@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.messages import Agreed, Voided
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.decisions import choice, votes
 from holdfast.storage.keeper.decisions.generations import Generations
@@ -337,6 +338,14 @@ def asked_once(real: Any) -> Any:
     return wish
 
 
+async def agreed_or_void(self: Agreement, id: GenerationId) -> None:
+    """Void an agreed step that this keeper holds no image of, though one may be handed over."""
+    has_it = self._pool.generations.agreed(id)
+    await self._tell(Agreed(id) if has_it else Voided(id, "no image"))
+    if has_it:
+        self.writing.agreed(id)
+
+
 def settled_by_silence(self: Agreement, standing: Any, agreed: Any) -> list[GenerationId]:
     """Take every generation for void that the leader does not name."""
     named = {*agreed, *standing.open}
@@ -435,6 +444,10 @@ BROKEN_HOSTS = [
     keeper(
         "a request to flush is lost with the keeper that it was sent to",
         (HostKeeper, "wish", asked_once),
+    ),
+    keeper(
+        "a new keeper voids an agreed step before its images are handed over",
+        (Agreement, "_agreed", instead(agreed_or_void)),
     ),
     keeper(
         "steps that a new leader has not heard of are void",

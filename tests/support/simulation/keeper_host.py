@@ -140,19 +140,19 @@ class Trainer:
             return
         self.world.count("entered", str(self))
         self.mapped, self.sealed = {}, {}
-        wanted, self.wanted = self.wanted, set()
         self.hears = keeper
         for slot, encoded in sorted(sealed.items(), key=step_of):
             yield
             if not keeper.alive:
                 self.mapped, self.sealed = mapped, sealed
-                self.wanted = wanted
                 return
             id = step_of((slot, encoded))
-            if keeper.adopt(self, mapped[slot], encoded) and id in wanted:
-                self.wanted.add(id)
+            if not keeper.adopt(self, mapped[slot], encoded):
+                self.wanted.discard(id)
+            elif id in self.wanted:
                 yield
                 keeper.wish(self, id.step)
+        self.wanted.intersection_update(map(step_of, sealed.items()))
         self.keeper = keeper
 
     def keep(self) -> Task:
