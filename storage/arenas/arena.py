@@ -39,7 +39,7 @@ _MAKING_SHARE = 0.5
 _CONNECT_PAUSE_S = 0.02
 
 A = TypeVar("A")
-Listener = Callable[["messages.Event | KeeperLost"], bool]
+Listener = Callable[["messages.GenerationEvent | KeeperLost"], bool]
 """Called with each event of its generation, and with the protection of a later one. Returns whether
 it wants more events; after :class:`KeeperLost`, these come from the next keeper."""
 
@@ -79,7 +79,8 @@ class Arena:
     """One rank's connection to the memory of its keeper.
 
     ``start()`` starts a keeper if none is alive; None: never start one. ``mapped(memory)`` is
-    called in a thread once the memory of a slot is mapped for capturing.
+    called in a thread once the memory of a slot is mapped for capturing; ``rank_lost(rank)``, once
+    another rank of the epoch has died.
     """
 
     def __init__(
@@ -89,12 +90,14 @@ class Arena:
         deadline_s: float,
         start: Callable[[], Awaitable[None]] | None = None,
         mapped: Callable[[Memory], object] = lambda memory: None,
+        rank_lost: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._folder = folder
         self._hello = hello
         self._deadline_s = deadline_s
         self._start = start
         self._mapped = mapped
+        self._rank_lost = rank_lost
         self._client: KeeperClient | None = None
         self._enters = messages.Enter(-1, None)
         self._slots: dict[int, Memory] = {}
@@ -342,6 +345,9 @@ class Arena:
         else:
             for fd in fds:
                 os.close(fd)
+        if isinstance(event, messages.RankLost):
+            self._rank_lost(event.rank)
+            return
         told = [event.generation]
         if isinstance(event, messages.Protected):
             told += [id for id in self._listeners if id < event.generation]
@@ -441,6 +447,10 @@ class Arena:
         if listener is not None and not adopted:
             del self._listeners[generation]
             self._void({generation: listener})
+
+    async def leave(self, *, finished: bool) -> None:
+        """Announce that this rank ends on purpose; see :class:`.messages.Leave`."""
+        await self._done(messages.Leave(finished))
 
     async def close(self) -> None:
         """Disconnect; the keeper lives on. Safe to call twice."""

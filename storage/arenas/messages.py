@@ -15,7 +15,7 @@ from ..ranks.messages import codec
 from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,14 @@ class Rebuild:
 @dataclass(frozen=True, slots=True)
 class Release:
     """Allows all images that this trainer has opened to be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Announces that this rank ends on purpose, so the others need not be notified. ``finished``:
+    training is over, and nobody will resume from memory."""
+
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +280,13 @@ class FlushFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLost:
+    """Event: a rank of this epoch has died, so no later step can be agreed on."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Precedes the answer to a long request, with its number, and reports progress."""
 
@@ -286,13 +301,15 @@ Request: TypeAlias = (
     | Open
     | Rebuild
     | Release
+    | Leave
     | Adopt
     | Flush
     | StatusAsked
     | Stop
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
-Event: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
+GenerationEvent: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
+Event: TypeAlias = GenerationEvent | RankLost
 Message: TypeAlias = Request | Answer | Event | Progress
 
 _KINDS = {

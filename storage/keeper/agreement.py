@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId, Label
-from ..arenas.messages import Agreed, Event, Protected, Voided
+from ..arenas.messages import Agreed, Event, Protected, RankLost, Voided
 from .decisions.standing import Report, Standing
 from .decisions.votes import KEPT, Outcome, Vote
 from .flushing.local_level import LocalLevel
@@ -64,6 +64,10 @@ class Agreement:
         attempt."""
         self._guarding: set[GenerationId] = set()
         """Generations that peers may be encoding, or have encoded without this keeper knowing."""
+        self._lost: set[int] = set()
+        """Ranks of this host that have died in this epoch."""
+        self._announced: set[int] = set()
+        """Dead ranks of which the trainers of this host know."""
 
     def enter(
         self,
@@ -79,6 +83,8 @@ class Agreement:
             self._handed_over = set()
             self._known = {}
             self._open = ()
+            self._lost = set()
+            self._announced = set()
             self._guards.stop()
             self._guards.drop_later(chosen)
             self._guarded = {id for id in self._guarded if groups and _is_left(id, chosen)}
@@ -134,6 +140,11 @@ class Agreement:
             self._pool.generations.void(id)
             await self._tell(Voided(id, text))
 
+    def rank_lost(self, rank: int) -> None:
+        """Notify all trainers of the job that a rank of this host has died."""
+        self._lost.add(rank)
+        self.tell_later()
+
     def damaged(self, id: GenerationId) -> None:
         """Void a generation whose image has changed in memory."""
         self._votes.pop(id, None)
@@ -169,6 +180,7 @@ class Agreement:
             max(self._guarded, default=None),
             self.writing.written,
             self.writing.waiting(epoch),
+            tuple(sorted(self._lost)),
         )
 
     def _made(self) -> GenerationId | None:
@@ -205,6 +217,10 @@ class Agreement:
         named = {*standing.void, *agreed}
         self._known = {id: outcome for id, outcome in self._known.items() if id in named}
         await self._guard(standing)
+        if standing.epoch == self.reporting.lead.epoch:
+            for rank in sorted({*standing.lost} - self._announced):
+                self._announced.add(rank)
+                await self._tell(RankLost(rank))
         self._counters.report_failures = self.reporting.failures
         await self.writing.follow(standing)
 

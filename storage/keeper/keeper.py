@@ -91,6 +91,9 @@ class Keeper:
         self._token = ""
         self.ended = asyncio.Event()
         self._startup = Startup()
+        self._finished = set[int]()
+        """Ranks of this epoch and host that have finished training."""
+        self._all_finished = False
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             messages.Enter: self._enter,
             messages.Fill: self._fill,
@@ -100,6 +103,7 @@ class Keeper:
             messages.Open: self._open,
             messages.Rebuild: self._rebuild,
             messages.Release: self._release,
+            messages.Leave: self._leave,
             messages.Adopt: self._adopt,
             messages.Flush: self._flush,
         }
@@ -218,6 +222,8 @@ class Keeper:
         self._used_s = time.monotonic()
         self._generations.client_gone(trainer.number)
         self._guards.released(trainer.number)
+        if not trainer.left and trainer.epoch == self._generations.epoch:
+            self._agreement.rank_lost(trainer.rank)
 
     def _back(self, trainer: Trainer) -> None:
         self._generations.drop_unfinished(trainer.number)
@@ -246,6 +252,8 @@ class Keeper:
         if refusal is not None:
             return self._refuse(trainer, refusal), []
         trainer.epoch = message.epoch
+        self._finished.clear()
+        self._all_finished = False
         self._agreement.enter(message.epoch, message.chosen, message.hosts, message.groups)
         self._writing.forget_dropped()
         self._close_unheld()
@@ -403,6 +411,14 @@ class Keeper:
         self._guards.released(trainer.number)
         return messages.Done(), []
 
+    async def _leave(self, trainer: Trainer, message: messages.Leave, fds: Sequence[int]) -> _Reply:
+        trainer.left = True
+        if message.finished and trainer.epoch == self._generations.epoch:
+            self._finished.add(trainer.rank)
+            own_ranks = self.reporting.own_ranks(trainer.world)
+            self._all_finished = self._finished.issuperset(own_ranks)
+        return messages.Done(), []
+
     async def _open(self, trainer: Trainer, message: messages.Open, fds: Sequence[int]) -> _Reply:
         number = self._generations.open(trainer.number, message.generation, message.rank)
         if number is None:
@@ -509,6 +525,14 @@ class Keeper:
             parity_nbytes=self._guards.nbytes,
             ready=self._startup.over.is_set(),
         )
+
+    @property
+    def is_finished(self) -> bool:
+        """True once all ranks of this host have finished training and have ended, and nothing in
+        memory is newer than storage."""
+        if not self._all_finished or self._trainers or self._tasks:
+            return False
+        return self._generations.newest_agreed == self._writing.durable
 
     @property
     def idle_s(self) -> float:

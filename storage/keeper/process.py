@@ -66,10 +66,15 @@ def _locked(folder: KeeperFolder) -> Iterator[None]:
 
 
 async def keep(
-    options: KeeperOptions, folder: KeeperFolder, store: DescriptorStore | None = None
+    options: KeeperOptions,
+    folder: KeeperFolder,
+    store: DescriptorStore | None = None,
+    *,
+    ends_with_training: bool = False,
 ) -> None:
     """Run the keeper of a run until it is stopped (by SIGTERM, SIGINT or a message) or has been
-    idle for ``linger_s``. ``store``: keeps the memory while a keeper service restarts. Raises
+    idle for ``linger_s``. ``store``: keeps the memory while a keeper service restarts.
+    ``ends_with_training``: also exit once training is finished and its last step in storage. Raises
     RunningError, UsageError, OSError."""
     folder.make()
     with _locked(folder):
@@ -90,7 +95,9 @@ async def keep(
                     keeper.welcomes()
                     where = os.getpid(), folder.path
                     _log.info("keeper of run %s, process %d, %s", options.run, *where)
-                    await _until_ended(keeper, options.linger_s)
+                    await _until_ended(
+                        keeper, options.linger_s, ends_with_training=ends_with_training
+                    )
                 await keeper.finish(GRACE_S)  # still together with the other keepers
                 await keeper.reporting.close()
         finally:
@@ -165,11 +172,14 @@ async def _accept(sock: socket.socket, keeper: Keeper) -> None:
         keeper.run_later(keeper.attend(Line(connection)))
 
 
-async def _until_ended(keeper: Keeper, linger_s: float) -> None:
+async def _until_ended(keeper: Keeper, linger_s: float, *, ends_with_training: bool) -> None:
     while not keeper.ended.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await keeper.ended.wait()
+        if ends_with_training and keeper.is_finished:
+            _log.info("training is finished, and its last step is in storage")
+            return
         if keeper.idle_s > linger_s:
             _log.info("idle for %.0f s", linger_s)
             return
@@ -181,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         options = KeeperOptions(**json.loads(text))
-        asyncio.run(keep(options, KeeperFolder.of(options.run)))
+        asyncio.run(keep(options, KeeperFolder.of(options.run), ends_with_training=True))
     except RunningError:
         return 0  # another process of this host was faster
     except (HoldfastError, OSError) as error:

@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Trainer:
     """A connected process. ``number``: identifies it in the state machine; ``handed``: slots whose
-    memory it was given; ``asks``: number of the request being answered."""
+    memory it was given; ``asks``: number of the request being answered; ``left``: it has announced
+    its end."""
 
     number: int
     pid: int
@@ -40,6 +41,7 @@ class Trainer:
     pidfd: int
     epoch: int = -1
     asks: int = 0
+    left: bool = False
     handed: set[int] = field(default_factory=set)
 
 
@@ -99,6 +101,7 @@ class Trainers:
             known.line = line
             known.handed.clear()  # the trainer has closed these, or hands them over
             known.rank, known.world, known.host = hello.rank, hello.world, hello.host
+            known.left = False
             self._back(known)
             return known
         pidfd = line.peer_pidfd()

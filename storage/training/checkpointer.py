@@ -169,8 +169,11 @@ class Checkpointer:
             hook_optimizers()
         self._preemption: Preemption | None = None
         if grace_s is not None and not is_exiting():
-            self._preemption = Preemption(grace_s)
-            self._preemption.install()
+            self._preemption = preemption = Preemption(grace_s)
+            preemption.install()
+            if self._memory is not None:
+                # Without all ranks, no save can complete, so there is nothing to wait for.
+                self._memory.rank_lost = lambda rank: preemption.cut_short()
 
     @property
     def counters(self) -> Counters:
@@ -323,11 +326,16 @@ class Checkpointer:
         """
         if self._closed or self._pid != os.getpid():
             return
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
         self._closed = True
         self._unclosed.detach()
         try:
             self._settle()
             self._stats.raise_at_end(self._on_error)
+            if self._memory is not None and not failed:
+                self._memory.leave(finished=not self.preempted)
         finally:
             if self._memory is not None:
                 self._memory.close()
@@ -343,11 +351,13 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        if error is None:
             self.close()
+            return
+        try:
+            if not self._closed and self._pid == os.getpid():
+                self._close(failed=True)
         except Exception as failure:
-            if error is None:
-                raise
             # The error that ended the loop takes precedence.
             _log.error("closing the Checkpointer failed: %s", failure)
 
@@ -509,6 +519,8 @@ class Checkpointer:
         self._decisions.highest(
             "stopped", step, self._preemption.left_s if self._decisions.leads else 0.0
         )
+        if self._memory is not None:
+            self._memory.leave(finished=False)
         self._preemption.leave()
         return True
 

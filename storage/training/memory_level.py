@@ -56,6 +56,8 @@ class MemoryLevel:
         """True if this rank tells its keeper what to flush to storage."""
         self._protects = False
         """True if hosts protect each other's images."""
+        self.rank_lost: Callable[[int], None] = lambda rank: None
+        """Called, on the engine's loop, once another rank has died."""
         self.problem = ""
         """The reason why no step is kept in memory; empty if steps are kept."""
 
@@ -87,7 +89,8 @@ class MemoryLevel:
         async def start() -> None:
             await start_keeper(option, folder, self._run)
 
-        arena = Arena(folder, hello, option.deadline_s, start if option.starts else None, pin)
+        starts = start if option.starts else None
+        arena = Arena(folder, hello, option.deadline_s, starts, pin, self._rank_lost)
         self._arena = arena
         if not await arena.open(moved):
             _log.warning("rank %d has no keeper: %s", hello.rank, arena.problem)
@@ -229,6 +232,16 @@ class MemoryLevel:
             return None
         local = self._option.local is not None
         return ByKeeper(self.arena, storage, self._flushes, self._protects, local)
+
+    def _rank_lost(self, rank: int) -> None:
+        _log.info("rank %d has died", rank)
+        self.rank_lost(rank)
+
+    def leave(self, *, finished: bool) -> None:
+        """Announce that this rank ends on purpose. ``finished``: nobody will resume from memory, so
+        the keeper may end."""
+        if self._arena is not None:
+            run(self._arena.leave(finished=finished))
 
     def close(self) -> None:
         """Disconnect from the keeper, which keeps running."""

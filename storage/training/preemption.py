@@ -68,6 +68,13 @@ class Preemption:
         if self._until_s is None:
             self._until_s = came_s + self.grace_s
 
+    def cut_short(self) -> None:
+        """End the grace period now, or as soon as SIGTERM arrives. May be called by any thread."""
+        self.grace_s = 0.0
+        if self._until_s is not None:
+            self._until_s = time.monotonic()
+        _process.cut_short()
+
     def leave(self) -> None:
         """Leave; the last one restores the handler, which gets a SIGTERM that has come."""
         _process.leave(self)
@@ -106,6 +113,12 @@ class _Process:
             self._members.append(weakref.ref(member))
             if self._came_s is not None:
                 member.ask(self._came_s)
+                self._set_timer()
+
+    def cut_short(self) -> None:
+        """Apply a grace period that has become shorter."""
+        with self._lock:
+            if self._came_s is not None and self.is_installed:
                 self._set_timer()
 
     def leave(self, member: Preemption) -> None:

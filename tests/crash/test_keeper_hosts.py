@@ -57,11 +57,11 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
     run.train(killed_at(5, every=4, hosts=hosts), 3)
     assert run.steps() == [4]
     run.lose("b")
-    found = run.train(Job(8, every=4, hosts=("a", "new", "c"), guards=True), 3)
-    check(found, 5, "memory", 8)
+    found = run.train(Job(9, every=4, hosts=("a", "new", "c"), guards=True), 3)
+    check(found, 5, "memory", 9)
     assert run.status_of("new")["counters"]["rebuilt"] == 1
     assert run.steps() == [4, 8]
-    assert run.status_of("a")["protected_step"] == 8
+    assert run.status_of("a")["protected_step"] == 9
     with holdfast.open(run.uri / "step-00000008") as checkpoint:
         checkpoint.verify()
 

@@ -6,6 +6,7 @@ After every failure a run resumes from a complete step and reaches the losses of
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from support.kept_runs import (
     kept_run,
     wait_until,
 )
+
+from holdfast.storage.arenas.client import status_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -93,6 +96,35 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     assert after.resumed["tier"] == "memory"
     assert after.resumed["step"] >= 5
     check_losses(after, 14)
+
+
+@pytest.mark.nightly(9)
+def test_survivors_of_a_dead_rank_end_at_once(run: KeptRun) -> None:
+    """The launcher sends them SIGTERM. No save can complete without the dead rank, so they do not
+    use their grace period."""
+    grace_s = 25
+    process, out = run.begin(Job(9, accident=Accident(5, "die", rank=1), grace_s=grace_s), 2)
+    wait_until(lambda: (out / "losses 1").read_text().count("\n") == 5, 90)
+    began_s = time.monotonic()
+    _, stderr = process.communicate(timeout=110)
+    assert process.returncode != 0
+    assert time.monotonic() - began_s < grace_s, stderr
+    after = run.train(Job(9), 2)
+    assert after.resumed["tier"] == "memory"
+    check_losses(after, 9)
+
+
+@pytest.mark.nightly(9)
+def test_a_keeper_ends_with_the_training(run: KeptRun) -> None:
+    """Its memory is not needed any more if the last step is in storage, unlike after a kill."""
+    run.train(Job(4, every=4, accident=Accident(4, "kill")), 2)
+    keeper = run.keeper
+    time.sleep(2)
+    assert status_of(keeper) is not None
+    found = run.train(Job(8, every=4), 2)
+    assert found.code == 0, found.stderr
+    wait_until(lambda: status_of(keeper) is None, 20)
+    assert run.steps() == [4, 8]
 
 
 @pytest.mark.nightly(16)

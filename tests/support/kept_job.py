@@ -42,8 +42,9 @@ class Accident:
     """Accident ``what`` at ``step`` on ``rank`` (-1: on all).
 
     ``kill``: once the step is agreed. ``kill before POINT``, one of :data:`POINTS`: during its
-    capture. ``stop keeper`` and ``kill keeper``: send that signal to the keeper. ``sigterm``: send
-    it to this process; ``sigterm to all``: to the keeper too.
+    capture. ``die``: at once, while the others compute for a minute. ``stop keeper`` and ``kill
+    keeper``: send that signal to the keeper. ``sigterm``: send it to this process; ``sigterm to
+    all``: to the keeper too.
     """
 
     step: int
@@ -59,7 +60,7 @@ class Job:
     many ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
     nobody. ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank
     starts to resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second
-    that a keeper started by this job may read from other keepers. ``enter_s``: how long ranks take
+    that a keeper started by this job may read from other keepers. ``grace_s``: after SIGTERM. ``enter_s``: how long ranks take
     from entering an epoch to handing their images to a new keeper.
     """
 
@@ -80,6 +81,7 @@ class Job:
     patience_s: float = 30.0
     rate: str | None = None
     enter_s: float = 0.0
+    grace_s: float = 5.0
 
     def host_of(self, rank: int, world: int) -> int:
         """Return the index in ``hosts`` of the host that runs ``rank``."""
@@ -117,7 +119,7 @@ def main() -> None:
     )
     log = (out / f"losses {rank}").open("a", buffering=1)
     with holdfast.Checkpointer(
-        uri, every=job.every, keeper=keeper, deadline_s=job.patience_s, grace_s=5
+        uri, every=job.every, keeper=keeper, deadline_s=job.patience_s, grace_s=job.grace_s
     ) as run:
         note_looks(out / f"looks {rank}")
         slow_down_entries(job.enter_s)
@@ -248,6 +250,10 @@ def arm(accident: Accident, rank: int) -> None:
 
 def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
     """The accident."""
+    if accident.what == "die":
+        if rank != accident.rank:
+            time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
     if accident.rank not in (-1, rank):
         return
     if accident.what == "kill":

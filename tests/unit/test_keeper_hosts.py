@@ -178,6 +178,25 @@ async def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
         assert looked != []
 
 
+@in_loop
+async def test_all_hosts_hear_that_a_rank_has_died() -> None:
+    """The keeper of each host notifies its trainers, once."""
+    async with kept_hosts("off", [0], [1], [2]) as job:
+        heard: list[int] = []
+        for host in job.hosts.values():
+            for arena in host.arenas.values():
+                arena._rank_lost = heard.append
+        for rank, name in ((1, "b"), (0, "a")):
+            heard.clear()
+            job.hosts[name].keeper._agreement.rank_lost(rank)
+            await until(lambda: len(heard) == 3, "all ranks hear of it")
+            assert set(heard) == {rank}
+        await job.enter(chosen=None)
+        told = await job.step(1)
+        assert all(Agreed in kinds(one) for one in told)
+        assert len(heard) == 3
+
+
 async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
     """The status that the lead keeper answers a report with."""
     request = urllib.request.Request(

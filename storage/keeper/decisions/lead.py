@@ -63,6 +63,8 @@ class Lead:
         self._written: dict[str, Written] = {}
         self._ended: FlushEnd | None = None
         self._wanted: set[GenerationId] = set()
+        self._lost: set[int] = set()
+        """Ranks that have died in this epoch."""
 
     @property
     def epoch(self) -> int:
@@ -99,6 +101,7 @@ class Lead:
         self._have_guarded = set()
         self._failures = self._rest = 0
         self._wanted = set()
+        self._lost = set()
         # A flush that was ordered stays pending: keepers report its result in this epoch, too.
         self._written = {}
         self._count += 1
@@ -111,6 +114,7 @@ class Lead:
         if incarnation_of(report.seen) == self._incarnation:
             self._heard.add(report.name)
         self._note_guarded_by_all(report)
+        self._lost.update(report.lost)
         for vote in report.votes:
             if vote.generation.epoch == self._epoch:
                 self._ballot.cast(vote)
@@ -248,4 +252,5 @@ class Lead:
             settled if settled is not None and settled.epoch == self._epoch else None,
             self._flush,
             self._ended,
+            tuple(sorted(self._lost)),
         )

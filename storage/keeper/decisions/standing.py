@@ -50,6 +50,8 @@ class Report:
     """Its part of the newest flush."""
     wanted: tuple[GenerationId, ...] = ()
     """Agreed generations that wait here to be flushed."""
+    lost: tuple[int, ...] = ()
+    """Ranks of its host that have died."""
     seen: str = ""
     """Version of the last standing."""
     waits: bool = False
@@ -103,6 +105,9 @@ class Standing:
     """The flush to write now."""
     ended: FlushEnd | None = None
     """The newest flush that has ended."""
+
+    lost: tuple[int, ...] = ()
+    """Ranks that have died in this epoch."""
 
     @property
     def flushed(self) -> GenerationId | None:

@@ -97,6 +97,12 @@ class Writing:
         ended = self._ended
         return ended if ended is not None and ended.final else None
 
+    @property
+    def durable(self) -> GenerationId | None:
+        """Generation of the newest flush, if that has succeeded."""
+        over = self._over
+        return over.generation if over is not None and not over.problem else None
+
     def agreed(self, generation: GenerationId) -> bool:
         """Begin the flush of an agreed generation, if wanted, and the write to the local level, if
         due; both pin it. Return whether the local write has begun."""

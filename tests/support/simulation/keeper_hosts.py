@@ -587,7 +587,10 @@ class Hosts(Promises):
 
     def notice(self, trainer: Trainer) -> None:
         """The keeper is told of a process that has ended."""
-        trainer.host.keeper.generations.client_gone(trainer.client)
+        keeper = trainer.host.keeper
+        keeper.generations.client_gone(trainer.client)
+        if trainer.job.epoch == keeper.generations.epoch:
+            keeper.do(keeper.agreement.rank_lost, trainer.rank)
         trainer.mapped.clear()
         if trainer in self.trainers:
             self.trainers.remove(trainer)
