@@ -11,8 +11,13 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MESSAGE_NBYTES_MAX = 64 << 10
+from .memory import read_sealed, sealed_bytes
+
+PACKET_NBYTES_MAX = 64 << 10
+"""Larger messages travel in sealed memory, whose descriptor accompanies an empty one."""
+MESSAGE_NBYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 2
+_IN_MEMORY = b"\0"
 _CREDENTIALS = struct.Struct("3i")
 _PEERPIDFD = 77  # Linux 6.5; missing in module socket
 _BACKLOG = 128
@@ -72,13 +77,16 @@ class Line:
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message with descriptors. Safe to call from several tasks. Raises ValueError for
-        an empty or oversize message."""
+        an empty or oversize message, and OSError if there is no memory for a large one."""
         if not 0 < len(data) <= MESSAGE_NBYTES_MAX:
             raise ValueError(f"a message of {len(data):,} bytes")
         # Copies, since the caller may close them while this waits for a slow reader, and their
         # numbers may be reused for other files.
         copies = [os.dup(fd) for fd in fds]
         try:
+            if len(data) > PACKET_NBYTES_MAX:
+                copies.insert(0, sealed_bytes(data))
+                data = _IN_MEMORY
             async with self._sending:
                 await self._send(data, copies)
         finally:
@@ -100,7 +108,10 @@ class Line:
         while True:
             try:
                 data, fds, flags, _ = socket.recv_fds(
-                    self._socket, MESSAGE_NBYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+                    self._socket,
+                    PACKET_NBYTES_MAX,
+                    DESCRIPTORS_MAX + 1,
+                    socket.MSG_CMSG_CLOEXEC,
                 )
                 break
             except BlockingIOError:
@@ -109,11 +120,11 @@ class Line:
         received = Received(data, tuple(fds))
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             received.close()
-            raise MessageError(f"a message of more than {MESSAGE_NBYTES_MAX:,} bytes")
+            raise MessageError(f"a packet of more than {PACKET_NBYTES_MAX:,} bytes")
         if not data:
             received.close()
             raise ConnectionResetError("closed by the other side")
-        return received
+        return _large(received) if data == _IN_MEMORY else received
 
     async def _until(
         self,
@@ -147,6 +158,20 @@ class Line:
             for ready in self._waiting:
                 ready.set()
         self._socket.close()
+
+
+def _large(received: Received) -> Received:
+    """Return the message whose contents are in the memory of its first descriptor. Raises
+    MessageError, after closing all descriptors."""
+    try:
+        if not received.fds:
+            raise OSError("it lacks its memory")
+        data = read_sealed(received.fds[0], MESSAGE_NBYTES_MAX)
+    except OSError as error:
+        received.close()
+        raise MessageError(f"a large message: {error}") from error
+    os.close(received.fds[0])
+    return Received(data, received.fds[1:])
 
 
 def connected(path: str) -> Line:

@@ -126,14 +126,16 @@ def kept_in_memory(
     """
     everyone_has = {rank for stock in stocks for rank in stock.host.ranks} == set(range(world))
     alone = len(stocks) == 1 and everyone_has
-    within_reach = [stock for stock in (*stocks, *others) if stock.host.address or alone]
+
+    def is_within_reach(stock: Stock) -> bool:
+        return bool(stock.host.address) or alone
 
     def is_of_use(generation: GenerationId) -> bool:
         return generation.step > newer_than and not epochs.has_left(generation)
 
     return choices(
-        within_reach,
-        [stock.host.name for stock in stocks if stock in within_reach],
+        list(filter(is_within_reach, (*stocks, *others))),
+        [stock.host.name for stock in filter(is_within_reach, stocks)],
         is_of_use,
         {(one.generation, one.rank, one.name) for one in damaged},
     )

@@ -57,7 +57,7 @@ from holdfast.storage.arenas.messages import (
     decode,
     encode,
 )
-from holdfast.storage.arenas.sockets import Line, Received, connected
+from holdfast.storage.arenas.sockets import Line, MessageError, Received, connected
 from holdfast.storage.keeper import slot_memory as held
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import KeeperOptions
@@ -342,6 +342,28 @@ async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
         line.close()
         with pytest.raises(ConnectionError):
             await waiting
+
+
+@in_loop
+async def test_large_messages_arrive_with_their_descriptors() -> None:
+    """They travel in memory of their own. A forged one is an error, and leaks nothing."""
+    data = os.urandom(1 << 20)
+    before = len(os.listdir("/proc/self/fd"))
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lines = [Line(end) for end in pair]
+    for given in ([], [0], [0, 1]):
+        await lines[0].send(data, given)
+        received = await lines[1].receive()
+        assert (received.data, len(received.fds)) == (data, len(given))
+        received.close()
+    with tempfile.TemporaryFile() as unsealed:
+        for fds in ([], [unsealed.fileno()]):
+            socket.send_fds(pair[0], [b"\0"], fds)
+            with pytest.raises(MessageError, match="a large message"):
+                await lines[1].receive()
+    for line in lines:
+        line.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @in_loop

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,16 @@ from support.clock import in_virtual_time
 from holdfast.planner.parity import Mode
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.arenas.messages import Event, GenerationEntry, Inventory, ParityEntry, Voided
+from holdfast.storage.arenas.messages import (
+    Enter,
+    Event,
+    GenerationEntry,
+    Inventory,
+    ParityEntry,
+    Voided,
+    decode,
+    encode,
+)
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 from holdfast.storage.keeper.decisions.generations import Generations
@@ -28,6 +38,8 @@ from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
 from holdfast.storage.keeper.parity.guards import Guards
 from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.keeper.status import Counters
+from holdfast.storage.training.epochs import Epochs
+from holdfast.storage.training.keeper_inventory import GuardOption, kept_in_memory, meeting
 
 SIZE = 100
 A, B = 1, 2
@@ -428,3 +440,49 @@ def test_damage_in_two_lanes_is_one_loss_in_each() -> None:
     (choice,), _ = chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 3, "b")])
     assert [(lost.rank, lost.lost) for lost in choice.rebuilt] == [(0, (0,)), (3, (1,))]
     assert chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 2, "b")])[0] == []
+
+
+# Size.
+
+
+@pytest.mark.timeout(60)
+def test_two_thousand_hosts_choose_and_agree_within_seconds() -> None:
+    """No decision takes time for each pair of hosts. Rebuilds are spread over the hosts."""
+    count, ranks, lost = 2000, 8, 50
+    world = count * ranks
+    hosts = [
+        KeeperHost(
+            f"k{at}", f"node{at}", f"node{at}:1", ranks=tuple(range(at * ranks, (at + 1) * ranks))
+        )
+        for at in range(count)
+    ]
+    met = meeting([Stock(host, Inventory(0, ())) for host in hosts], world, GuardOption("pq"))
+    assert decode(encode(1, Enter(1, 5, met.hosts, met.groups))) == (
+        1,
+        Enter(1, 5, met.hosts, met.groups),
+    )
+    of_name = {name: group for group in met.groups for name in group.names}
+    stocks = []
+    for at, host in enumerate(hosts):
+        held = GenerationEntry(id(5), world, host.ranks, agreed=True)
+        group = of_name[host.name]
+        parity = ParityEntry(id(5), world, group, group.names.index(host.name))
+        if at % (count // lost):
+            stocks.append(Stock(host, Inventory(0, (held,), (parity,), met.hosts)))
+    (choice,), problems = kept_in_memory(stocks, [], world, -1, Epochs())
+    assert (choice.generation, problems) == (id(5), [])
+    assert len(choice.rebuilt) == lost * ranks
+    assert len({one.at for one in choice.rebuilt}) == lost * ranks
+
+    lead = Lead("first")
+    names = [host.name for host in hosts]
+    lead.begin(0, names, guards=True)
+    for host in hosts:
+        votes = tuple(Vote(id(1), rank, world, "plan", {}) for rank in host.ranks)
+        lead.hear(Report(host.name, 0, votes, seen=lead.version))
+    for _ in range(2):
+        for name in names:
+            report = Report(name, 0, (), guarded=id(1), guarded_by_all=lead.standing().guarded)
+            lead.hear(replace(report, seen=lead.version))
+    assert lead.standing().protected == id(1)
+    assert lead.standing().agreed == (id(1),)

@@ -6,8 +6,9 @@ from the parity of a group that has lost no more members than its mode tolerates
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....planner.parity import parity_of
@@ -99,17 +100,19 @@ def _choice(
         for guard in stock.inventory.guards
         if guard.generation == generation
     }
-    load = Counter(dict.fromkeys(rebuilders, 0))
-    load.update(name for names in holders for name in names if name in rebuilders)
+    order = {name: number for number, name in enumerate(rebuilders)}
+    load = Counter(name for names in holders for name in names if name in order)
+    groups = _groups_by_rank(guards.values()) if missing else {}
     rebuilt: list[Lost] = []
     for rank in missing:
-        outcome = _rebuilt(rank, holders, guards)
+        outcome = _rebuilt(rank, groups.get(rank, ()), holders, guards)
         if isinstance(outcome, str):
             return outcome
         if not rebuilders:
             return "no keeper can rebuild images"
-        intact = [name for name in rebuilders if (generation, rank, name) not in damaged]
-        at = min(intact or rebuilders, key=lambda name: (load[name], rebuilders.index(name)))
+        bad = {name for of, image, name in damaged if (of, image) == (generation, rank)}
+        intact = [name for name in rebuilders if name not in bad]
+        at = min(intact or rebuilders, key=lambda name: (load[name], order[name]))
         load[at] += 1
         rebuilt.append(Lost(rank, at, *outcome))
     for lost in rebuilt:
@@ -117,12 +120,23 @@ def _choice(
     return Choice(generation, world, tuple(tuple(names) for names in holders), tuple(rebuilt))
 
 
+def _groups_by_rank(guards: Iterable[ParityEntry]) -> dict[int, list[GuardedGroup]]:
+    """Return the groups with parity of each rank's image."""
+    found: dict[int, list[GuardedGroup]] = {}
+    for group in dict.fromkeys(guard.group for guard in guards):
+        for rank in itertools.chain(*group.ranks):
+            found.setdefault(rank, []).append(group)
+    return found
+
+
 def _rebuilt(
-    rank: int, holders: Sequence[Sequence[str]], guards: Mapping[str, ParityEntry]
+    rank: int,
+    groups: Sequence[GuardedGroup],
+    holders: Sequence[Sequence[str]],
+    guards: Mapping[str, ParityEntry],
 ) -> tuple[GuardedGroup, tuple[int, ...]] | str:
-    """Return the group that can rebuild an image, and its lost members in the lane of that image
-    (lanes are independent); otherwise the reason why no group can."""
-    groups = dict.fromkeys(guard.group for guard in guards.values() if _has(guard.group, rank))
+    """Return which of ``groups`` can rebuild an image, and its lost members in the lane of that
+    image (lanes are independent); otherwise the reason why none can."""
     problem = f"the image of rank {rank} is lost, and no keeper has parity of it"
     for group in groups:
         number = group.ranks[group.member_of(rank)].index(rank)
@@ -139,7 +153,3 @@ def _rebuilt(
             f"tolerates {parity_of(group.mode)}"
         )
     return problem
-
-
-def _has(group: GuardedGroup, rank: int) -> bool:
-    return any(rank in ranks for ranks in group.ranks)

@@ -7,6 +7,7 @@ leader therefore reaches the same decisions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from ...arenas.label import GenerationId
@@ -51,6 +52,8 @@ class Lead:
         self._guarded: GenerationId | None = None
         self._guarded_by_all: dict[str, GenerationId] = {}
         """Newest generation that each keeper knows to be encoded on all keepers."""
+        self._knowing: Counter[GenerationId] = Counter()
+        """How many keepers have each generation as that newest one."""
         self._protected: GenerationId | None = None
         self._failures = 0
         self._rest = 0
@@ -86,6 +89,10 @@ class Lead:
         """Generations that wait at other keepers to be flushed."""
         return frozenset(self._wanted)
 
+    @property
+    def _has_heard_all(self) -> bool:
+        return len(self._heard) == len(self._names)
+
     def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> None:
         """Begin an epoch with these keepers, and drop older votes. ``guards``: whether they encode
         parity."""
@@ -98,6 +105,7 @@ class Lead:
         self._guard = self._tried = self._newest = None
         self._guarded = self._protected = None  # reports will tell
         self._guarded_by_all = {}
+        self._knowing = Counter()
         self._have_guarded = set()
         self._failures = self._rest = 0
         self._wanted = set()
@@ -128,10 +136,16 @@ class Lead:
         self._note_guards(report)
         self._protect()
         part, flush = report.written, self._flush
-        if part is not None and flush is not None and part.attempt == flush.attempt:
+        is_new_part = (
+            part is not None
+            and flush is not None
+            and part.attempt == flush.attempt
+            and part != self._written.get(report.name)
+        )
+        if part is not None and is_new_part:
             self._written[report.name] = part
         self._choose_guard()
-        if self._state() != before:
+        if is_new_part or self._state() != before:
             self._count += 1
 
     def _decide(self, generation: GenerationId, outcome: Outcome) -> None:
@@ -152,7 +166,7 @@ class Lead:
         self._count += 1
 
     def _state(self) -> object:
-        return (self.standing(), tuple(sorted(self._written)), self.wanted)
+        return self.standing(), self.wanted
 
     def _note_guards(self, report: Report) -> None:
         guard = self._guard
@@ -160,7 +174,7 @@ class Lead:
             return
         if report.guarded == guard:
             self._have_guarded.add(report.name)
-            if self._have_guarded == self._names:
+            if len(self._have_guarded) == len(self._names):
                 self._note_guarded(guard)
                 self._failures = 0
                 self._release_guard()
@@ -171,11 +185,15 @@ class Lead:
             self._release_guard()
 
     def _note_guarded_by_all(self, report: Report) -> None:
-        if report.guarded_by_all is not None:
-            self._guarded_by_all[report.name] = max(
-                report.guarded_by_all, self._guarded_by_all.get(report.name, report.guarded_by_all)
-            )
-            self._note_guarded(report.guarded_by_all)
+        id = report.guarded_by_all
+        before = self._guarded_by_all.get(report.name)
+        if id is None or (before is not None and id <= before):
+            return
+        self._guarded_by_all[report.name] = id
+        self._knowing[id] += 1
+        if before is not None:
+            self._knowing[before] -= 1
+        self._note_guarded(id)
 
     def _note_guarded(self, id: GenerationId) -> None:
         if self._guarded is None or id > self._guarded:
@@ -185,7 +203,7 @@ class Lead:
         """Mark the encoded generation as protected once all keepers know that it is encoded. Only
         then are trainers told and older parity is dropped: any surviving keeper can now tell the
         next leader or the next epoch."""
-        if all(self._guarded_by_all.get(name) == self._guarded for name in self._names):
+        if self._guarded is not None and self._knowing[self._guarded] == len(self._names):
             self._protected = self._guarded
 
     def _release_guard(self) -> None:
@@ -202,7 +220,7 @@ class Lead:
         """
         if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
             self._release_guard()
-        if not self._guards or self._heard != self._names or self._guarded != self._protected:
+        if not self._guards or not self._has_heard_all or self._guarded != self._protected:
             return
         outcome = max((id for id in self._ballot.outcomes if id.epoch == self._epoch), default=None)
         if outcome is not None and (self._newest is None or outcome > self._newest):
@@ -248,7 +266,7 @@ class Lead:
             "" if self._guard is None else self._attempt,
             self._guarded,
             self._protected,
-            self._heard == self._names,
+            self._has_heard_all,
             settled if settled is not None and settled.epoch == self._epoch else None,
             self._flush,
             self._ended,
