@@ -161,6 +161,11 @@ class Arena:
         """The connected keeper, if any."""
         return None if self._client is None else self._client.host
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Options of the connected keeper that differ from those requested."""
+        return () if self._client is None else self._client.fixed
+
     async def enter(self, enters: messages.Enter) -> bool:
         """Enter an epoch. Return whether the keeper accepts that."""
         self._enters = enters

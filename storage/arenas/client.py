@@ -63,6 +63,8 @@ class KeeperClient:
         self._closed = False
         self.host = KeeperHost("", "")
         """Identity of the keeper."""
+        self.fixed: tuple[str, ...] = ()
+        """Options of the keeper that differ from those requested."""
         self._reading = asyncio.ensure_future(self._read())
 
     @classmethod
@@ -86,6 +88,7 @@ class KeeperClient:
         try:
             welcome, _ = await client.ask(hello, messages.Welcome, goes_on=goes_on)
             client.host = welcome.host
+            client.fixed = welcome.fixed
         except BaseException:
             await client.close()
             raise

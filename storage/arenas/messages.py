@@ -20,13 +20,15 @@ VERSION = 7
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a trainer. ``host``: its failure domain."""
+    """First message of a trainer. ``host``: its failure domain. ``options``: the options that its
+    keeper should have, as JSON; "" to leave them as they are."""
 
     version: int
     run: str
     rank: int
     world: int
     host: str
+    options: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +148,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answers :class:`Hello` with the keeper's identity, without its ranks."""
+    """Answers :class:`Hello` with the keeper's identity, without its ranks. ``fixed``: the names of
+    options that differ and that only a new keeper would apply."""
 
     pid: int
     host: KeeperHost
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,18 +25,18 @@ from ...errors import CoordinationError, DamagedError, HoldfastError
 from ..arenas import messages
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
-from ..arenas.memory import Memory, available_nbytes, read_sealed, sealed_bytes
+from ..arenas.memory import Memory, read_sealed, sealed_bytes
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import offload
 from .agreement import Agreement
 from .decisions.slots import Grant, Reason, Refusal
 from .descriptor_store import DescriptorStore
 from .flushing.local_level import LocalLevel
-from .options import KeeperOptions
+from .options import FIXED, KeeperOptions, confine
 from .parity.guards import Guards, rebuilt
 from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
-from .slot_memory import RESERVE_NBYTES, PooledSlot, SlotPool
+from .slot_memory import PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
 from .trainers import Startup, Trainer, Trainers
 
@@ -58,18 +58,15 @@ class Keeper:
         self.options = options
         self.name = name
         self._store = store
-        spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES)
-        budget_nbytes = min(spare_nbytes, options.budget_nbytes or spare_nbytes)
-        self.pool = SlotPool(budget_nbytes, options.budget_nbytes)
+        self.pool = SlotPool(options.budget_nbytes)
         self._generations = self.pool.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters = Counters()
         self._began_s = time.time()
         self._used_s = time.monotonic()
-        self._local: LocalLevel | None = None
-        if options.local is not None:
-            self._local = LocalLevel(options.local, options.local_every, options.run)
+        self._locals = [] if options.local is None else [LocalLevel.of(options)]
+        """Local levels, the current one last."""
         self._guards = Guards(options.run, options.certificate, self._guards_changed)
         self._agreement = Agreement(
             name,
@@ -78,7 +75,7 @@ class Keeper:
             self._counters,
             self._tell_all,
             self.run_later,
-            self._local,
+            self._locals[-1] if self._locals else None,
         )
         self.reporting = self._agreement.reporting
         self._writing = self._agreement.writing
@@ -114,8 +111,8 @@ class Keeper:
         if self._store is not None:
             self._store.recall(self.pool, self.options.run)
             self.keep_over()
-        if self._local is not None:
-            async for image in self._local.read(self._startup.moved):
+        for local in self._locals:
+            async for image in local.read(self._startup.moved):
                 slot = await PooledSlot.sealed(image.label, image.memory)
                 if self.pool.recall(slot, outlived=False):  # only agreed ones are written there
                     self._generations.agreed(image.label.generation)
@@ -206,8 +203,37 @@ class Keeper:
         await self._startup.wait(partial(line.send, messages.encode(number, messages.Progress())))
         trainer = self._trainers.at(line, message)
         self._used_s = time.monotonic()
-        await line.send(messages.encode(number, messages.Welcome(os.getpid(), self.host)))
+        fixed = self._configure(message.options)
+        await line.send(messages.encode(number, messages.Welcome(os.getpid(), self.host, fixed)))
         return trainer
+
+    def _configure(self, text: str) -> tuple[str, ...]:
+        """Apply the options that a trainer wants, and return the names of those that differ and
+        that cannot be changed, or not to that value."""
+        before = self.options
+        try:
+            wanted = KeeperOptions(**json.loads(text)) if text else before
+            fixed = {name: getattr(before, name) for name in ("run", *FIXED)}
+            options = replace(wanted, **fixed)
+            if options == before:
+                return _differing(wanted, before)
+            confine(options, before)
+            if (options.local, options.local_every) != (before.local, before.local_every):
+                self._set_local(options)
+            if options.budget_nbytes != before.budget_nbytes:
+                self.pool.limit(options.budget_nbytes)
+        except (TypeError, ValueError, OSError, HoldfastError) as error:
+            _log.warning("the options of a trainer cannot be applied: %s", error)
+            return ("options",)
+        self.options = options
+        _log.info("this keeper has other options from now on: %s", options)
+        return _differing(wanted, before)
+
+    def _set_local(self, options: KeeperOptions) -> None:
+        if options.local is not None:
+            self._locals.append(LocalLevel.of(options))
+        # The previous one stays open until the end, since it may be writing now.
+        self._writing.local = self._locals[-1] if options.local is not None else None
 
     def _refused(self, hello: messages.Hello) -> messages.Refused | None:
         if hello.version != messages.VERSION:
@@ -558,5 +584,9 @@ class Keeper:
             await asyncio.wait(self._tasks)
         self._trainers.close()
         self.pool.close()
-        if self._local is not None:
-            await self._local.close()
+        for local in self._locals:
+            await local.close()
+
+
+def _differing(wanted: KeeperOptions, options: KeeperOptions) -> tuple[str, ...]:
+    return tuple(name for name in FIXED if getattr(wanted, name) != getattr(options, name))

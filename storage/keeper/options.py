@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from dataclasses import dataclass, field
 
 LOOPBACK = "127.0.0.1"
+RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
+"""Environment variable that tells drivers how fast they may read from other keepers."""
+FIXED = ("serve", "certificate", "key")
+"""Options that a running keeper cannot change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,18 @@ class ServeOptions:
 def new_token() -> str:
     """Return 128 random bits in hexadecimal."""
     return secrets.token_hex(16)
+
+
+def confine(options: KeeperOptions, before: KeeperOptions | None = None) -> None:
+    """Limit this process to the CPUs and the rate of reading in ``options``; ``before``: those that
+    applied until now. Raises OSError if it may not use these CPUs."""
+    if options.cpus:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cpus_of(options.cpus))
+    if options.max_bytes_per_s is not None:
+        os.environ[RATE_VARIABLE] = str(options.max_bytes_per_s)
+    elif before is not None and before.max_bytes_per_s is not None:
+        del os.environ[RATE_VARIABLE]
 
 
 _CPUS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")

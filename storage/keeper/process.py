@@ -27,7 +27,7 @@ from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .descriptor_store import DescriptorStore
 from .keeper import Keeper
-from .options import KeeperOptions, ServeOptions, cpus_of, new_token
+from .options import KeeperOptions, ServeOptions, confine, new_token
 from .serving.serve import address_and_port, interface_and_port, is_token, serve
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
 """Environment variable with the token; without it, each keeper makes one."""
-RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
-"""Environment variable that tells drivers how fast they may read from other keepers."""
 GRACE_S = 30.0
 """Time that a stopping keeper allows its tasks and trainers to finish."""
 _LOOK_S = 1.0
@@ -78,7 +76,13 @@ async def keep(
     RunningError, UsageError, OSError."""
     folder.make()
     with _locked(folder):
-        _confine(options)
+        try:
+            confine(options)
+        except OSError as error:
+            raise UsageError(
+                f"a keeper cannot run on the CPUs {options.cpus}: {error.strerror}",
+                advice="Name CPUs that this process may use.",
+            ) from error
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()
@@ -95,27 +99,12 @@ async def keep(
                     keeper.welcomes()
                     where = os.getpid(), folder.path
                     _log.info("keeper of run %s, process %d, %s", options.run, *where)
-                    await _until_ended(
-                        keeper, options.linger_s, ends_with_training=ends_with_training
-                    )
+                    await _until_ended(keeper, ends_with_training=ends_with_training)
                 await keeper.finish(GRACE_S)  # still together with the other keepers
                 await keeper.reporting.close()
         finally:
             await keeper.close()
         _log.info("keeper of run %s is stopping", options.run)
-
-
-def _confine(options: KeeperOptions) -> None:
-    if options.cpus:
-        try:
-            os.sched_setaffinity(0, cpus_of(options.cpus))
-        except OSError as error:
-            raise UsageError(
-                f"a keeper cannot run on the CPUs {options.cpus}: {error.strerror}",
-                advice="Name CPUs that this process may use.",
-            ) from error
-    if options.max_bytes_per_s is not None:
-        os.environ[RATE_VARIABLE] = str(options.max_bytes_per_s)
 
 
 @contextlib.asynccontextmanager
@@ -172,7 +161,7 @@ async def _accept(sock: socket.socket, keeper: Keeper) -> None:
         keeper.run_later(keeper.attend(Line(connection)))
 
 
-async def _until_ended(keeper: Keeper, linger_s: float, *, ends_with_training: bool) -> None:
+async def _until_ended(keeper: Keeper, *, ends_with_training: bool) -> None:
     while not keeper.ended.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
@@ -180,8 +169,8 @@ async def _until_ended(keeper: Keeper, linger_s: float, *, ends_with_training: b
         if ends_with_training and keeper.is_finished:
             _log.info("training is finished, and its last step is in storage")
             return
-        if keeper.idle_s > linger_s:
-            _log.info("idle for %.0f s", linger_s)
+        if keeper.idle_s > keeper.options.linger_s:
+            _log.info("idle for %.0f s", keeper.options.linger_s)
             return
 
 

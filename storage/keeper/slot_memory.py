@@ -82,13 +82,14 @@ class PooledSlot:
 
 
 class SlotPool:
-    """The slots of a keeper, by number. ``budget_nbytes``: limit for all of them; ``given_nbytes``:
-    the limit that the user has set, None if the budget was derived from free memory."""
+    """The slots of a keeper, by number. ``given_nbytes``: the limit that the user has set for all
+    of them; None: as much as the system can spare."""
 
-    def __init__(self, budget_nbytes: int, given_nbytes: int | None = None) -> None:
-        self.generations = Generations(budget_nbytes)
-        self._given_nbytes = given_nbytes
+    def __init__(self, given_nbytes: int | None = None) -> None:
+        """Raise OSError if the system does not tell how much memory is available."""
+        self.generations = Generations(0)
         self.slots: dict[int, PooledSlot] = {}
+        self.limit(given_nbytes)
         self._making_nbytes = 0
         """Memory being allocated now, which the system may not report as used yet."""
 
@@ -96,6 +97,13 @@ class SlotPool:
     def nbytes(self) -> int:
         """Size of all slots."""
         return sum(slot.memory.nbytes for slot in self.slots.values())
+
+    def limit(self, given_nbytes: int | None) -> None:
+        """Set the limit that the user gives. Images beyond a smaller one stay until their memory is
+        reused. Raises OSError as the constructor does."""
+        self._given_nbytes = given_nbytes
+        spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES + self.nbytes)
+        self.generations.budget_nbytes = min(spare_nbytes, given_nbytes or spare_nbytes)
 
     async def take_memory(self, slot: int, nbytes: int) -> str:
         """Allocate the memory of a slot. Return "", or the reason why that failed."""

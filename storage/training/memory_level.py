@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from ...errors import DamagedError, HoldfastError, SaveError, StorageError
 from ..arenas.arena import Arena
@@ -84,7 +85,8 @@ class MemoryLevel:
             await self._arena.close()
         folder = KeeperFolder.of(self._run)
         option = self._option
-        hello = Hello(VERSION, self._run, current_rank(), current_world(), option.host)
+        wanted = json.dumps(asdict(option.of_process(run_id))) if option.starts else ""
+        hello = Hello(VERSION, run_id, current_rank(), current_world(), option.host, wanted)
 
         async def start() -> None:
             await start_keeper(option, folder, self._run)
@@ -94,6 +96,12 @@ class MemoryLevel:
         self._arena = arena
         if not await arena.open(moved):
             _log.warning("rank %d has no keeper: %s", hello.rank, arena.problem)
+        if arena.fixed:
+            _log.warning(
+                "the running keeper does not apply other values of %s: stop it with `holdfast "
+                "keeper stop`, so that a new one is started",
+                ", ".join(arena.fixed),
+            )
         return await self._look()
 
     def look(self) -> InMemory:

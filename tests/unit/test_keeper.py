@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import math
 import os
 import socket
@@ -11,6 +13,7 @@ import tempfile
 import threading
 import time
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +63,7 @@ from holdfast.storage.arenas.messages import (
 from holdfast.storage.arenas.sockets import Line, MessageError, Received, connected
 from holdfast.storage.keeper import slot_memory as held
 from holdfast.storage.keeper.keeper import Keeper
-from holdfast.storage.keeper.options import KeeperOptions
+from holdfast.storage.keeper.options import RATE_VARIABLE, KeeperOptions
 from holdfast.storage.keeper.trainers import PROGRESS_S
 
 NBYTES = 100_000
@@ -333,6 +336,42 @@ async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.Mon
 
 
 @in_loop
+async def test_a_running_keeper_applies_the_options_of_a_restarted_trainer(tmp_path: Path) -> None:
+    """It names those that need a new keeper. Without options, it stays as it is."""
+    steps = itertools.count(1)
+    async with kept() as (keeper, folder):
+
+        async def connect(options: str) -> tuple[str, ...]:
+            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here", options), DEADLINE_S)
+            assert await arena.open(), arena.problem
+            fixed = arena.fixed
+            await arena.enter(Enter(0, None))
+            told = Told()
+            await capture(arena, next(steps), told)
+            await told.until(Agreed)
+            await arena.close()
+            return fixed
+
+        assert await connect("") == ()
+        budget_nbytes = keeper.status().budget_nbytes
+        options = KeeperOptions(RUN, "rack", 1 << 28, 60.0, str(tmp_path), max_bytes_per_s=10**9)
+        assert await connect(json.dumps(asdict(options))) == ()
+        assert keeper.options == options
+        assert keeper.host.domain == "rack"
+        assert os.environ[RATE_VARIABLE] == "1000000000"
+        while not any(tmp_path.rglob("*.label")):
+            await asyncio.sleep(0.01)
+        assert keeper.status().budget_nbytes == 1 << 28
+        again = KeeperOptions(RUN, "rack", None, serve="127.0.0.1", certificate="c.pem")
+        assert await connect(json.dumps(asdict(again))) == ("serve", "certificate")
+        assert RATE_VARIABLE not in os.environ
+        assert keeper.status().budget_nbytes > budget_nbytes // 2
+        bad = KeeperOptions(RUN, "rack", cpus="4095")
+        assert await connect(json.dumps(asdict(bad))) == ("options",)
+        assert await connect("[1]") == ("options",)
+
+
+@in_loop
 async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
     """Its descriptor may be that of another connection by then."""
     async with kept() as (_, folder):
@@ -406,7 +445,7 @@ async def test_a_keeper_with_less_memory_loads_the_newest_images(
     nbytes = planned(1).layout.nbytes
     budget_nbytes = nbytes if what == "budget" else None
     if what == "system":
-        left = [held.RESERVE_NBYTES + nbytes, 0]
+        left = [1 << 30, held.RESERVE_NBYTES + nbytes, 0]
         monkeypatch.setattr(held, "available_nbytes", lambda: left.pop(0))
     async with kept(budget_nbytes=budget_nbytes, **given) as (keeper, _):
         assert [one.generation.step for one in keeper.inventory().generations] == [2]

@@ -31,7 +31,7 @@ def store_of(manager: ServiceManager) -> DescriptorStore:
 
 def recalled(store: DescriptorStore, run: str = RUN) -> dict[int, PooledSlot]:
     """Return what a keeper of ``run`` finds in the store."""
-    pool = SlotPool(1 << 20)
+    pool = SlotPool()
     store.recall(pool, run)
     return pool.slots
 

@@ -47,7 +47,8 @@ class Writing:
         damaged: Callable[[GenerationId], None],
     ) -> None:
         self._pool = pool
-        self._local = local
+        self.local = local
+        """The local level, if any."""
         self._counters = counters
         self._reporting = reporting
         self._run_later = reporting.run_later
@@ -107,7 +108,7 @@ class Writing:
         """Begin the flush of an agreed generation, if wanted, and the write to the local level, if
         due; both pin it. Return whether the local write has begun."""
         self.begin(generation)
-        local = self._local
+        local = self.local
         if local is None or not local.due(generation.step) or self._writes_locally:
             return False
         self._writes_locally = True
