@@ -353,6 +353,9 @@ class Arena:
         if isinstance(event, messages.RankLost):
             self._rank_lost(event.rank)
             return
+        if isinstance(event, messages.Replaced):
+            self._replaced()
+            return
         told = [event.generation]
         if isinstance(event, messages.Protected):
             told += [id for id in self._listeners if id < event.generation]
@@ -365,9 +368,17 @@ class Arena:
         ):
             self._wishes.pop(event.generation, None)
 
-    def _lost(self) -> None:
-        self.problem = "the keeper is gone"
+    def _replaced(self) -> None:
+        """Leave the keeper to another Checkpointer of this process. Both would otherwise replace
+        each other for ever."""
+        self.problem = "another Checkpointer of this process uses the keeper of this run"
+        self._closed = True
         if self._client is not None:
+            self._give_up(self._client)
+
+    def _lost(self) -> None:
+        if self._client is not None:
+            self.problem = "the keeper is gone"
             self._give_up(self._client)
 
     def _give_up(self, client: KeeperClient) -> None:

@@ -291,6 +291,11 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """Event: another Checkpointer of this process has connected, and gets all later events."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Precedes the answer to a long request, with its number, and reports progress."""
 
@@ -313,7 +318,7 @@ Request: TypeAlias = (
 )
 Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
 GenerationEvent: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
-Event: TypeAlias = GenerationEvent | RankLost
+Event: TypeAlias = GenerationEvent | RankLost | Replaced
 Message: TypeAlias = Request | Answer | Event | Progress
 
 _KINDS = {

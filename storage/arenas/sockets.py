@@ -75,6 +75,17 @@ class Line:
         os.set_inheritable(fd, False)
         return int(fd)
 
+    def peer_identity(self, pidfd: int) -> int:
+        """Return a number that no other process has, given :meth:`peer_pidfd`; 0 if it is unknown:
+        the process is in another PID namespace, and Linux older than 6.9."""
+        eventfd = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            if os.fstat(pidfd).st_dev != os.fstat(eventfd).st_dev:
+                return os.fstat(pidfd).st_ino  # in a file system of pidfds, one inode per process
+        finally:
+            os.close(eventfd)
+        return self.peer_pid
+
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message with descriptors. Safe to call from several tasks. Raises ValueError for
         an empty or oversize message, and OSError if there is no memory for a large one."""

@@ -38,10 +38,14 @@ from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
 from .slot_memory import PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
-from .trainers import Startup, Trainer, Trainers
+from .trainers import Startup, Trainer, Trainers, UnknownProcessError
 
 HELLO_S = 10.0
 """Time limit for a connecting process to identify itself."""
+_UNKNOWN_PROCESS = (
+    "this rank runs in another PID namespace, so the keeper cannot tell when it ends: let both "
+    "share one (in Kubernetes: shareProcessNamespace: true), or use Linux 6.9 or newer"
+)
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[messages.Answer, Sequence[int]]
@@ -201,7 +205,12 @@ class Keeper:
             await line.send(messages.encode(number, refused))
             return None
         await self._startup.wait(partial(line.send, messages.encode(number, messages.Progress())))
-        trainer = self._trainers.at(line, message)
+        try:
+            trainer = self._trainers.at(line, message)
+        except UnknownProcessError:
+            _log.warning("rank %d is refused: %s", message.rank, _UNKNOWN_PROCESS)
+            await line.send(messages.encode(number, messages.Refused("process", _UNKNOWN_PROCESS)))
+            return None
         self._used_s = time.monotonic()
         fixed = self._configure(message.options)
         await line.send(messages.encode(number, messages.Welcome(os.getpid(), self.host, fixed)))

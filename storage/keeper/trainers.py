@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..arenas.messages import Event, Hello, Progress, encode
+from ..arenas.messages import Event, Hello, Progress, Replaced, encode
 from ..arenas.sockets import Line
 
 TELL_S = 5.0
@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trainer:
-    """A connected process. ``number``: identifies it in the state machine; ``handed``: slots whose
+    """A connected process. ``number``: identifies it in the state machine; ``identity``: see
+    :meth:`.Line.peer_identity`; ``handed``: slots whose
     memory it was given; ``asks``: number of the request being answered; ``left``: it has announced
     its end."""
 
@@ -39,6 +40,7 @@ class Trainer:
     host: str
     line: Line
     pidfd: int
+    identity: int
     epoch: int = -1
     asks: int = 0
     left: bool = False
@@ -72,6 +74,10 @@ class Startup:
         await tell()
 
 
+class UnknownProcessError(Exception):
+    """Nothing identifies the process at the other end of a connection."""
+
+
 class Trainers:
     """All live trainers. ``gone(trainer)`` is called when one has ended; ``back(trainer)`` when one
     has reconnected, and lost the image that it was filling."""
@@ -80,41 +86,52 @@ class Trainers:
         self._gone = gone
         self._back = back
         self._numbers = itertools.count(1)
-        self._by_pid: dict[int, Trainer] = {}
+        self._by_process: dict[int, Trainer] = {}
+        self._dismissing: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Trainer]:
-        return iter(list(self._by_pid.values()))
+        return iter(list(self._by_process.values()))
 
     def __len__(self) -> int:
-        return len(self._by_pid)
+        return len(self._by_process)
 
     def __contains__(self, trainer: Trainer) -> bool:
-        return self._by_pid.get(trainer.pid) is trainer
+        return self._by_process.get(trainer.identity) is trainer
 
     def at(self, line: Line, hello: Hello) -> Trainer:
         """Return the process at the other end of ``line``, watched until it ends. Raises OSError if
-        it has ended already."""
-        pid = line.peer_pid
-        known = self._by_pid.get(pid)
+        it has ended already, and :class:`UnknownProcessError`."""
+        pidfd = line.peer_pidfd()
+        identity = line.peer_identity(pidfd)
+        if not identity:
+            os.close(pidfd)
+            raise UnknownProcessError
+        known = self._by_process.get(identity)
         if known is not None:
-            known.line.close()
+            os.close(pidfd)
+            self._dismiss(known.line)
             known.line = line
             known.handed.clear()  # the trainer has closed these, or hands them over
             known.rank, known.world, known.host = hello.rank, hello.world, hello.host
             known.left = False
             self._back(known)
             return known
-        pidfd = line.peer_pidfd()
-        trainer = Trainer(
-            next(self._numbers), pid, hello.rank, hello.world, hello.host, line, pidfd
-        )
-        self._by_pid[pid] = trainer
+        number = next(self._numbers)
+        of_rank = hello.rank, hello.world, hello.host
+        trainer = Trainer(number, line.peer_pid, *of_rank, line, pidfd, identity)
+        self._by_process[identity] = trainer
         asyncio.get_running_loop().add_reader(pidfd, self._ended, trainer)
         return trainer
 
+    def _dismiss(self, line: Line) -> None:
+        """Close the earlier connection of a process that has connected again."""
+        dismissing = asyncio.ensure_future(_dismissed(line))
+        self._dismissing.add(dismissing)
+        dismissing.add_done_callback(self._dismissing.discard)
+
     def _ended(self, trainer: Trainer) -> None:
         self._unwatch(trainer)
-        del self._by_pid[trainer.pid]
+        del self._by_process[trainer.identity]
         trainer.line.close()
         _log.info("rank %d (process %d) has ended", trainer.rank, trainer.pid)
         self._gone(trainer)
@@ -156,6 +173,18 @@ class Trainers:
 
     def close(self) -> None:
         """Stop watching all trainers."""
+        for dismissing in self._dismissing:
+            dismissing.cancel()
         for trainer in self:
             self._unwatch(trainer)
-        self._by_pid.clear()
+        self._by_process.clear()
+
+
+async def _dismissed(line: Line) -> None:
+    """Close a connection. Notify the other end, unless that has closed it, too."""
+    try:
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(TELL_S):
+                await line.send(encode(0, Replaced()))
+    finally:
+        line.close()

@@ -83,7 +83,7 @@ def test_nothing_is_left_of_a_demo_that_is_interrupted(
             os.killpg(demo.pid, number)  # as a terminal does
         else:
             demo.send_signal(number)
-        demo.communicate(timeout=100)
-    assert demo.returncode == 128 + number
+        _, err = demo.communicate(timeout=100)
+    assert demo.returncode == 128 + number, err
     assert processes(scratch) == []
     assert list(scratch.iterdir()) == []

@@ -5,7 +5,10 @@ After every failure a run resumes from a complete step and reaches the losses of
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,7 @@ from support.kept_runs import (
 )
 
 from holdfast.storage.arenas.client import status_of
+from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -125,6 +129,29 @@ def test_a_keeper_ends_with_the_training(run: KeptRun) -> None:
     assert found.code == 0, found.stderr
     wait_until(lambda: status_of(keeper) is None, 20)
     assert run.steps() == [4, 8]
+
+
+@pytest.mark.nightly(14)
+def test_a_keeper_serves_ranks_of_another_pid_namespace(run: KeptRun) -> None:
+    """In a sidecar, the keeper sees none of their process ids, but still notices their end."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid() or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("this user may not create PID namespaces")
+    holdfast = Path(sys.executable).with_name("holdfast")
+    sidecar = subprocess.Popen(
+        [*command, str(holdfast), "keeper", "run", str(run.uri)],
+        env=os.environ | {KEEPER_DIR_VARIABLE: str(run.base)},
+    )
+    try:
+        wait_until(lambda: run.status()["pid"] == 1, 60)
+        run.train(Job(6, starts=False, accident=Accident(4, "kill")), 2)
+        found = run.train(Job(6, starts=False), 2)
+        assert found.resumed == {"step": 4, "tier": "memory"}, found.stderr
+        check_losses(found, 6)
+        assert run.status()["ranks"] == []
+    finally:
+        run.end_keepers()
+        sidecar.wait(60)
 
 
 @pytest.mark.nightly(16)

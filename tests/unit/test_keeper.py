@@ -238,6 +238,36 @@ async def test_a_rank_that_reconnects_learns_how_its_flush_has_ended(tmp_path: P
 
 
 @in_loop
+async def test_of_two_checkpointers_of_a_process_the_later_one_keeps_the_keeper() -> None:
+    """They do not replace each other in turn. The earlier one says why it keeps no steps."""
+    async with kept() as (keeper, folder), trainer(folder) as earlier:
+        assert await earlier.enter(Enter(0, None))
+        async with trainer(folder) as later:
+            assert await later.enter(Enter(1, None))
+            while earlier.is_open:
+                await asyncio.sleep(0.01)
+            assert earlier._reopening is None
+            assert await earlier.fill(1, NBYTES) is None
+            assert earlier.problem.startswith("another Checkpointer of this process")
+            told = Told()
+            await capture(later, 1, told)
+            await told.until(Agreed)
+        assert len(list(keeper._trainers)) == 1
+
+
+@in_loop
+async def test_processes_that_nothing_identifies_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux before 6.9 gives processes of other PID namespaces the number 0."""
+    async with kept() as (_, folder):
+        monkeypatch.setattr(Line, "peer_identity", lambda self, pidfd: 0)
+        arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
+        assert not await arena.open()
+        assert "shareProcessNamespace" in arena.problem
+
+
+@in_loop
 async def test_no_step_is_captured_until_the_next_keeper_has_all_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -220,9 +221,10 @@ def test_a_line_that_is_slow_is_only_slow(cloud: str) -> None:
 )
 def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None:
     """In the time that either option allows; the error names them."""
+    is_over = threading.Event()
 
     def answer(asked: Request) -> Answer:
-        time.sleep(1.0)
+        is_over.wait(30)
         return Answer()
 
     with ScriptedServer(answer) as server:
@@ -232,7 +234,8 @@ def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None
         began_s = time.monotonic()
         with pytest.raises(StorageDownError, match="read_timeout") as caught:
             used(root, lambda driver: driver.get("key"))
-        assert time.monotonic() - began_s < 1.0
+        assert time.monotonic() - began_s < 15
+        is_over.set()
     assert "?timeout=" in str(caught.value)
 
 
