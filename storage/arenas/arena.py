@@ -118,6 +118,9 @@ class Arena:
         self._closed = False
         self.problem = "no keeper has been looked for"
         """Reason of the last failure."""
+        self.is_silent = False
+        """True if a keeper listens but has not answered the last request in time."""
+        self._listened = False
 
     @property
     def is_open(self) -> bool:
@@ -131,16 +134,21 @@ class Arena:
         try:
             async with asyncio.timeout(self._deadline_s) as wait:
                 await self._connect(partial(go_on, wait, self._deadline_s, goes_on))
+            self.is_silent = False
             return True
         except (TimeoutError, Refusal, CoordinationError, OSError) as error:
             self.problem = str(error) or f"no keeper has answered within {self._deadline_s:g} s"
+            # A keeper that this rank has just started has nothing to say yet.
+            self.is_silent = self._listened and isinstance(error, TimeoutError | BlockingIOError)
             return False
 
     async def _connect(self, goes_on: Callable[[], None]) -> None:
         """Connect; if nobody listens, start a keeper and wait for it."""
+        self._listened = True
         with contextlib.suppress(FileNotFoundError, ConnectionError):
             await self._connect_once(goes_on)
             return
+        self._listened = False
         if self._start is None:
             raise CoordinationError(f"no keeper listens at {self._folder.socket}")
         await self._start()
@@ -339,7 +347,8 @@ class Arena:
             return None
         except CoordinationError as error:
             self.problem = error.message
-            if isinstance(error, DeadlineError):
+            self.is_silent = isinstance(error, DeadlineError)
+            if self.is_silent:
                 await client.close()
             self._give_up(client)
             return None

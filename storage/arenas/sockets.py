@@ -186,9 +186,11 @@ def _large(received: Received) -> Received:
 
 
 def connected(path: str) -> Line:
-    """Connect to the keeper at ``path``. Raises OSError if none listens."""
+    """Connect to the keeper at ``path``, without waiting. Raises OSError if none listens, and
+    BlockingIOError if one listens but has not accepted many earlier connections."""
     sock = _socket()
     try:
+        sock.setblocking(False)
         sock.connect(path)
     except OSError:
         sock.close()

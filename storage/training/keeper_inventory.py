@@ -5,16 +5,17 @@ that no rank owns now, over HTTP."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ...errors import HoldfastError, UsageError
+from ...errors import HoldfastError, StorageDownError, UsageError
 from ...planner.parity import GROUP_HOSTS, HostDomain, Mode, protection
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId
-from ..arenas.messages import Inventory
+from ..arenas.messages import GenerationEntry, Inventory, ParityEntry
 from ..keeper.decisions.choice import Choice, Stock, choices
 from ..keeper.reading import opened_peer
 from ..ranks.messages import codec
@@ -49,11 +50,22 @@ class GuardOption:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """What a rank's keeper holds. ``host``: None without one. ``damaged``: damaged images."""
+    """What a rank's keeper holds. ``host``: None without one. ``damaged``: damaged images.
+    ``silent``: the name of a keeper that listens but does not answer, perhaps a placeholder."""
 
     inventory: Inventory = NOTHING
     host: KeeperHost | None = None
     damaged: tuple[DamagedImage, ...] = ()
+    silent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """A keeper that may hold images, but has not answered. ``listens``: its host accepts
+    connections, so the host is not lost."""
+
+    host: KeeperHost
+    listens: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +90,62 @@ def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
     return list(found.values())
 
 
-async def asked(stocks: Sequence[Stock], option: GuardOption) -> list[Stock]:
-    """Ask keepers that no rank owns for their inventories; leave out those that do not answer."""
-    present = {stock.host.name for stock in stocks}
-    absent = {
-        host.name: host
-        for stock in stocks
-        for host in stock.inventory.hosts
-        if host.name not in present and host.address
-    }
-    found = await asyncio.gather(*(_stock(host, option) for host in absent.values()))
-    return [stock for stock in found if stock is not None]
+async def asked(
+    statements: Sequence[InMemory], option: GuardOption
+) -> tuple[list[Stock], list[Unheard]]:
+    """Ask keepers that no rank owns for their inventories. Return the answers, and the keepers that
+    have not answered but may do so later."""
+    stocks = stocks_of(statements)
+    known = {stock.host.name for stock in stocks}
+    known |= {statement.silent for statement in statements}
+    named = _named(stocks).values()
+    absent = [host for host in named if host.address and host.name not in known]
+    answers = await asyncio.gather(*(_stock(host, option) for host in absent))
+    unheard = [answer for answer in answers if isinstance(answer, Unheard)]
+    return [answer for answer in answers if isinstance(answer, Stock)], unheard
 
 
-async def _stock(host: KeeperHost, option: GuardOption) -> Stock | None:
+def silent_among(statements: Sequence[InMemory]) -> list[Unheard]:
+    """Return the keepers of ranks that listen but have not answered any rank."""
+    stocks = stocks_of(statements)
+    named = _named(stocks)
+    silent = {statement.silent for statement in statements if statement.silent}
+    silent -= {stock.host.name for stock in stocks}
+    return [Unheard(named.get(name) or KeeperHost(name, ""), True) for name in sorted(silent)]
+
+
+def _named(stocks: Sequence[Stock]) -> dict[str, KeeperHost]:
+    """Return the keepers that these have worked with, as of the newest epoch of each."""
+    by_epoch = sorted(stocks, key=lambda stock: stock.inventory.epoch)
+    return {host.name: host for stock in by_epoch for host in stock.inventory.hosts}
+
+
+async def _stock(host: KeeperHost, option: GuardOption) -> Stock | Unheard | None:
+    """Return the inventory of a keeper; None if it is gone."""
+    listens = False
     try:
-        async with asyncio.timeout(ASK_S):
-            driver = opened_peer(host, "held", option.certificate, timeout_s=ASK_S, tries=1)
-            try:
+        driver = opened_peer(host, "held", option.certificate, timeout_s=ASK_S, tries=1)
+        try:
+            async with asyncio.timeout(ASK_S):
+                listens = await _listens(host)
                 data = await driver.get("inventory")
-            finally:
-                await driver.close()
+        finally:
+            await driver.close()
         return Stock(replace(host, ranks=()), codec(Inventory).decode(data, "an inventory"))
-    except (HoldfastError, TimeoutError) as error:
-        _log.warning("the keeper %s at %s does not answer: %s", host.name, host.address, error)
-        return None
+    except (HoldfastError, OSError) as error:
+        text = str(error) or f"no answer within {ASK_S:g} s"
+        _log.warning("the keeper %s at %s does not answer: %s", host.name, host.address, text)
+        # After any other error nobody listens there, or another server: its images are lost.
+        is_late = isinstance(error, StorageDownError | TimeoutError)
+        return Unheard(host, listens) if is_late else None
+
+
+async def _listens(host: KeeperHost) -> bool:
+    """Return True once the keeper's host accepts a connection. Raises OSError."""
+    address, _, port = host.address.rpartition(":")
+    _, writer = await asyncio.open_connection(address.strip("[]"), int(port))
+    writer.close()
+    return True
 
 
 def next_epoch(stocks: Sequence[Stock], epochs: Epochs) -> int:
@@ -137,8 +180,83 @@ def kept_in_memory(
         list(filter(is_within_reach, (*stocks, *others))),
         [stock.host.name for stock in filter(is_within_reach, stocks)],
         is_of_use,
-        {(one.generation, one.rank, one.name) for one in damaged},
+        _keys(damaged),
     )
+
+
+def _keys(damaged: Collection[DamagedImage]) -> set[tuple[GenerationId, int, str]]:
+    return {(one.generation, one.rank, one.name) for one in damaged}
+
+
+def awaited(
+    heard: Sequence[Stock],
+    unheard: Sequence[Unheard],
+    newest: int,
+    epochs: Epochs,
+    *,
+    in_memory: bool,
+    damaged: Collection[DamagedImage] = (),
+) -> bool:
+    """Return whether to wait for keepers that have not answered: their answers may make a step
+    available that is newer than ``newest``, the newest one that can be resumed now. ``in_memory``:
+    whether that one is in memory."""
+    if not unheard:
+        return False
+    listens = any(one.listens for one in unheard)
+    # The keepers of the newest epoch know each other, and all steps that are agreed.
+    newest_known = any(
+        stock.inventory.epoch >= epochs.newest and stock.inventory.hosts for stock in heard
+    )
+    if listens and not newest_known and epochs.newest >= 0:
+        return True
+    # A host that cannot be reached is probably lost, and with it the steps that were not protected.
+    # Nobody waits for those if memory has an earlier step.
+    protected_only = in_memory and not listens
+
+    def is_of_use(generation: GenerationId) -> bool:
+        is_news = generation.step > newest and not epochs.has_left(generation)
+        return is_news and not (protected_only and not _is_protected(generation, heard))
+
+    # Sets, since hosts of large jobs mostly know the same.
+    known = {
+        replace(held, ranks=(), agreed=held.agreed or listens)
+        for stock in heard
+        for held in stock.inventory.generations
+    }
+    encoded = {replace(guard, member=0) for stock in heard for guard in stock.inventory.guards}
+    hopeful = [*heard, *(_most_of(one, known, encoded) for one in unheard)]
+    found, _ = choices(hopeful, [one.host.name for one in hopeful], is_of_use, _keys(damaged))
+    return bool(found)
+
+
+def _most_of(
+    one: Unheard, known: Collection[GenerationEntry], encoded: Collection[ParityEntry]
+) -> Stock:
+    """Return the largest inventory that a keeper may have, given what other keepers know."""
+    generations = [
+        replace(held, ranks=tuple(rank for rank in one.host.ranks if rank < held.world))
+        for held in known
+    ]
+    guards: list[ParityEntry] = []
+    for guard in encoded:
+        if one.host.name in guard.group.names:
+            member = guard.group.names.index(one.host.name)
+            ranks = guard.group.ranks[member]
+            generations.append(GenerationEntry(guard.generation, guard.world, ranks, True))
+            guards.append(replace(guard, member=member))
+    return Stock(one.host, Inventory(-1, tuple(generations), tuple(guards)))
+
+
+def _is_protected(generation: GenerationId, heard: Sequence[Stock]) -> bool:
+    """Return whether all keepers that answer have encoded their part of a generation's parity."""
+    encoded = {
+        stock.host.name: guard.group
+        for stock in heard
+        for guard in stock.inventory.guards
+        if guard.generation == generation
+    }
+    members = set(itertools.chain(*(group.names for group in encoded.values())))
+    return bool(encoded) and members & {stock.host.name for stock in heard} <= encoded.keys()
 
 
 def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting:

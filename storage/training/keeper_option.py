@@ -35,6 +35,8 @@ class Keeper:
     long the trainer waits for a reply before it continues without a keeper. ``linger``: how long an
     unused keeper stays alive; one that a trainer has started also ends once training is finished
     and its last step is in storage. ``starts``: whether to start a keeper if none answers.
+    ``gives_up_after``: how long a resume waits for keepers that do not answer, if it would
+    otherwise lose a step that they may hold; ``"0"``: not at all.
 
     ``local``: a folder on storage of the host, such as NVMe. The keeper writes its images there
     every ``local_every`` steps. After a reboot of the host, a new keeper loads them back into
@@ -63,6 +65,7 @@ class Keeper:
     deadline_s: float = 10.0
     linger: str = "1h"
     starts: bool = True
+    gives_up_after: str = "2min"
     local: str | os.PathLike[str] | None = None
     local_every: int = 1
     serve: str | None = None
@@ -89,6 +92,7 @@ class Keeper:
         for name, value, parsed in (
             ("memory", self.memory, parse_size),
             ("linger", self.linger, parse_duration),
+            ("gives_up_after", self.gives_up_after, parse_duration),
             ("max_bytes_per_s", self.max_bytes_per_s, _parse_rate),
             ("cpus", self.cpus, cpus_of),
         ):

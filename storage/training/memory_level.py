@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ...core.units import parse_duration
 from ...errors import DamagedError, HoldfastError, SaveError, StorageError
 from ..arenas.arena import Arena
 from ..arenas.folder import KeeperFolder
@@ -28,6 +29,8 @@ from .keeper_option import Keeper, start_keeper
 from .run_lineage import checkpoint_name
 from .schedule import Steps
 
+_PAUSE_S = 1.0
+"""Pause before keepers are asked again."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +81,11 @@ class MemoryLevel:
         """The user's choice of protection between hosts."""
         return GuardOption(self._option.protect, self._option.group, self._option.certificate)
 
+    @property
+    def gives_up_after_s(self) -> float:
+        """Longest time that a resume waits for keepers that may hold a newer step."""
+        return parse_duration(self._option.gives_up_after)
+
     async def join(self, run_id: str, moved: Callable[[], None]) -> InMemory:
         """Find or start the keeper of the run; return its inventory. Calls ``moved()``."""
         self._run = run_id
@@ -94,7 +102,7 @@ class MemoryLevel:
         starts = start if option.starts else None
         arena = Arena(folder, hello, option.deadline_s, starts, pin, self._rank_lost)
         self._arena = arena
-        if not await arena.open(moved):
+        if not await _reporting(arena.open(moved), moved):
             _log.warning("rank %d has no keeper: %s", hello.rank, arena.problem)
         if arena.fixed:
             _log.warning(
@@ -108,11 +116,23 @@ class MemoryLevel:
         """Return the keeper's current inventory, with the images found damaged so far."""
         return run(self._look())
 
+    async def look_later(self, moved: Callable[[], None]) -> InMemory:
+        """Return the keeper's inventory after a pause; look for the keeper if it has not answered.
+        Calls ``moved()``."""
+        await asyncio.sleep(_PAUSE_S)
+        if self.arena.is_open:
+            return await self._look()
+        return await self.join(self._run, moved)
+
     async def _look(self) -> InMemory:
         arena = self.arena
         inventory = await arena.look_up() if arena.is_open else None
         if inventory is None or arena.host is None:
-            return InMemory(damaged=tuple(self._damaged))
+            silent = ""
+            if arena.is_silent:
+                name, _ = KeeperFolder.of(self._run).read_identity()
+                silent = name or f"the keeper of rank {current_rank()}"
+            return InMemory(damaged=tuple(self._damaged), silent=silent)
         return InMemory(inventory, arena.host, tuple(self._damaged))
 
     def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
@@ -256,6 +276,19 @@ class MemoryLevel:
         if self._arena is not None:
             run(self._arena.close())
             self._arena = None
+
+
+async def _reporting(work: Awaitable[bool], moved: Callable[[], None]) -> bool:
+    """Wait for ``work``, which has a deadline; call ``moved()`` regularly, so that other ranks
+    wait, too."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_PAUSE_S)
+            moved()
+    finally:
+        task.cancel()
+    return task.result()
 
 
 async def _manifest(images: Sequence[LocalImage | PeerImage]) -> bytes:

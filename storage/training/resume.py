@@ -24,13 +24,16 @@ from .keeper_inventory import (
     GuardOption,
     InMemory,
     Meeting,
+    Unheard,
     asked,
+    awaited,
     kept_in_memory,
     meeting,
     next_epoch,
+    silent_among,
     stocks_of,
 )
-from .load_attempts import Outcome, held_round, ready, tried, tried_here
+from .load_attempts import Outcome, Prepare, held_round, ready, tried, tried_here
 from .memory_level import LoadedBytes, MemoryLevel
 from .run_identity import run_id
 from .run_lineage import RunLineage, Survey, is_own
@@ -51,10 +54,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Generations in memory newer than storage, best first, and the hosts to read from."""
+    """Generations in memory newer than storage, best first, and the hosts to read from. ``waits``:
+    look again, since keepers that have not answered may hold a newer one."""
 
     kept: tuple[Choice, ...] = ()
     peers: tuple[KeeperHost, ...] = ()
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +137,36 @@ class Back:
 
 
 class _Leader:
-    """The leader's part of a resume. ``guards``: the protection; None without keepers."""
+    """The leader's part of a resume. ``guards``: the protection; None without keepers.
+    ``patience_s``: how long to wait for keepers that do not answer but may hold a newer step."""
 
     def __init__(
-        self, lineage: RunLineage, root: Place, back: Back, guards: GuardOption | None
+        self,
+        lineage: RunLineage,
+        root: Place,
+        back: Back,
+        guards: GuardOption | None,
+        patience_s: float = 0.0,
     ) -> None:
         self._lineage = lineage
         self._root = root
         self._back = back
         self._guards = guards
+        self._patience_s = patience_s
+        self._until_s: float | None = None
+        self._awaited: list[str] = []
         self._epochs = Epochs()
         self._survey: Survey | None = None
         self._tried: Sequence[ListedCheckpoint] = ()
         self._others: Sequence[Stock] = ()
+        self._unheard: Sequence[Unheard] = ()
 
     async def hear_offers(self, statements: Sequence[InMemory]) -> Nothing:
         """Ask keepers that no rank owns for their inventories, after all ranks have joined theirs.
         This must precede the second look at the job's own keepers: if another keeper has dropped a
         step by now because a newer one is protected, that look finds the newer one."""
         assert self._guards is not None
-        self._others = await asked(stocks_of(statements), self._guards)
+        self._others, self._unheard = await asked(statements, self._guards)
         return Nothing()
 
     async def look(self, statements: Sequence[InMemory]) -> Candidates:
@@ -170,28 +185,63 @@ class _Leader:
             epoch=next_epoch([*stocks, *others], self._epochs),
             meeting=meeting(stocks, len(statements), self._guards),
         )
-        choices = self._choices(statements, stocks, others)
-        if self._back.asked or not choices.kept:
+        if self._back.asked:
             return candidates
+        choices = self._choices(statements)
+        if not choices.kept:
+            return replace(candidates, memory=choices)
         return replace(candidates, memory=choices, refused=None, advice=None)
 
     async def choose(self, statements: Sequence[InMemory]) -> Choices:
         """Return the generations left in memory, after some were found damaged."""
         assert self._guards is not None
-        stocks = stocks_of(statements)
-        return self._choices(statements, stocks, await asked(stocks, self._guards))
+        self._others, self._unheard = await asked(statements, self._guards)
+        return self._choices(statements)
 
-    def _choices(
-        self, statements: Sequence[InMemory], stocks: Sequence[Stock], others: Sequence[Stock]
-    ) -> Choices:
+    def _choices(self, statements: Sequence[InMemory]) -> Choices:
+        stocks, others = stocks_of(statements), self._others
         newest = max((c.step or 0 for c in self._tried), default=-1)
         damaged = {one for statement in statements for one in statement.damaged}
         kept, problems = kept_in_memory(
             stocks, others, len(statements), newest, self._epochs, damaged
         )
+        found = (*stocks, *others)
+        if kept:
+            newest = kept[0].generation.step
+        unheard = [*silent_among(statements), *self._unheard]
+        waits = awaited(
+            found,
+            unheard,
+            newest,
+            self._epochs,
+            in_memory=bool(kept),
+            damaged=damaged,
+        )
+        if waits and self._may_wait(unheard):
+            return Choices(waits=True)
         for problem in problems:
             _log.warning("%s", problem)
-        return Choices(tuple(kept), tuple(stock.host for stock in (*stocks, *others)))
+        return Choices(tuple(kept), tuple(stock.host for stock in found))
+
+    def _may_wait(self, unheard: Sequence[Unheard]) -> bool:
+        """Return whether there is time left to wait for these keepers, and log their names."""
+        now_s = time.monotonic()
+        if self._until_s is None:
+            self._until_s = now_s + self._patience_s
+        names = [f"{one.host.name} {one.host.address}".strip() for one in unheard]
+        if now_s >= self._until_s:
+            _log.warning(
+                "newer steps may be lost: these keepers have not answered within %g s: %s",
+                *(self._patience_s, ", ".join(names)),
+            )
+            return False
+        if names != self._awaited:
+            self._awaited = names
+            _log.warning(
+                "waiting for these keepers, at most %.0f s, since they may hold newer steps: %s",
+                *(self._until_s - now_s, ", ".join(names)),
+            )
+        return True
 
     async def take_up(self, taken: _Taken) -> None:
         assert self._survey is not None
@@ -255,17 +305,14 @@ def resumed(
     would fit no better.
     """
     began_s = time.perf_counter()
-    leader = _Leader(lineage, root, back, None if memory is None else memory.guards)
-    in_memory = InMemory()
     call = Call("resume", root.uri.redacted, back.step)
-    if memory is not None:
-        # From here on, no keeper drops what it holds. The offers may be out of date: a keeper that
-        # was asked later may have dropped a step once all had parity of the next one. So look
-        # again.
-        join = partial(memory.join, identified(root, options.deadline_s))
-        held_round(OFFER, call, options.deadline_s, join, leader.hear_offers)
-        in_memory = memory.look()
-    candidates = held_round(LOOK, call, options.deadline_s, ready(in_memory), leader.look)
+    if memory is None:
+        leader = _Leader(lineage, root, back, None)
+        look = ready(InMemory())
+        candidates = held_round(LOOK, call, options.deadline_s, look, leader.look)
+    else:
+        leader = _Leader(lineage, root, back, memory.guards, memory.gives_up_after_s)
+        candidates = _survey(leader, memory, root, call, options.deadline_s)
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
     reports: list[LoadReport] = []
@@ -288,6 +335,23 @@ def resumed(
         tiers = {"own": loaded.own, "peer": loaded.peer, "parity": loaded.parity}
     seconds = time.perf_counter() - began_s
     return Resumed(taken.step, taken.tier, nbytes, seconds, tiers)
+
+
+def _survey(
+    leader: _Leader, memory: MemoryLevel, root: Place, call: Call, deadline_s: float
+) -> Candidates:
+    """Look at memory and storage, again and again while keepers may still answer with a newer
+    step."""
+    join: Prepare[InMemory] = partial(memory.join, identified(root, deadline_s))
+    while True:
+        # From here on, no keeper drops what it holds. The offers may be out of date: a keeper that
+        # was asked later may have dropped a step once all had parity of the next one. So look
+        # again.
+        held_round(OFFER, call, deadline_s, join, leader.hear_offers)
+        candidates = held_round(LOOK, call, deadline_s, ready(memory.look()), leader.look)
+        if not candidates.memory.waits:
+            return candidates
+        join = memory.look_later
 
 
 def _load_best(
@@ -338,7 +402,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
         stocks = stocks_of(statements)
-        others = await asked(stocks, memory.guards)
+        others, _ = await asked(statements, memory.guards)
         together = meeting(stocks, len(statements), memory.guards)
         async with root.opened() as driver:
             epochs = await read_epochs(driver)
@@ -413,6 +477,9 @@ def _load_kept(
         )
         look = ready(memory.look())
         choices = held_round(CHOOSE, call, options.deadline_s, look, leader.choose)
+        while choices.waits:
+            look = memory.look_later
+            choices = held_round(CHOOSE, call, options.deadline_s, look, leader.choose)
 
 
 def _load_first(root: Place, candidates: Candidates, target: _Target, back: Back) -> int | None:

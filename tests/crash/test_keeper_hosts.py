@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from support.kept_runs import (
     kept_run,
     wait_until,
 )
+from support.stopped_keepers import stopped_keeper
 
 import holdfast
 
@@ -109,6 +111,35 @@ def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
     found = run.train(Job(8, hosts=("a",)), 2)
     check(found, 5, "memory", 8)
     assert found.resumed["tiers"]["peer"] > 0
+
+
+@pytest.mark.nightly(25)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_waits_for_a_host_that_does_not_answer(run: KeptRun, ranks: int) -> None:
+    """It holds images of a newer step. It is one of the job's hosts, or of the job before."""
+    run.train(Job(5, every=4, hosts=HOSTS[:2], protect="off", accident=Accident(5, "kill")), 2)
+    assert run.steps() == [4]
+    job = Job(8, every=4, hosts=HOSTS[:ranks], protect="off", deadline_s=2.0)
+    with stopped_keeper(run, "b") as pid, ThreadPoolExecutor(1) as pool:
+        out = run.folder / "job 2"
+        training = pool.submit(run.train, job, 2)
+        wait_until((out / "resuming 0").exists, 60)
+        time.sleep(8)
+        assert not (out / "resumed 0").exists()
+        os.kill(pid, signal.SIGCONT)
+        found = training.result()
+    check(found, 5, "memory", 8)
+    assert "waiting for these keepers" in found.stderr
+
+
+@pytest.mark.nightly(20)
+def test_a_resume_does_not_wait_for_a_host_whose_images_can_be_rebuilt(run: KeptRun) -> None:
+    """No step depends on the answer of that host."""
+    run.train(killed_at(5, every=4, hosts=HOSTS[:3]), 3)
+    with stopped_keeper(run, "b"):
+        found = run.train(Job(6, every=4, hosts=("a", "c")), 2)
+    check(found, 5, "memory", 6)
+    assert "waiting for these keepers" not in found.stderr
 
 
 @pytest.mark.nightly(30)

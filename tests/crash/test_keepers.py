@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from support.kept_runs import (
     kept_run,
     wait_until,
 )
+from support.stopped_keepers import stopped_keeper
 
 from holdfast.storage.arenas.client import status_of
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
@@ -182,6 +184,32 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     check_losses(found, 9)
     (kept,) = nvme.iterdir()
     assert len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.nightly(14)
+@pytest.mark.parametrize("gives_up_after", ["1min", "0"])
+def test_a_resume_waits_for_a_keeper_that_does_not_answer(
+    run: KeptRun, gives_up_after: str
+) -> None:
+    """Its steps would be lost for good. The user can choose not to wait."""
+    run.train(Job(6, every=4, accident=Accident(6, "kill")))
+    job = Job(9, every=4, deadline_s=2.0, gives_up_after=gives_up_after)
+    with stopped_keeper(run) as pid, ThreadPoolExecutor(1) as pool:
+        out = run.folder / "job 2"
+        training = pool.submit(run.train, job)
+        if gives_up_after != "0":
+            wait_until((out / "resuming 0").exists, 60)
+            time.sleep(5)
+            assert not (out / "resumed 0").exists()
+            os.kill(pid, signal.SIGCONT)
+        found = training.result()
+    if gives_up_after == "0":
+        assert found.resumed == {"step": 4, "tier": "storage"}
+        assert "newer steps may be lost" in found.stderr
+        return
+    assert found.resumed == {"step": 6, "tier": "memory"}
+    assert "waiting for these keepers" in found.stderr
+    check_losses(found, 9)
 
 
 @pytest.mark.drill

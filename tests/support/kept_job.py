@@ -60,8 +60,9 @@ class Job:
     many ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
     nobody. ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank
     starts to resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second
-    that a keeper started by this job may read from other keepers. ``grace_s``: after SIGTERM. ``enter_s``: how long ranks take
-    from entering an epoch to handing their images to a new keeper.
+    that a keeper started by this job may read from other keepers. ``grace_s``: after SIGTERM.
+    ``enter_s``: how long ranks take from entering an epoch to handing their images to a new keeper.
+    ``gives_up_after``: how long a resume waits for keepers that may hold a newer step.
     """
 
     steps: int
@@ -82,6 +83,7 @@ class Job:
     rate: str | None = None
     enter_s: float = 0.0
     grace_s: float = 5.0
+    gives_up_after: str = "2min"
 
     def host_of(self, rank: int, world: int) -> int:
         """Return the index in ``hosts`` of the host that runs ``rank``."""
@@ -113,6 +115,7 @@ def main() -> None:
         deadline_s=job.deadline_s,
         linger="120s",
         starts=job.starts,
+        gives_up_after=job.gives_up_after,
         local=job.local,
         local_every=job.local_every,
         **(on_host(job, rank, world) if job.hosts else {}),
@@ -125,6 +128,7 @@ def main() -> None:
         slow_down_entries(job.enter_s)
         if rank == world - 1:
             time.sleep(job.late_s)
+        (out / f"resuming {rank}").touch()
         at = run.resume(state)
         assert run.resumed is not None
         found = {"step": run.resumed.step, "tier": run.resumed.tier}

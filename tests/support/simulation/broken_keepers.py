@@ -366,11 +366,14 @@ async def newest_pieces(self: Any, name: str, number: int) -> Any:
 
 def looks_once(self: Hosts, job: Any) -> Any:
     """Choose by the first answers of all keepers."""
-    stocks = yield from self.look(job)
+    statements = yield from self.look(job)
     for host in self.hosts.values():
         self.note_protected(host.keeper)
-    others = yield from self.asked(stocks)
-    return stocks, others, [one for one in (self.agreed, self.guarded) if one is not None]
+    others, unheard = yield from self.asked(statements)
+    unheard += memory_survey.silent_among(statements)
+    stocks = memory_survey.stocks_of(statements)
+    promised = [one for one in (self.agreed, self.guarded) if one is not None]
+    return stocks, others, unheard, promised
 
 
 def any_attempt(real: Any) -> Any:
@@ -480,12 +483,17 @@ BROKEN_HOSTS = [
         "steps offered to a restart are dropped while it chooses",
         (Generations, "offer", always(None)),
         (Guards, "offer", always(None)),
-        first=35,
+        first=160,
     ),
     keeper(
         "a restart goes by what a keeper offered before the others did",
         (Hosts, "survey", instead(looks_once)),
         first=95,
+    ),
+    keeper(
+        "a restart does not wait for keepers that do not answer",
+        (memory_survey, "awaited", always(False)),
+        first=70,
     ),
     keeper("parts written for one attempt count for another", (Lead, "hear", any_attempt)),
     keeper(

@@ -21,7 +21,7 @@ from holdfast.storage.arenas.messages import Rebuild
 from holdfast.storage.keeper.decisions.choice import Choice, Stock
 from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.keeper_inventory import DamagedImage, GuardOption, InMemory
+from holdfast.storage.training.keeper_inventory import DamagedImage, GuardOption, InMemory, Unheard
 
 from .keeper_host import STATE_NBYTES, Host, HostKeeper, Job, Task, Trainer, step_of
 from .keeper_peers import PIECES, KeeperProcess, State, installed
@@ -187,54 +187,97 @@ class Hosts(Promises):
 
     def survey(
         self, job: Job
-    ) -> Generator[None, None, tuple[list[Stock], list[Stock], list[Promise]]]:
-        """What all keepers hold, once all of the job have offered it; and what is promised then.
-        Until then, one may give up what is promised for what all have learned is protected."""
-        stocks = yield from self.look(job)
+    ) -> Generator[None, None, tuple[list[Stock], list[Stock], list[Unheard], list[Promise]]]:
+        """Ask all keepers, twice for those of the job; return the answers, the keepers that have
+        not answered, and the promises after the first round. Until then, a keeper may drop a
+        promised step because all have learned that a later one is protected."""
+        statements = yield from self.look(job)
         for host in self.hosts.values():
             self.note_protected(host.keeper)
         promised = [one for one in (self.agreed, self.guarded) if one is not None]
-        others = yield from self.asked(stocks)
-        return (yield from self.look(job)), others, promised
+        others, unheard = yield from self.asked(statements)
+        statements = yield from self.look(job)
+        unheard += memory_survey.silent_among(statements)
+        return memory_survey.stocks_of(statements), others, unheard, promised
 
-    def look(self, job: Job) -> Generator[None, None, list[Stock]]:
-        """What the keepers of the job hold, which they offer from now on."""
+    def look(self, job: Job) -> Generator[None, None, list[InMemory]]:
+        """Ask the keepers of the job, which offer their images from now on. A keeper that sleeps
+        does not answer."""
         statements = {}
         for host in job.hosts:
             yield
             keeper = host.keeper
-            keeper.offer(job.readers[host.name])
-            statements[host.name] = InMemory(keeper.inventory(), keeper.named)
-        return memory_survey.stocks_of(
-            [statements[job.host_of(rank).name] for rank in range(job.world)]
-        )
+            if keeper.is_paused:
+                self.count("does not answer")
+                statements[host.name] = InMemory(silent=host.name)
+            else:
+                keeper.offer(job.readers[host.name])
+                statements[host.name] = InMemory(keeper.inventory(), keeper.named)
+        return [statements[job.host_of(rank).name] for rank in range(job.world)]
 
-    def asked(self, stocks: Sequence[Stock]) -> Generator[None, None, list[Stock]]:
-        """What the keepers hold that these name, and that are none of them."""
-        named = {host.name for stock in stocks for host in stock.inventory.hosts}
-        others = []
-        for name in sorted(named - {stock.host.name for stock in stocks}):
+    def asked(
+        self, statements: Sequence[InMemory]
+    ) -> Generator[None, None, tuple[list[Stock], list[Unheard]]]:
+        """Ask keepers of earlier jobs; return the answers, and the keepers that do not answer."""
+        stocks = memory_survey.stocks_of(statements)
+        named = {host.name: host for stock in stocks for host in stock.inventory.hosts}
+        others, unheard = list[Stock](), list[Unheard]()
+        known = {stock.host.name for stock in stocks} | {one.silent for one in statements}
+        for name in sorted(named.keys() - known):
             yield
             keeper = self.keeper_of(name)
-            if keeper is not None:
+            if keeper is not None and keeper.is_paused:
+                unheard.append(Unheard(named[name], True))
+            elif keeper is not None:
                 others.append(Stock(keeper.named, keeper.inventory()))
-        return others
+        return others, unheard
+
+    def choices(
+        self,
+        job: Job,
+        loads: Loads,
+        stocks: Sequence[Stock],
+        others: Sequence[Stock],
+        unheard: Sequence[Unheard],
+        newest: int,
+    ) -> list[Choice] | None:
+        """Return the generations to load from memory, or None to wait for keepers."""
+        kept, _ = memory_survey.kept_in_memory(
+            stocks, others, job.world, newest, self.epochs, loads.damaged
+        )
+        if kept:
+            newest = kept[0].generation.step
+        found = [*stocks, *others]
+        in_memory = bool(kept)
+        waits = memory_survey.awaited(
+            found, unheard, newest, self.epochs, in_memory=in_memory, damaged=loads.damaged
+        )
+        return None if waits else kept
 
     def resume(self, job: Job) -> Task:
         """Find what to go on from, read it, and begin the next epoch."""
         yield
         job.readers = {host.name: next(self.clients) for host in job.hosts}
-        newest = self.newest_stored()
-        stocks, others, promised = yield from self.survey(job)
+        loads = Loads(job)
+        while True:
+            newest = self.newest_stored()
+            stocks, others, unheard, promised = yield from self.survey(job)
+            kept = self.choices(job, loads, stocks, others, unheard, newest)
+            if kept is not None:
+                break
+            yield
         reached = {stock.host.name for stock in (*stocks, *others)}
+        reached |= {one.host.name for one in unheard}
         promised = [one for one in promised if self.holds(one, reached)]
         job.epoch = memory_survey.next_epoch([*stocks, *others], self.epochs)
         option = GuardOption(self.mode, self.group)
         if len(job.hosts) < (3 if self.mode == "pq" else 2):
             option = GuardOption("auto", self.group)
-        job.meeting = memory_survey.meeting(stocks, job.world, option)
-        loads = Loads(job)
-        taken = yield from self.load_kept(job, loads, stocks, others, newest)
+        # In truth, a keeper that does not answer joins later.
+        ranks = [KeeperHost(*[job.host_of(rank).name] * 3) for rank in range(job.world)]
+        met = memory_survey.stocks_of([InMemory(host=host) for host in ranks])
+        job.meeting = memory_survey.meeting(met, job.world, option)
+        taken = yield from self.load_kept(job, loads, kept, stocks, others, newest)
         if job.has_failed:
             self.restart = None
             return
@@ -257,6 +300,7 @@ class Hosts(Promises):
         self,
         job: Job,
         loads: Loads,
+        kept: list[Choice],
         stocks: Sequence[Stock],
         others: Sequence[Stock],
         newest: int,
@@ -264,9 +308,6 @@ class Hosts(Promises):
         """Load the best that is whole out of memory; return it, None where there is none."""
         made: set[Choice] = set()
         while True:
-            kept, _ = memory_survey.kept_in_memory(
-                stocks, others, job.world, newest, self.epochs, loads.damaged
-            )
             for one in kept:
                 self.check_choice(one.generation)
             choice = next((one for one in kept if one not in made), None)
@@ -285,8 +326,16 @@ class Hosts(Promises):
             elif self.impeded or problem == "no-memory":
                 self.count("what can be made again cannot be now")
                 loads.impeded = True
-            stocks = yield from self.look(job)
-            others = yield from self.asked(stocks)
+            while True:
+                statements = yield from self.look(job)
+                stocks = memory_survey.stocks_of(statements)
+                others, unheard = yield from self.asked(statements)
+                unheard += memory_survey.silent_among(statements)
+                found = self.choices(job, loads, stocks, others, unheard, newest)
+                if found is not None:
+                    kept = found
+                    break
+                yield
 
     def rebuild(
         self, job: Job, choice: Choice, hosts: Sequence[KeeperHost]
