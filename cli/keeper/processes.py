@@ -100,6 +100,9 @@ def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> None:
         print("no keeper is running on this host")
     else:
         print_table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",))
+        for status in statuses:
+            if status["problem"]:
+                print(f"run {status['run'][:12]} keeps no steps: {status['problem']}")
 
 
 def _cells(status: dict[str, Any]) -> tuple[str, ...]:

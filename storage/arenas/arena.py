@@ -32,6 +32,8 @@ from .memory import Memory, read_sealed, sealed_bytes
 
 PAUSES_S = (0.2, 1.0, 5.0, 30.0)
 """Pauses between attempts to find a keeper; the last one repeats."""
+START_S = 60.0
+"""Time limit for a keeper to start, unless answers take longer."""
 REBUILD_S = 120.0
 """Time limit without progress while a keeper rebuilds an image from other hosts."""
 _MAKING_SHARE = 0.5
@@ -128,39 +130,51 @@ class Arena:
         return self._client is not None
 
     async def open(self, goes_on: Callable[[], None] = lambda: None) -> bool:
-        """Connect to the keeper, or start one. Return whether it answers in time; if not, see
-        :attr:`problem`. Each sign of progress from a starting keeper extends the deadline and calls
-        ``goes_on()``."""
+        """Connect to the keeper, or start one, which may take longer. Return whether it answers in
+        time; if not, see :attr:`problem`. Each sign of progress from a starting keeper extends the
+        deadline and calls ``goes_on()``."""
         try:
             async with asyncio.timeout(self._deadline_s) as wait:
-                await self._connect(partial(go_on, wait, self._deadline_s, goes_on))
+                await self._connect(wait, partial(go_on, wait, self._deadline_s, goes_on))
             self.is_silent = False
             return True
         except (TimeoutError, Refusal, CoordinationError, OSError) as error:
-            self.problem = str(error) or f"no keeper has answered within {self._deadline_s:g} s"
+            within_s = self._deadline_s if self._listened else self._start_s
+            self.problem = str(error) or f"no keeper has answered within {within_s:g} s"
             # A keeper that this rank has just started has nothing to say yet.
             self.is_silent = self._listened and isinstance(error, TimeoutError | BlockingIOError)
             return False
 
-    async def _connect(self, goes_on: Callable[[], None]) -> None:
+    async def _connect(self, wait: asyncio.Timeout, goes_on: Callable[[], None]) -> None:
         """Connect; if nobody listens, start a keeper and wait for it."""
         self._listened = True
         with contextlib.suppress(FileNotFoundError, ConnectionError):
-            await self._connect_once(goes_on)
+            await self._connect_once(goes_on, self._deadline_s)
             return
         self._listened = False
         if self._start is None:
             raise CoordinationError(f"no keeper listens at {self._folder.socket}")
+        wait.reschedule(asyncio.get_running_loop().time() + self._start_s)
         await self._start()
         while True:
             with contextlib.suppress(FileNotFoundError, ConnectionError):
-                await self._connect_once(goes_on)
+                await self._connect_once(goes_on, self._start_s)
                 return
             await asyncio.sleep(_CONNECT_PAUSE_S)
 
-    async def _connect_once(self, goes_on: Callable[[], None]) -> None:
+    @property
+    def _start_s(self) -> float:
+        return max(START_S, self._deadline_s)
+
+    async def _connect_once(self, goes_on: Callable[[], None], welcome_s: float) -> None:
         client = await KeeperClient.open(
-            self._folder.socket, self._hello, self._deadline_s, self._told, self._lost, goes_on
+            self._folder.socket,
+            self._hello,
+            self._deadline_s,
+            self._told,
+            self._lost,
+            goes_on,
+            welcome_s,
         )
         self._client = client
 
@@ -402,8 +416,7 @@ class Arena:
             if listener is not None and listener(KeeperLost(generation, self.problem)):
                 self._outliving[generation] = listener
         self._void(listeners)
-        if not self._closed and (self._reopening is None or self._reopening.done()):
-            self._reopening = asyncio.ensure_future(self._reopen())
+        self.look_on()
 
     def _void(self, listeners: Mapping[GenerationId, Listener]) -> None:
         for generation, listener in listeners.items():
@@ -412,6 +425,12 @@ class Arena:
     def _void_outliving(self) -> None:
         outliving, self._outliving = self._outliving, {}
         self._void(outliving)
+
+    def look_on(self) -> None:
+        """Look for a keeper in the background, unless one answers, and have it enter the epoch."""
+        is_looking = self._reopening is not None and not self._reopening.done()
+        if not (self._closed or self.is_open or is_looking):
+            self._reopening = asyncio.ensure_future(self._reopen())
 
     async def _reopen(self) -> None:
         """Look for a keeper until one accepts this rank, and hand over the sealed images.

@@ -76,17 +76,21 @@ class KeeperClient:
         told: Callable[[messages.Event, Sequence[int]], None] = lambda event, fds: None,
         lost: Callable[[], None] = lambda: None,
         goes_on: Callable[[], None] = lambda: None,
+        welcome_s: float | None = None,
     ) -> KeeperClient:
         """Connect to the keeper at ``path`` and introduce this rank. Calls ``goes_on()`` while the
-        keeper is still starting. Raises OSError if nobody listens, CoordinationError if the keeper
-        belongs to another user, DeadlineError, and :class:`Refusal`."""
+        keeper is still starting. ``welcome_s``: deadline of its first answer. Raises OSError if
+        nobody listens, CoordinationError if the keeper belongs to another user, DeadlineError, and
+        :class:`Refusal`."""
         line = connected(path)
         if line.peer_uid != os.getuid():
             line.close()
             raise CoordinationError(f"the process listening at {path} belongs to another user")
         client = cls(line, deadline_s, told, lost)
         try:
-            welcome, _ = await client.ask(hello, messages.Welcome, goes_on=goes_on)
+            welcome, _ = await client.ask(
+                hello, messages.Welcome, deadline_s=welcome_s, goes_on=goes_on
+            )
             client.host = welcome.host
             client.fixed = welcome.fixed
         except BaseException:

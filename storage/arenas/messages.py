@@ -15,7 +15,7 @@ from ..ranks.messages import codec
 from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,14 @@ class Hello:
 class Enter:
     """Enters ``epoch``, resumed from ``chosen``: a step in memory or storage, None for the
     beginning of the run. All later steps are dropped for good. ``hosts``: keepers of the job,
-    including this one; empty if it is alone. ``groups``: keepers that protect each other."""
+    including this one; empty if it is alone. ``groups``: keepers that protect each other.
+    ``problem``: the reason why no steps will be kept in this epoch."""
 
     epoch: int
     chosen: int | None
     hosts: tuple[KeeperHost, ...] = ()
     groups: tuple[GuardedGroup, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

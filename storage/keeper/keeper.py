@@ -38,7 +38,7 @@ from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
 from .slot_memory import PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
-from .trainers import Startup, Trainer, Trainers, UnknownProcessError
+from .trainers import Startup, Trainer, Trainers, UnknownProcessError, refusal_of
 
 HELLO_S = 10.0
 """Time limit for a connecting process to identify itself."""
@@ -95,6 +95,8 @@ class Keeper:
         self._finished = set[int]()
         """Ranks of this epoch and host that have finished training."""
         self._all_finished = False
+        self._problem = ""
+        """The reason why the job keeps no steps in this epoch."""
         self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
             messages.Enter: self._enter,
             messages.Fill: self._fill,
@@ -198,7 +200,7 @@ class Keeper:
             return None
         if not isinstance(message, messages.Hello):
             raise MessageError(f"its first message is a {type(message).__name__}")
-        refused = self._refused(message)
+        refused = refusal_of(message, self.options.run)
         if refused is not None:
             self._counters.refused += 1
             _log.warning("process %d is refused: %s", line.peer_pid, refused.text)
@@ -244,15 +246,6 @@ class Keeper:
         # The previous one stays open until the end, since it may be writing now.
         self._writing.local = self._locals[-1] if options.local is not None else None
 
-    def _refused(self, hello: messages.Hello) -> messages.Refused | None:
-        if hello.version != messages.VERSION:
-            return messages.Refused("version", f"this keeper speaks version {messages.VERSION}")
-        if hello.run != self.options.run:
-            return messages.Refused("run", f"this keeper belongs to the run {self.options.run}")
-        if not 0 <= hello.rank < hello.world:
-            return messages.Refused("rank", f"rank {hello.rank} of {hello.world}")
-        return None
-
     def _gone(self, trainer: Trainer) -> None:
         self._used_s = time.monotonic()
         self._generations.client_gone(trainer.number)
@@ -287,6 +280,7 @@ class Keeper:
         if refusal is not None:
             return self._refuse(trainer, refusal), []
         trainer.epoch = message.epoch
+        self._problem = message.problem
         self._finished.clear()
         self._all_finished = False
         self._agreement.enter(message.epoch, message.chosen, message.hosts, message.groups)
@@ -559,6 +553,7 @@ class Keeper:
             protected=self._agreement.protected,
             parity_nbytes=self._guards.nbytes,
             ready=self._startup.over.is_set(),
+            problem=self._problem,
         )
 
     @property

@@ -66,6 +66,8 @@ class KeeperStatus:
     """Size of this keeper's parity."""
     ready: bool = True
     """False while it loads its first images and lets trainers wait."""
+    problem: str = ""
+    """The reason why the job keeps no steps for now, such as a keeper that does not answer."""
 
     def as_json(self) -> dict[str, object]:
         """Return the status as a JSON object."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..arenas.messages import Event, Hello, Progress, Replaced, encode
+from ..arenas.messages import VERSION, Event, Hello, Progress, Refused, Replaced, encode
 from ..arenas.sockets import Line
 
 TELL_S = 5.0
@@ -178,6 +178,17 @@ class Trainers:
         for trainer in self:
             self._unwatch(trainer)
         self._by_process.clear()
+
+
+def refusal_of(hello: Hello, run: str) -> Refused | None:
+    """Return the answer to a trainer that a keeper of ``run`` cannot serve; None otherwise."""
+    if hello.version != VERSION:
+        return Refused("version", f"this keeper speaks version {VERSION}")
+    if hello.run != run:
+        return Refused("run", f"this keeper belongs to the run {run}")
+    if not 0 <= hello.rank < hello.world:
+        return Refused("rank", f"rank {hello.rank} of {hello.world}")
+    return None
 
 
 async def _dismissed(line: Line) -> None:

@@ -53,6 +53,9 @@ from .stats import Counters, PendingSave, Stats, follow, follow_memory, log_if_u
 GRACE_S = 25.0
 """Launchers and schedulers commonly kill a process 30 s after SIGTERM."""
 
+JOIN_PAUSE_MAX = 64
+"""Most steps between two attempts to join keepers. All ranks take part in an attempt."""
+
 WhenBusy = Literal["skip", "wait", "queue"]
 OnError = Literal["warn", "raise"]
 
@@ -236,6 +239,8 @@ class Checkpointer:
         self._schedule.begin_at(found or 0)
         self._decisions.begin_run()
         self._accord_made = False
+        self._join_at = 0
+        self._join_pause = 1
         self._last = found or None
         self._newest = found
         self._at = found or 0
@@ -275,13 +280,16 @@ class Checkpointer:
             return None
         due = False
         try:
-            kept = self._has_joined(step) and self._memory is not None and self._memory.due(step)
+            has_joined = self._has_joined(step)
+            kept = self._memory is not None and self._memory.due(step)
             due = self._schedule.due(step, self._decisions) and step != self._last
             if due:
                 self._stats.due(step)
                 return self._due(step, state, metric)
-            if kept:
+            if kept and has_joined:
                 return self._keep(step, state)
+            if kept:
+                self._stats.missed()
             return None
         except CoordinationError as error:  # the ranks could not reach a decision
             self._stats.undecided(step, error, is_counted=due)
@@ -371,18 +379,26 @@ class Checkpointer:
         return self._begin(step, state, number)
 
     def _has_joined(self, step: int) -> bool:
-        """Return whether this run has joined its keepers; try again after doubling pauses."""
-        if self._memory is None or self._memory.joined:
-            return self._memory is not None
+        """Return whether this run has joined its keepers; try again after doubling pauses, at the
+        same steps on all ranks."""
+        memory = self._memory
+        if memory is None or (memory.joined and not memory.may_join_later):
+            return memory is not None and not memory.problem
         if step < self._join_at:
             return False
+        is_late = memory.joined
         self._join_at = step + self._join_pause
-        self._join_pause *= 2
+        self._join_pause = min(2 * self._join_pause, JOIN_PAUSE_MAX)
         try:
-            begin_run(self._memory, self._root, self._save_options.deadline_s)
+            begin_run(memory, self._root, self._save_options.deadline_s)
         except HoldfastError as error:
-            self._stats.not_kept(step, f"there are no keepers: {error}")
+            _log.warning("step %d: not kept in memory, there are no keepers: %s", step, error)
             return False
+        if memory.problem:
+            return False
+        if is_late and self._decisions.leads:
+            missed = self.counters.not_kept
+            _log.warning("steps are kept in memory from %d on, after %d were not", step, missed)
         return True
 
     def _keep(self, step: int, state: object) -> SaveHandle | None:

@@ -70,11 +70,13 @@ class Unheard:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The keepers of a job that work together, with their ranks; empty with a ``problem``."""
+    """The keepers of a job that work together, with their ranks; empty with a ``problem``.
+    ``temporary``: the problem may be solved by keepers that answer later."""
 
     hosts: tuple[KeeperHost, ...] = ()
     groups: tuple[GuardedGroup, ...] = ()
     problem: str = ""
+    temporary: bool = False
 
 
 def stocks_of(statements: Sequence[InMemory]) -> list[Stock]:
@@ -264,7 +266,8 @@ def meeting(stocks: Sequence[Stock], world: int, option: GuardOption) -> Meeting
     ranks = {rank for stock in stocks for rank in stock.host.ranks}
     if ranks != set(range(world)):
         lacking = sorted(set(range(world)) - ranks)
-        return Meeting(problem=f"{len(lacking)} ranks have no keeper, including rank {lacking[0]}")
+        problem = f"{len(lacking)} ranks have no keeper, including rank {lacking[0]}"
+        return Meeting(problem=problem, temporary=True)
     hosts = tuple(stock.host for stock in sorted(stocks, key=lambda stock: stock.host.ranks))
     unserved = [host for host in hosts if not host.address]
     if len(hosts) > 1 and unserved:

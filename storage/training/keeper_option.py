@@ -32,7 +32,8 @@ class Keeper:
     ``every``: keep every n-th step. ``memory``: the limit for all images of a host, such as
     ``"200GiB"``; None: as much as the host can spare. Each rank needs three images. ``domain``: the
     name of the failure domain, such as a host or a rack; None: the host's name. ``deadline_s``: how
-    long the trainer waits for a reply before it continues without a keeper. ``linger``: how long an
+    long the trainer waits for a reply before it continues without a keeper; a keeper that it has to
+    start may take a minute. ``linger``: how long an
     unused keeper stays alive; one that a trainer has started also ends once training is finished
     and its last step is in storage. ``starts``: whether to start a keeper if none answers.
     ``gives_up_after``: how long a resume waits for keepers that do not answer, if it would

@@ -64,6 +64,10 @@ class MemoryLevel:
         """Called, on the engine's loop, once another rank has died."""
         self.problem = ""
         """The reason why no step is kept in memory; empty if steps are kept."""
+        self.may_join_later = False
+        """True if the problem is that keepers have not answered, but may do so later."""
+        self.since: int | None = None
+        """The step that the epoch began at."""
 
     @property
     def joined(self) -> bool:
@@ -135,22 +139,34 @@ class MemoryLevel:
             return InMemory(damaged=tuple(self._damaged), silent=silent)
         return InMemory(inventory, arena.host, tuple(self._damaged))
 
-    def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
-        """Begin an epoch at ``step`` (None: the start of training), and discard later steps."""
+    def begin_at(self, step: int | None) -> None:
+        """Set the step that training continues from; None: the start of training."""
         self._steps.begin_at(step)
+
+    def begin_epoch(self, epoch: int, step: int | None, meeting: Meeting) -> None:
+        """Begin an epoch at ``step`` (None: the start of training), and discard later steps. If
+        this rank has no keeper, look for one in the background."""
+        self.since = step
         self._damaged = []
         self._rebuilt_nbytes = 0
         self.problem = meeting.problem
+        self.may_join_later = meeting.temporary
         self._protects = bool(meeting.groups)
         if meeting.problem and current_rank() == 0:
             _log.warning("steps are not kept in memory: %s", meeting.problem)
         own = [host for host in meeting.hosts if current_rank() in host.ranks]
         self._flushes = not own or current_rank() == own[0].ranks[0]
-        run(self._begin_epoch(Enter(epoch, step, meeting.hosts, meeting.groups)))
+        enters = Enter(epoch, step, meeting.hosts, meeting.groups, meeting.problem)
+        run(self._begin_epoch(enters))
 
     async def _begin_epoch(self, enters: Enter) -> None:
         await self.arena.enter(enters)
         await self.arena.release()  # not earlier: a trainer of the last epoch might overwrite it
+        self.arena.look_on()
+
+    def release(self) -> None:
+        """Let the keeper overwrite the images that it has offered by its inventory."""
+        run(self.arena.release())
 
     async def rebuild(
         self, choice: Choice, hosts: Sequence[KeeperHost], moved: Callable[[], None]
@@ -251,8 +267,8 @@ class MemoryLevel:
             return error
 
     def due(self, step: int) -> bool:
-        """Return whether to keep ``step`` in memory. Call once per step, in ascending order."""
-        return not self.problem and self._steps.due(step)
+        """Return whether ``step`` is due in memory. Call once per step, in ascending order."""
+        return self._steps.due(step)
 
     def by(self, storage: Storage | None = None) -> ByKeeper | None:
         """Return a save's route through the keeper, to ``storage`` if given; None without one."""

@@ -55,11 +55,13 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Choices:
     """Generations in memory newer than storage, best first, and the hosts to read from. ``waits``:
-    look again, since keepers that have not answered may hold a newer one."""
+    look again, since keepers that have not answered may hold a newer one. ``problem``: the keepers
+    that were waited for in vain."""
 
     kept: tuple[Choice, ...] = ()
     peers: tuple[KeeperHost, ...] = ()
     waits: bool = False
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class Resumed:
     ``step``: None if there was nothing to resume. ``tier``: ``memory`` or ``storage``. ``nbytes``:
     bytes read by this rank. ``seconds``: duration. ``tiers``: bytes by source: memory of this host
     (``own``) or of others (``peer``), or ``storage``; ``parity`` is the size of the images that
-    this rank's keeper rebuilt.
+    this rank's keeper rebuilt. ``problem``: keepers that have not answered, so that a newer step in
+    memory may have been missed, or that steps are not kept in memory for now; "" if all is well.
     """
 
     step: int | None
@@ -99,6 +102,7 @@ class Resumed:
     nbytes: int
     seconds: float
     tiers: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
 
 
 RUN = Round.of("run", Nothing, RunId)
@@ -154,7 +158,7 @@ class _Leader:
         self._guards = guards
         self._patience_s = patience_s
         self._until_s: float | None = None
-        self._awaited: list[str] = []
+        self._awaited = ""
         self._epochs = Epochs()
         self._survey: Survey | None = None
         self._tried: Sequence[ListedCheckpoint] = ()
@@ -217,29 +221,32 @@ class _Leader:
             in_memory=bool(kept),
             damaged=damaged,
         )
-        if waits and self._may_wait(unheard):
-            return Choices(waits=True)
+        given_up = ""
+        if waits:
+            if self._may_wait(unheard):
+                return Choices(waits=True)
+            given_up = (
+                f"newer steps may be lost: these keepers have not answered within "
+                f"{self._patience_s:g} s: {_names(unheard)}"
+            )
+            _log.warning("%s", given_up)
         for problem in problems:
             _log.warning("%s", problem)
-        return Choices(tuple(kept), tuple(stock.host for stock in found))
+        return Choices(tuple(kept), tuple(stock.host for stock in found), problem=given_up)
 
     def _may_wait(self, unheard: Sequence[Unheard]) -> bool:
         """Return whether there is time left to wait for these keepers, and log their names."""
         now_s = time.monotonic()
         if self._until_s is None:
             self._until_s = now_s + self._patience_s
-        names = [f"{one.host.name} {one.host.address}".strip() for one in unheard]
         if now_s >= self._until_s:
-            _log.warning(
-                "newer steps may be lost: these keepers have not answered within %g s: %s",
-                *(self._patience_s, ", ".join(names)),
-            )
             return False
+        names = _names(unheard)
         if names != self._awaited:
             self._awaited = names
             _log.warning(
                 "waiting for these keepers, at most %.0f s, since they may hold newer steps: %s",
-                *(self._until_s - now_s, ", ".join(names)),
+                *(self._until_s - now_s, names),
             )
         return True
 
@@ -254,6 +261,10 @@ class _Leader:
             async with self._root.opened() as driver:
                 await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))
         await self._lineage.take_up(resumed_from, self._survey, record=self._back.asked)
+
+
+def _names(unheard: Sequence[Unheard]) -> str:
+    return ", ".join(f"{one.host.name} {one.host.address}".strip() for one in unheard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +337,7 @@ def resumed(
     call = Call("resume", root.uri.redacted, taken.step)
     held_round(TAKE_UP, call, options.deadline_s, ready(Nothing()), take_up)
     if memory is not None:
+        memory.begin_at(taken.step)
         memory.begin_epoch(taken.epoch, taken.step, candidates.meeting)
     nbytes = 0 if taken.step is None else reports[-1].bytes_read
     loaded = taken.loaded
@@ -334,7 +346,9 @@ def resumed(
     else:
         tiers = {"own": loaded.own, "peer": loaded.peer, "parity": loaded.parity}
     seconds = time.perf_counter() - began_s
-    return Resumed(taken.step, taken.tier, nbytes, seconds, tiers)
+    problems = [candidates.memory.problem, candidates.meeting.problem]
+    problem = "; ".join(filter(None, problems))
+    return Resumed(taken.step, taken.tier, nbytes, seconds, tiers, problem)
 
 
 def _survey(
@@ -398,22 +412,41 @@ def identified(root: Place, deadline_s: float) -> str:
 
 
 def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
-    """Begin an epoch on every rank without resuming; steps in memory are discarded."""
+    """Begin an epoch on every rank without resuming; steps in memory are discarded.
+
+    If one has begun without the keepers of some ranks, begin another one at the same step, unless
+    keepers are still missing.
+    """
+    again = memory.joined
 
     async def decide(statements: Sequence[InMemory]) -> Candidates:
         stocks = stocks_of(statements)
-        others, _ = await asked(statements, memory.guards)
         together = meeting(stocks, len(statements), memory.guards)
+        if again and together.problem:
+            return Candidates((), 0, meeting=together)
+        others, _ = ([], []) if again else await asked(statements, memory.guards)
         async with root.opened() as driver:
             epochs = await read_epochs(driver)
             epoch = next_epoch([*stocks, *others], epochs)
-            await put_epochs(driver, epochs.with_next(epoch, None))
+            await put_epochs(driver, epochs.with_next(epoch, memory.since))
         return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)
-    join = partial(memory.join, identified(root, deadline_s))
-    candidates = held_round(LOOK, call, deadline_s, join, decide)
-    memory.begin_epoch(candidates.epoch, None, candidates.meeting)
+    if again:
+        join = ready(memory.look())
+    else:
+        join = partial(memory.join, identified(root, deadline_s))
+    try:
+        candidates = held_round(LOOK, call, deadline_s, join, decide)
+    except BaseException:
+        if not again:
+            memory.close()  # no epoch has begun, so the next attempt starts from scratch
+        raise
+    if again and candidates.meeting.problem:
+        memory.problem = candidates.meeting.problem
+        memory.release()
+    else:
+        memory.begin_epoch(candidates.epoch, memory.since, candidates.meeting)
 
 
 def _candidates(

@@ -89,6 +89,10 @@ class Stats:
             "step %d: not kept in memory (%d so far): %s", step, self.counters.not_kept, why
         )
 
+    def missed(self) -> None:
+        """Count a step that was not held in keeper memory, for a reason that is already logged."""
+        self._add(not_kept=1)
+
     def stalled(self, seconds: float) -> None:
         """Add the time that a call blocked training."""
         self._add(stalled_s=seconds)

@@ -133,6 +133,26 @@ def test_a_resume_waits_for_a_host_that_does_not_answer(run: KeptRun, ranks: int
 
 
 @pytest.mark.nightly(20)
+def test_all_ranks_join_once_the_last_keeper_answers(run: KeptRun) -> None:
+    """They agree on the step, although only one of them waits for its keeper."""
+    run.train(Job(2, hosts=HOSTS[:2], accident=Accident(2, "kill")), 2)
+    job = Job(100, hosts=HOSTS[:2], deadline_s=2.0, pause_s=0.1, gives_up_after="0")
+    with stopped_keeper(run, "b") as pid, ThreadPoolExecutor(1) as pool:
+        out = run.folder / "job 2"
+        training = pool.submit(run.train, job, 2)
+        wait_until((out / "resumed 0").exists, 60)
+        os.kill(pid, signal.SIGCONT)
+        found = training.result()
+    assert found.code == 0, found.stderr
+    assert "1 ranks have no keeper, including rank 1" in found.resumed["problem"]
+    assert found.counters is not None
+    assert found.counters["kept"] > 0
+    assert found.counters["not_kept"] > 0
+    assert found.counters["kept"] + found.counters["not_kept"] == 100 - (found.resumed["step"] or 0)
+    assert found.stderr.count("steps are kept in memory from") == 1
+
+
+@pytest.mark.nightly(20)
 def test_a_resume_does_not_wait_for_a_host_whose_images_can_be_rebuilt(run: KeptRun) -> None:
     """No step depends on the answer of that host."""
     run.train(killed_at(5, every=4, hosts=HOSTS[:3]), 3)

@@ -204,12 +204,32 @@ def test_a_resume_waits_for_a_keeper_that_does_not_answer(
             os.kill(pid, signal.SIGCONT)
         found = training.result()
     if gives_up_after == "0":
-        assert found.resumed == {"step": 4, "tier": "storage"}
-        assert "newer steps may be lost" in found.stderr
+        assert (found.resumed["step"], found.resumed["tier"]) == (4, "storage")
+        assert "newer steps may be lost" in found.resumed["problem"]
         return
     assert found.resumed == {"step": 6, "tier": "memory"}
     assert "waiting for these keepers" in found.stderr
     check_losses(found, 9)
+
+
+@pytest.mark.nightly(20)
+def test_steps_are_kept_once_a_silent_keeper_answers(run: KeptRun) -> None:
+    """The job resumes and trains without its keeper, and joins it later."""
+    run.train(Job(2, accident=Accident(2, "kill")))
+    job = Job(100, deadline_s=2.0, pause_s=0.1, gives_up_after="0", accident=Accident(100, "kill"))
+    with stopped_keeper(run) as pid, ThreadPoolExecutor(1) as pool:
+        out = run.folder / "job 2"
+        training = pool.submit(run.train, job)
+        wait_until((out / "resumed 0").exists, 60)
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: bool(run.status()["problem"]))
+        found = training.result()
+    assert found.resumed["step"] is None
+    assert "1 ranks have no keeper" in found.resumed["problem"]
+    assert "steps are kept in memory from" in found.stderr
+    assert not run.status()["problem"]
+    after = run.train(Job(101))
+    assert after.resumed == {"step": 100, "tier": "memory"}
 
 
 @pytest.mark.drill

@@ -132,6 +132,8 @@ def main() -> None:
         at = run.resume(state)
         assert run.resumed is not None
         found = {"step": run.resumed.step, "tier": run.resumed.tier}
+        if run.resumed.problem:
+            found["problem"] = run.resumed.problem
         if job.hosts:
             found["tiers"] = dict(run.resumed.tiers)
             found["seconds"] = run.resumed.seconds

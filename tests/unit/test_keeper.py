@@ -39,6 +39,7 @@ from holdfast.storage.arenas import arena as arena_module
 from holdfast.storage.arenas.arena import Arena, Capture, KeeperLost
 from holdfast.storage.arenas.client import KeeperClient, Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
+from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory, sealed_bytes
 from holdfast.storage.arenas.messages import (
@@ -60,7 +61,13 @@ from holdfast.storage.arenas.messages import (
     decode,
     encode,
 )
-from holdfast.storage.arenas.sockets import Line, MessageError, Received, connected
+from holdfast.storage.arenas.sockets import (
+    Line,
+    MessageError,
+    Received,
+    connected,
+    listening,
+)
 from holdfast.storage.keeper import slot_memory as held
 from holdfast.storage.keeper.keeper import Keeper
 from holdfast.storage.keeper.options import RATE_VARIABLE, KeeperOptions
@@ -353,6 +360,41 @@ async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
         arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 1000.0)
         assert not await arena.open()
         assert "no keeper listens at" in arena.problem
+
+
+@in_loop
+async def test_a_keeper_may_take_longer_to_start_than_to_answer() -> None:
+    """A busy host loads programs slowly. Only a keeper that listens is expected to answer soon."""
+    with tempfile.TemporaryDirectory(prefix="hk") as base:
+        folder = KeeperFolder.of(RUN, Path(base))
+        folder.make()
+        async with AsyncExitStack() as stack:
+            sock: list[socket.socket] = []
+
+            async def start() -> None:
+                if not sock:
+                    sock.append(stack.enter_context(listening(folder.socket)))
+                    stack.callback(answering.cancel)
+                    asyncio.get_running_loop().call_later(1.0, welcoming.set)
+
+            async def answer() -> None:
+                await welcoming.wait()
+                loop = asyncio.get_running_loop()
+                while True:
+                    line = Line((await loop.sock_accept(sock[0]))[0])
+                    stack.callback(line.close)
+                    number, _ = decode((await line.receive()).data)
+                    await line.send(encode(number, Welcome(1, KeeperHost("a", "a"))))
+
+            welcoming = asyncio.Event()
+            answering = asyncio.ensure_future(answer())
+            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 0.3, start)
+            assert await arena.open(), arena.problem
+            await arena.close()
+            welcoming.clear()
+            answering.cancel()
+            assert not await arena.open()
+            assert arena.is_silent
 
 
 @in_loop

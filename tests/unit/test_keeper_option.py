@@ -15,6 +15,7 @@ import torch
 from support.kept_runs import keepers_below_a_folder
 
 import holdfast
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.arenas.client import status_of, stop
 from holdfast.storage.arenas.folder import (
@@ -30,7 +31,7 @@ from holdfast.storage.keeper.decisions.choice import Choice
 from holdfast.storage.keeper.options import cpus_of
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime.engine import run
-from holdfast.storage.training import checkpointer
+from holdfast.storage.training import checkpointer, resume
 from holdfast.storage.training.epochs import EPOCHS_FOLDER, Epochs, put_epochs, read_epochs
 from holdfast.storage.training.memory_level import MemoryLevel
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
@@ -267,6 +268,32 @@ def test_a_run_that_cannot_join_its_keepers_trains_on_without(
         assert run_.counters.saved == 3
         assert run_.counters.kept == 0
     assert tried == [1, 2, 4, 8, 16]
+
+
+def test_a_run_whose_first_epoch_cannot_be_recorded_keeps_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins its keeper again at a later step."""
+    real, tried = resume.put_epochs, list[Epochs]()
+
+    async def failing_once(driver: Driver, epochs: Epochs) -> None:
+        tried.append(epochs)
+        if len(tried) == 1:
+            raise holdfast.StorageDownError("no storage today")
+        await real(driver, epochs)
+
+    monkeypatch.setattr(resume, "put_epochs", failing_once)
+    keeper = holdfast.Keeper(deadline_s=ANSWERS_S)
+    with (
+        keepers_below_a_folder(),
+        holdfast.Checkpointer(tmp_path, keeper=keeper, grace_s=None) as run_,
+    ):
+        for step in (1, 2, 3):
+            handle = run_.step(step, {"x": step})
+            assert (handle is None) == (step == 1)
+            run_.wait()
+        assert (run_.counters.kept, run_.counters.not_kept) == (2, 1)
+    assert len(tried) == 2
 
 
 def test_a_folder_of_keepers_that_others_can_write_to_does_not_stop_the_job(
