@@ -29,9 +29,8 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Trainer:
     """A connected process. ``number``: identifies it in the state machine; ``identity``: see
-    :meth:`.Line.peer_identity`; ``handed``: slots whose
-    memory it was given; ``asks``: number of the request being answered; ``left``: it has announced
-    its end."""
+    ``Line.peer_identity``; ``handed``: slots whose memory it was given; ``asks``: number of the
+    request being answered; ``left``: it has announced its end."""
 
     number: int
     pid: int
