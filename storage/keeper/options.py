@@ -55,9 +55,15 @@ class ServeOptions:
     requests_max: int = 64
     """Further requests get status 503 and Retry-After."""
     connections_max: int = 256
-    """Further connections are closed at once."""
+    """Limit of connections that have sent the token. Further ones get status 503."""
+    strangers_max: int = 64
+    """Limit of connections that have not sent the token. A further one displaces the oldest of the
+    address that has the most."""
+    stranger_s: float = 5.0
+    """Time limit from the connection, and before any TLS handshake, to a request with the token."""
     quiet_s: float = 60.0
-    """Time limit for a client to send its next request, or to accept 1 MiB of an answer."""
+    """Time limit for a client that has sent the token to send its next request, or to accept 1 MiB
+    of an answer."""
 
 
 def new_token() -> str:

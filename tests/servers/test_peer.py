@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,17 +156,24 @@ def test_connections_are_used_again(shelf: MemfdShelf) -> None:
 # TLS
 
 
+def issued(folder: Path) -> tuple[str, str, str]:
+    """Return the files of a certificate for this host, of its key, and of its authority."""
+    trustme = pytest.importorskip("trustme", reason="trustme is not installed")
+    authority = trustme.CA()
+    mine = authority.issue_cert("localhost", "127.0.0.1")
+    certificate, key, ca = (str(folder / name) for name in ("cert.pem", "key.pem", "ca.pem"))
+    mine.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    for blob in mine.cert_chain_pems:
+        blob.write_to_path(certificate, append=True)
+
+    return certificate, key, ca
+
+
 def test_tls(shelf: MemfdShelf, tmp_path: Path) -> None:
     """Served with a certificate of a private authority: who names the authority reads; who does
     not, or who speaks no TLS, gets an error that says so, at once."""
-    trustme = pytest.importorskip("trustme", reason="trustme is not installed")
-    authority = trustme.CA()
-    issued = authority.issue_cert("localhost", "127.0.0.1")
-    certificate, key, ca = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "ca.pem"))
-    issued.private_key_pem.write_to_path(key)
-    authority.cert_pem.write_to_path(ca)
-    for blob in issued.cert_chain_pems:
-        blob.write_to_path(certificate, append=True)
+    certificate, key, ca = issued(tmp_path)
 
     async def use(shown: Showing) -> None:
         driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token)
@@ -263,33 +272,201 @@ def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> N
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "])
 def test_a_request_that_never_ends_is_cut_off(shelf: MemfdShelf, sent: bytes) -> None:
-    """A client has some time for the whole of it."""
-    with showing(shelf, quiet_s=0.5) as shown:
-        with socket.create_connection(("127.0.0.1", shown.port), timeout=60) as sock:
-            sock.sendall(sent)
-            with contextlib.suppress(ConnectionResetError):
-                assert sock.recv(100) == b""
+    """A client that has sent the token has some time for each whole request."""
+    with showing(shelf, quiet_s=0.5) as shown, connected(shown) as sock:
+        authenticate(sock, shown)
+        sock.sendall(sent)
+        assert is_closed(sock)
         assert is_alive(shown)
+
+
+# Clients without the token
+
+
+def connected(shown: Showing) -> socket.socket:
+    """Return a new connection."""
+    return socket.create_connection(("127.0.0.1", shown.port), timeout=20)
+
+
+def authenticate(sock: socket.socket, shown: Showing) -> None:
+    """Send a request with the token, and receive the response."""
+    request = (
+        f"GET /v1/object/run/b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown.token}\r\n\r\n"
+    )
+    sock.sendall(request.encode())
+    received = b""
+    while not received.endswith(b"small"):
+        received += (data := sock.recv(1000))
+        assert data, "the server has closed the connection"
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Wait until the server closes a connection. Return False if it sends something instead."""
+    with contextlib.suppress(ConnectionError):
+        return sock.recv(100) == b""
+    return True
+
+
+def trickle(clients: list[socket.socket], ended: threading.Event) -> None:
+    """Send an endless header on each connection, a byte at a time."""
+    data = b"GET /health HTTP/1.1\r\nX: "
+    while not ended.wait(0.05):
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.sendall(data)
+        data = b"x"
+
+
+def reconnect(shown: Showing, clients: list[socket.socket], ended: threading.Event) -> None:
+    """Replace the oldest connection by a new one, again and again."""
+    while not ended.wait(0.003):
+        with contextlib.suppress(OSError):
+            clients.append(connected(shown))
+            clients.pop(0).close()
+
+
+def metric(shown: Showing, name: str) -> int:
+    """Return a counter of the HTTP server."""
+    found = re.search(rf"http_{name}_total (\d+)", asked(shown, "/metrics")[2].decode())
+    assert found is not None
+    return int(found[1])
+
+
+def test_strangers_do_not_keep_others_out(
+    shelf: MemfdShelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Idle, slow and reconnecting clients without the token, from the same address, delay neither
+    a new keeper nor one that is connected, and cost few lines in the log."""
+
+    async def hear(report: bytes) -> bytes:
+        return b"heard " + report
+
+    with showing(shelf, hear=hear, stranger_s=60.0) as shown, contextlib.ExitStack() as stack:
+        old = stack.enter_context(connected(shown))
+        authenticate(old, shown)
+        clients = [connected(shown) for _ in range(300)]
+        ended = threading.Event()
+        threads = [
+            threading.Thread(target=trickle, args=(clients[-20:], ended)),
+            threading.Thread(target=reconnect, args=(shown, clients, ended)),
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in range(10):
+                began_s = time.monotonic()
+                authenticate(old, shown)
+                with connected(shown) as new:
+                    authenticate(new, shown)
+                report = ("Content-Length: 4", "", "news")
+                assert asked(shown, "/v1/report", *report, method="POST")[2] == b"heard news"
+                assert time.monotonic() - began_s < 10
+            assert asked(shown, "/health", token="wrong")[0] == 200
+            assert metric(shown, "closed_strangers") > 200
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(30)
+            for client in clients:
+                client.close()
+    warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert 0 < len(warned) <= 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "then"),
+    [
+        (b"", b""),
+        (b"GET /", b"x"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: ", b"x"),
+        (b"POST /v1/report HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nX: ", b"x"),
+    ],
+)
+def test_a_stranger_has_little_time(shelf: MemfdShelf, sent: bytes, then: bytes) -> None:
+    """Bytes that trickle in do not prolong it. A client that has sent the token stays."""
+    with (
+        showing(shelf, stranger_s=0.5) as shown,
+        connected(shown) as keeper,
+        connected(shown) as stranger,
+    ):
+        authenticate(keeper, shown)
+        began_s = time.monotonic()
+        stranger.sendall(sent)
+        while shown.server.connections == 2:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(then)
+            assert time.monotonic() - began_s < 5
+            time.sleep(0.05)
+        assert time.monotonic() - began_s > 0.4
+        assert is_closed(stranger)
+        authenticate(keeper, shown)
+        assert metric(shown, "closed_strangers") == 1
+
+
+def test_a_stranger_has_one_request(shown: Showing) -> None:
+    """A wrong token and /health are answered, and the connection is closed."""
+    for target in ("/health", "/status"):
+        request = f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n\r\n"
+        answer = exchanged(shown, request.encode() * 2)
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close" in answer.lower()
+
+
+def test_a_flood_displaces_itself(shelf: MemfdShelf) -> None:
+    """A new stranger takes the place of the oldest of the address that has the most."""
+    with (
+        showing(shelf, interface="0.0.0.0", strangers_max=3) as shown,
+        contextlib.ExitStack() as stack,
+    ):
+        other = stack.enter_context(
+            socket.create_connection(("127.0.0.1", shown.port), 20, ("127.0.0.2", 0))
+        )
+        until(lambda: shown.server.connections == 1, "the other address is there")
+        flood = [stack.enter_context(connected(shown)) for _ in range(10)]
+        for displaced in flood[:8]:
+            assert is_closed(displaced)
+        assert shown.server.connections == 3
+        for kept in (other, *flood[8:]):
+            authenticate(kept, shown)
+
+
+def test_tls_handshakes_are_limited_too(shelf: MemfdShelf, tmp_path: Path) -> None:
+    """Clients that never finish a handshake have the same deadline and the same places, and no
+    effect on others."""
+    certificate, key, ca = issued(tmp_path)
+
+    async def use(shown: Showing) -> None:
+        driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token, retries=0)
+        assert await driver.get("b") == b"small"
+        await driver.close()
+
+    with (
+        showing(shelf, certificate=certificate, key=key, strangers_max=8, stranger_s=1.0) as shown,
+        contextlib.ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(connected(shown)) for _ in range(20)]
+        for client in clients[::2]:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"\x16\x03\x01\x02\x00")  # the head of a TLS record
+        asyncio.run(use(shown))
+        assert all(is_closed(client) for client in clients)
+        assert shown.server.connections == 0
+        asyncio.run(use(shown))
 
 
 # Limits
 
 
-def test_connections_beyond_the_limit_are_closed(shelf: MemfdShelf) -> None:
+def test_connections_beyond_the_limit_are_refused(shelf: MemfdShelf) -> None:
     """Existing connections continue; when one ends there is room again."""
     with showing(shelf, connections_max=2) as shown, contextlib.ExitStack() as stack:
-        kept = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", shown.port), timeout=60))
-            for _ in range(2)
-        ]
-        until(lambda: shown.server.connections == 2, "both are there")
-        with contextlib.suppress(ConnectionError):
-            assert (
-                exchanged(shown, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                == b""
-            )
-        kept[0].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert kept[0].recv(1000).startswith(b"HTTP/1.1 200")
+        kept = [stack.enter_context(connected(shown)) for _ in range(2)]
+        for sock in kept:
+            authenticate(sock, shown)
+        status, headers, _ = asked(shown, "/v1/object/run/b")
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        assert asked(shown, "/health")[0] == 200
+        authenticate(kept[0], shown)
         kept[0].close()
         until(lambda: shown.server.connections == 1, "one is gone")
         assert is_alive(shown)

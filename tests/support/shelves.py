@@ -110,8 +110,8 @@ class Showing:
 
 
 @contextmanager
-def showing(shelf: Any, token: str = "", **options: Any) -> Iterator[Showing]:
-    """Serve ``shelf`` from a thread until the end of the body."""
+def showing(shelf: Any, token: str = "", *, hear: Any = None, **options: Any) -> Iterator[Showing]:
+    """Serve ``shelf`` from a thread until the end of the body. ``hear`` answers reports."""
     token = token or new_token()
     begun = threading.Event()
     found: list[Any] = []
@@ -119,7 +119,7 @@ def showing(shelf: Any, token: str = "", **options: Any) -> Iterator[Showing]:
     async def run() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with serve(shelf, ServeOptions(token, **options)) as server:
+            async with serve(shelf, ServeOptions(token, **options), hear) as server:
                 found.extend([server, lambda: loop.call_soon_threadsafe(ended.set)])
                 begun.set()
                 await ended.wait()

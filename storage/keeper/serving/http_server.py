@@ -1,7 +1,8 @@
 """HTTP server of a keeper, on aiohttp. Sends memory without copies, 1 MiB at a time.
 
 No client can stop the server: lines, headers, concurrent requests, connections and idle times are
-limited. Only reports of other keepers have a body, of limited size.
+limited. Only reports of other keepers have a body, of limited size. A connection without the token
+serves a single request.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Self, cast
+from typing import Self
 
 from aiohttp import hdrs, web
 
 from ....errors import CoordinationError, HoldfastError, NotFoundError
 from ..options import ServeOptions
 from ..reporting import REPORT_NBYTES_MAX, StaleReportError
+from .connections import Connection, Connections, Refusals
 from .http_requests import REPORT_PATH, Asked, RequestError, asked_of, is_authorized, range_of
 from .memory_catalog import Content, MemoryCatalog
 
@@ -34,7 +37,8 @@ MODIFIED_HEADER = "X-Holdfast-Modified"
 _WRITE_NBYTES = 1 << 20
 _LINE_NBYTES_MAX = 8190
 _GRACE_S = 5.0
-_BACKLOG = 128
+_BACKLOG = 1024
+_WITHOUT_TOKEN = "requests without the token of this run"
 
 _log = logging.getLogger(__name__)
 _unread = logging.getLogger(f"{__name__}.unread")
@@ -73,8 +77,8 @@ class MemoryServer:
         self._catalog = catalog
         self._hear = hear
         self._options = options
-        self._tls = tls
-        self._connections: dict[asyncio.BaseTransport, _Connection] = {}
+        self._refusals = Refusals()
+        self._connections = Connections(options, tls, self._handler, self._refusals)
         self._running = 0
 
     @property
@@ -84,7 +88,6 @@ class MemoryServer:
 
     async def __aenter__(self) -> Self:
         """Start to listen. Raises OSError if the address cannot be used."""
-        loop = asyncio.get_running_loop()
         self._http = web.Server(
             self._answer,
             access_log=None,
@@ -94,41 +97,39 @@ class MemoryServer:
             max_field_size=_LINE_NBYTES_MAX,
             lingering_time=0,
         )
-        self._listening = await loop.create_server(
-            self._connection,
-            self.address,
-            self.port,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._options.quiet_s if self._tls else None,
-            backlog=_BACKLOG,
-        )
-        self.port = self._listening.sockets[0].getsockname()[1]
+        family, _, _, _, address = socket.getaddrinfo(
+            self.address, self.port, type=socket.SOCK_STREAM
+        )[0]
+        self._listening = socket.create_server(address, family=family, backlog=_BACKLOG)
+        self._listening.setblocking(False)
+        self.port = self._listening.getsockname()[1]
+        self._accepting = asyncio.ensure_future(self._connections.accept(self._listening))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Stop listening, and allow running requests a few seconds to finish."""
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
         self._listening.close()
         self._http.pre_shutdown()
         await self._http.shutdown(_GRACE_S)
-        for connection in list(self._connections.values()):
-            connection.abort()
-        await self._listening.wait_closed()
+        await self._connections.close()
 
-    def _connection(self) -> _Connection:
-        return _Connection(self._http(), self._connections, self._options)
+    def _handler(self) -> web.RequestHandler:
+        return self._http()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = self._connections.get(request.transport) if request.transport else None
+        connection = self._connections.get(request.protocol)
         if connection is None:
             raise ConnectionResetError("the client is gone")
-        connection.asked()
+        connection.request_began()
         self.served.requests += 1
         self._running += 1
         try:
-            return await self._answered(request, connection)
+            response = await self._answered(request, connection)
         except RequestError as error:
             self.served.refused += 1
-            return _refusal(error)
+            response = _refusal(error)
         except (ConnectionError, TimeoutError) as error:
             _log.debug("the client is gone, or has stopped reading: %s", error)
             connection.abort()
@@ -138,30 +139,38 @@ class MemoryServer:
             return web.Response(status=500)
         finally:
             self._running -= 1
-            connection.answered()
+            connection.request_ended()
+        if connection.is_stranger:
+            response.force_close()
+        return response
 
     async def _answered(
-        self, request: web.BaseRequest, connection: _Connection
+        self, request: web.BaseRequest, connection: Connection
     ) -> web.StreamResponse:
         is_report = request.raw_path == REPORT_PATH and request.method == hdrs.METH_POST
         if not is_report and request.method not in (hdrs.METH_GET, hdrs.METH_HEAD):
             raise RequestError(405, "only GET and HEAD are served")
         if not is_report and request.can_read_body:
             raise RequestError(400, "this request takes no body")
+        target = request.raw_path
+        if target.partition("?")[0] != "/health":
+            self._authenticate(request, connection)
         if self._running > self._options.requests_max:
             raise RequestError(503, "too many requests at a time")
-        target = request.raw_path
-        if target.partition("?")[0] != "/health" and not is_authorized(
-            request.headers.get(hdrs.AUTHORIZATION), self._options.token
-        ):
-            _log.warning("a request from %s lacks the token of this run", request.remote)
-            raise RequestError(401, "the token of the run is missing or wrong")
         if is_report:
             return await self._report(request)
         asked = asked_of(target)
         if asked.what == "object":
             return await self._send_object(request, connection, asked.key)
         return self._small(asked)
+
+    def _authenticate(self, request: web.BaseRequest, connection: Connection) -> None:
+        """Raise RequestError without the token, or if too many connections have sent it."""
+        if not is_authorized(request.headers.get(hdrs.AUTHORIZATION), self._options.token):
+            self._refusals.add(_WITHOUT_TOKEN, request.remote)
+            raise RequestError(401, "the token of the run is missing or wrong")
+        if not self._connections.authenticate(connection):
+            raise RequestError(503, "too many connections")
 
     async def _report(self, request: web.BaseRequest) -> web.Response:
         if self._hear is None:
@@ -212,6 +221,7 @@ class MemoryServer:
         counted = {
             "requests": self.served.requests,
             "refused_requests": self.served.refused,
+            "closed_strangers": self._connections.closed_strangers,
             "sent_bytes": self.served.nbytes,
         }
         own = "".join(
@@ -222,7 +232,7 @@ class MemoryServer:
         return self._catalog.metrics() + own
 
     async def _send_object(
-        self, request: web.BaseRequest, connection: _Connection, key: str
+        self, request: web.BaseRequest, connection: Connection, key: str
     ) -> web.StreamResponse:
         with ExitStack() as pinned:
             try:
@@ -251,7 +261,7 @@ class MemoryServer:
     async def _write(
         self,
         response: web.StreamResponse,
-        connection: _Connection,
+        connection: Connection,
         view: memoryview,
         wanted: range,
     ) -> None:
@@ -306,80 +316,3 @@ def _refusal(error: RequestError) -> web.Response:
     if error.status in (400, 405):  # an unread body may follow
         response.force_close()
     return response
-
-
-class _Connection(asyncio.Protocol):
-    """Wraps aiohttp's handler of one connection. Closes it if there are too many, or if no complete
-    request arrives in time; tells when the system has taken all written data."""
-
-    def __init__(
-        self,
-        inner: web.RequestHandler,
-        others: dict[asyncio.BaseTransport, _Connection],
-        options: ServeOptions,
-    ) -> None:
-        self._inner = inner
-        self._others = others
-        self._options = options
-        self._transport: asyncio.Transport | None = None
-        self._is_drained = asyncio.Event()
-        self._is_drained.set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, made: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, made)
-        self._transport = transport
-        self._inner.connection_made(transport)
-        if len(self._others) >= self._options.connections_max:
-            _log.warning("too many connections: %d", len(self._others))
-            transport.abort()
-            return
-        # Writers wait until the system has taken everything. TLS copies data when it encrypts; a
-        # limit of 0 would then make writers wait with nothing left to send.
-        transport.set_write_buffer_limits(high=1 if self._options.certificate else 0, low=0)
-        self._others[transport] = self
-        self.answered()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.asked()
-        if self._transport is not None:
-            self._others.pop(self._transport, None)
-        self._is_drained.set()
-        self._inner.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
-
-    def eof_received(self) -> None:
-        self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self._is_drained.clear()
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._is_drained.set()
-        self._inner.resume_writing()
-
-    def asked(self) -> None:
-        """Stop the timer: a request is complete."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def answered(self) -> None:
-        """Start the timer for the next request."""
-        self.asked()
-        if self._transport is not None and not self._transport.is_closing():
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._options.quiet_s, self.abort)
-
-    async def drained(self) -> None:
-        """Wait until the system has taken everything that was written."""
-        await self._is_drained.wait()
-
-    def abort(self) -> None:
-        """Close the connection at once, and drop unsent data."""
-        self.asked()
-        if self._transport is not None:
-            self._transport.abort()
