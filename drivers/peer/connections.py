@@ -144,7 +144,7 @@ class Connections:
         if kept is not None:
             try:
                 return kept, _exchange(kept, request, method, target, headers)
-            except (ConnectionError, http.client.BadStatusLine):
+            except (ConnectionError, ssl.SSLEOFError, http.client.BadStatusLine):
                 request.check()
         request.check()
         connection = self._connected()
@@ -223,15 +223,15 @@ def failures(doing: str, uri: str, key: str) -> Iterator[None]:
     except ssl.SSLCertVerificationError as error:
         message = f"the keeper's certificate is not trusted: {error.verify_message}"
         raise StorageError(message, uri=uri, key=key, advice=_TRUST) from error
+    except (ConnectionError, ssl.SSLEOFError, http.client.IncompleteRead) as error:
+        message = f"{doing}: the connection to the keeper is lost: {_said(error)}"
+        raise StorageDownError(message, uri=uri, key=key) from error
     except ssl.SSLError as error:
         reason = error.reason or type(error).__name__
         message = f"{doing}: no TLS connection: {reason}"
         raise StorageError(message, uri=uri, key=key, advice=_ANOTHER) from error
     except TimeoutError as error:
         message = f"{doing}: the keeper does not answer"
-        raise StorageDownError(message, uri=uri, key=key) from error
-    except (ConnectionError, http.client.IncompleteRead) as error:
-        message = f"{doing}: the connection to the keeper is lost: {_said(error)}"
         raise StorageDownError(message, uri=uri, key=key) from error
     except http.client.HTTPException as error:
         message = f"{doing}: the answer is not HTTP: {_said(error)}"

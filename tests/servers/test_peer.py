@@ -10,6 +10,8 @@ import logging
 import os
 import re
 import socket
+import ssl
+import struct
 import sys
 import threading
 import time
@@ -201,6 +203,43 @@ def test_tls(shelf: MemfdShelf, tmp_path: Path) -> None:
             await driver.close()
 
         asyncio.run(without())
+
+
+def test_a_tls_connection_that_was_reset_is_replaced(tmp_path: Path) -> None:
+    """A keeper that has dropped an idle connection, or one in its handshake, is asked again."""
+    certificate, key, ca = issued(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    received, was_reset = threading.Event(), threading.Event()
+
+    def answered(listening: socket.socket) -> ssl.SSLSocket:
+        secured = context.wrap_socket(listening.accept()[0], server_side=True)
+        assert secured.recv(65536)
+        secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx")
+        return secured
+
+    def serve(listening: socket.socket) -> None:
+        with answered(listening) as idle:
+            assert received.wait(10)
+            idle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        was_reset.set()
+        listening.accept()[0].close()
+        answered(listening).close()
+
+    async def use(port: int) -> None:
+        uri = f"peer://127.0.0.1:{port}/run?tls=on&ca={ca}&timeout=5s"
+        driver = open_driver(uri, retries=1)
+        assert await driver.get("b") == b"x"
+        received.set()
+        assert was_reset.wait(10)
+        assert await driver.get("b") == b"x"
+        await driver.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        asyncio.run(use(listening.getsockname()[1]))
+        thread.join(10)
 
 
 # Deadlines
