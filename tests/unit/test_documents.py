@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from support.documents import (
     holdfast_calls,
     python_blocks,
 )
+from support.simulation.broken_keepers import BROKEN_ALONE, BROKEN_HOSTS
+from support.simulation.keeper_hosts import Hosts
 
 from holdfast.cli.app import command_parser
 from holdfast.cli.catalog import COMMANDS
@@ -101,6 +104,21 @@ def test_a_wrong_block_fails(problems: dict[str, str]) -> None:
 def test_pages_about_frameworks_run_there(page: str) -> None:
     """The test that is named for a page takes its blocks from the page."""
     assert f'"{Path(page).name}"' in (ROOT / RUN_ELSEWHERE[page]).read_text()
+
+
+def test_the_keepers_protocol_names_its_guards() -> None:
+    """Each promise names checks of the simulator, and keepers that are broken on purpose."""
+    _, _, proofs = TEXTS["docs/explanation/keeper-protocol.md"].partition("## Promises and proofs")
+    rows = [line for line in proofs.splitlines() if line.startswith("| ")][1:]
+    guards = [row.split("|")[3] for row in rows]
+    broken = {keeper.name for keeper in (*BROKEN_ALONE, *BROKEN_HOSTS)}
+    assert len(guards) > 10
+    for guard in guards:
+        checks, names = re.findall(r"`(\w+)`", guard), re.findall(r'"(.+?)"', guard)
+        assert checks
+        assert names
+        assert [check for check in checks if not hasattr(Hosts, check)] == []
+        assert set(names) <= broken
 
 
 def excerpts() -> list[tuple[str, Block]]:
