@@ -84,7 +84,12 @@ class Keeper:
         self.reporting = self._agreement.reporting
         self._writing = self._agreement.writing
         self.catalog = MemoryCatalog(
-            self.pool, self._guards, options.run, self.status, self.inventory
+            self.pool,
+            self._guards,
+            options.run,
+            self.status,
+            self.inventory,
+            lambda: len(self.reporting.hosts),
         )
         """The contents served over HTTP."""
         self.address = ""

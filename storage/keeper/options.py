@@ -53,12 +53,13 @@ class ServeOptions:
     certificate: str = ""
     key: str = ""
     requests_max: int = 64
-    """Further requests get status 503 and Retry-After."""
+    """Besides two of each keeper of the job. Further requests get status 503 and Retry-After."""
     connections_max: int = 256
-    """Limit of connections that have sent the token. Further ones get status 503."""
+    """Limit of connections that have sent the token, besides four of each keeper of the job.
+    Further ones get status 503."""
     strangers_max: int = 64
-    """Limit of connections that have not sent the token. A further one displaces the oldest of the
-    address that has the most."""
+    """Limit of connections that have not sent the token, besides one of each keeper of the job. A
+    further one displaces the oldest of the address that has the most."""
     stranger_s: float = 5.0
     """Time limit from the connection, and before any TLS handshake, to a request with the token."""
     quiet_s: float = 60.0

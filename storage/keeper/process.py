@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -38,6 +39,7 @@ TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
 """Environment variable with the token; without it, each keeper makes one."""
 GRACE_S = 30.0
 """Time that a stopping keeper allows its tasks and trainers to finish."""
+FILES_MAX = 1 << 16
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ async def keep(
                 f"a keeper cannot run on the CPUs {options.cpus}: {error.strerror}",
                 advice="Name CPUs that this process may use.",
             ) from error
+        _raise_file_limit()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()
@@ -105,6 +108,14 @@ async def keep(
         finally:
             await keeper.close()
         _log.info("keeper of run %s is stopping", options.run)
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does: a leader has connections to all keepers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,9 @@ import struct
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -534,6 +536,35 @@ def test_requests_beyond_the_limit_come_back_later(shelf: MemfdShelf) -> None:
             await patient.close()
 
         asyncio.run(use())
+
+
+def test_keepers_of_a_large_job_have_places_beyond_the_limits() -> None:
+    """All of them wait for the leader at the same time."""
+    count = 20
+    waiting = 0
+    all_wait = asyncio.Event()
+
+    async def hear(body: bytes) -> bytes:
+        nonlocal waiting
+        waiting += 1
+        if waiting == count:
+            all_wait.set()
+        await all_wait.wait()
+        return b"answer"
+
+    def report(shown: Showing) -> bytes:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{shown.port}/v1/report",
+            b"report",
+            {"Authorization": f"Bearer {shown.token}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bytes(answer.read())
+
+    shelf = MemfdShelf(others=count)
+    limits = {"requests_max": 1, "connections_max": 1, "strangers_max": 1}
+    with showing(shelf, hear=hear, **limits) as shown, ThreadPoolExecutor(count) as threads:
+        assert list(threads.map(report, [shown] * count)) == [b"answer"] * count
 
 
 # Requests

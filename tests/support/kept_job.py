@@ -60,8 +60,9 @@ class Job:
     many ranks, a keeper and a loopback address each; empty for this host alone, whose keeper serves
     nobody. ``guards``: also wait for the parity of each step. ``late_s``: delay before the last rank
     starts to resume. ``patience_s``: how long ranks wait for each other. ``rate``: bytes a second
-    that a keeper started by this job may read from other keepers. ``grace_s``: after SIGTERM.
-    ``enter_s``: how long ranks take from entering an epoch to handing their images to a new keeper.
+    that a keeper started by this job may read from other keepers. ``enter_s``: how long
+    ranks take from entering an epoch to handing their images to a new keeper. ``grace_s``: the
+    grace period after SIGTERM. ``waits``: whether to wait until each step is agreed or durable.
     ``gives_up_after``: how long a resume waits for keepers that may hold a newer step.
     """
 
@@ -83,6 +84,7 @@ class Job:
     rate: str | None = None
     enter_s: float = 0.0
     grace_s: float = 5.0
+    waits: bool = True
     gives_up_after: str = "2min"
 
     def host_of(self, rank: int, world: int) -> int:
@@ -151,7 +153,7 @@ def main() -> None:
             handle = run.step(step, state)
             if job.accident is not None and job.accident.step == step:
                 happen(job.accident, rank, handle, uri)
-            if handle is not None:
+            if handle is not None and job.waits:
                 wait_for(handle)
             if job.guards:
                 wait_for_guard(uri, step)

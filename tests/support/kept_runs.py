@@ -80,8 +80,11 @@ class KeptRun:
             time.monotonic() - began_s,
         )
 
-    def begin(self, job: Job, world: int = 1) -> tuple[subprocess.Popen[str], Path]:
-        """Begin a job; its process, and the folder of what it leaves."""
+    def begin(
+        self, job: Job, world: int = 1, *, isolated: bool = False
+    ) -> tuple[subprocess.Popen[str], Path]:
+        """Begin a job; return its process, and the folder of its results. ``isolated``: in a
+        network namespace of its own."""
         self.jobs += 1
         out = self.folder / f"job {self.jobs}"
         out.mkdir()
@@ -89,6 +92,16 @@ class KeptRun:
         if world > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         command += [str(kept_job.__file__), str(self.uri), str(out), job.encode()]
+        if isolated:
+            command = [
+                "unshare",
+                "--net",
+                "sh",
+                "-c",
+                'ip link set lo up; exec "$@"',
+                "sh",
+                *command,
+            ]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -139,10 +152,15 @@ class KeptRun:
         _end_keepers(self.base)
 
 
+def trainers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes of a job's trainers, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children] or [process.pid]
+
+
 def _ended(process: subprocess.Popen[str]) -> str:
     """End a job that hangs; what it has said, and where each of its trainers was."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    trainers = [int(child) for child in children] or [process.pid]
+    trainers = trainers_of(process)
     for pid in trainers:
         os.kill(pid, signal.SIGUSR1)  # see kept_job
     time.sleep(2)

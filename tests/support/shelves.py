@@ -27,6 +27,11 @@ class MemfdShelf:
     objects: dict[str, Memory] = field(default_factory=dict)
     pinned: dict[str, int] = field(default_factory=dict)
     modified_s: float = 1_700_000_000.25
+    others: int = 0
+
+    def keepers(self) -> int:
+        """Return the number of keepers of the job."""
+        return self.others
 
     def add(self, key: str, data: bytes) -> None:
         """``data`` has one byte at least."""
@@ -62,6 +67,10 @@ class StoreShelf:
     """The objects of a named ``memory://`` store, which drivers alter meanwhile."""
 
     name: str
+
+    def keepers(self) -> int:
+        """Return the number of keepers of the job."""
+        return 0
 
     @property
     def _objects(self) -> dict[str, tuple[bytes, float]]:

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from ..options import ServeOptions
 
+CONNECTIONS_PER_KEEPER = 4
 _ACCEPT_PAUSE_S = 0.1
 _WARN_EVERY_S = 60.0
 _LATE = "clients closed because they sent no token in time"
@@ -51,7 +52,8 @@ class Refusals:
 class Connections:
     """Open connections of a server; ``len()`` counts them.
 
-    ``make_handler()`` returns aiohttp's handler for a new connection. ``closed_strangers`` counts
+    ``make_handler()`` returns aiohttp's handler for a new connection; ``keepers()``, the number
+    of keepers of the job, which get places beyond the limits. ``closed_strangers`` counts
     those closed at their deadline or to make room.
     """
 
@@ -61,12 +63,14 @@ class Connections:
         tls: ssl.SSLContext | None,
         make_handler: Callable[[], web.RequestHandler],
         refusals: Refusals,
+        keepers: Callable[[], int] = lambda: 0,
     ) -> None:
         self.closed_strangers = 0
         self._options = options
         self._tls = tls
         self._make_handler = make_handler
         self._refusals = refusals
+        self._keepers = keepers
         self._by_handler: dict[object, Connection] = {}  # oldest first
 
     def __len__(self) -> int:
@@ -91,7 +95,7 @@ class Connections:
 
     def _admit(self, sock: socket.socket, remote: str) -> None:
         strangers = [one for one in self._by_handler.values() if one.is_stranger]
-        if len(strangers) >= self._options.strangers_max:
+        if len(strangers) >= self._options.strangers_max + self._keepers():
             # Close the oldest stranger of the address that has the most. A flood then displaces
             # itself. A client behind the same address sends its request long before its turn.
             counts = Counter(stranger.remote for stranger in strangers)
@@ -114,7 +118,8 @@ class Connections:
         there are too many."""
         if connection.is_stranger:
             authenticated = sum(not one.is_stranger for one in self._by_handler.values())
-            if authenticated >= self._options.connections_max:
+            most = self._options.connections_max + CONNECTIONS_PER_KEEPER * self._keepers()
+            if authenticated >= most:
                 self._refusals.add(_TOO_MANY, connection.remote)
                 return False
             connection.authenticate()

@@ -78,7 +78,9 @@ class MemoryServer:
         self._hear = hear
         self._options = options
         self._refusals = Refusals()
-        self._connections = Connections(options, tls, self._handler, self._refusals)
+        self._connections = Connections(
+            options, tls, self._handler, self._refusals, catalog.keepers
+        )
         self._running = 0
 
     @property
@@ -155,7 +157,8 @@ class MemoryServer:
         target = request.raw_path
         if target.partition("?")[0] != "/health":
             self._authenticate(request, connection)
-        if self._running > self._options.requests_max:
+        # Each keeper of the job may have two reports here, one of which waits for an answer.
+        if self._running > self._options.requests_max + 2 * self._catalog.keepers():
             raise RequestError(503, "too many requests at a time")
         if is_report:
             return await self._report(request)

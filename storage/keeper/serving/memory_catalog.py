@@ -37,7 +37,8 @@ class Content:
 
 class MemoryCatalog:
     """Read-only objects in the memory of a keeper of ``run``. If two epochs have the same step, it
-    shows the later epoch. ``inventory()`` returns the full inventory. No method blocks."""
+    shows the later epoch. ``inventory()`` returns the full inventory, and ``keepers()`` the number
+    of keepers of the job. No method blocks."""
 
     def __init__(
         self,
@@ -46,12 +47,14 @@ class MemoryCatalog:
         run: str,
         status: Callable[[], KeeperStatus],
         inventory: Callable[[], Inventory],
+        keepers: Callable[[], int] = lambda: 0,
     ) -> None:
         self._pool = pool
         self._guards = guards
         self._run = run
         self._status = status
         self._inventory = inventory
+        self.keepers = keepers
         self._manifests = LruCache[bytes](_MANIFESTS_KEPT)
 
     def listing(self) -> Sequence[ObjectInfo]:
