@@ -32,6 +32,8 @@ _TITLES = (
     "ranks",
     "newest",
     "agreed",
+    "protected",
+    "hosts",
     "memory",
     "of",
     "flushed",
@@ -118,11 +120,21 @@ def _cells(status: dict[str, Any]) -> tuple[str, ...]:
         str(len(status["ranks"])),
         str(max(steps, default="-")),
         str(max(agreed, default="-")),
+        _protected(status),
+        str(max(1, len(status["hosts"]))),
         size_text(status["held_nbytes"]),
         size_text(status["budget_nbytes"]),
         str(counters["flushed"]),
         str(counters["skipped"]),
     )
+
+
+def _protected(status: dict[str, Any]) -> str:
+    """Return the newest step that survives the loss of a host, and the mode of protection."""
+    if status["protection"] == "off":
+        return "off"
+    step = status["protected_step"]
+    return f"{'-' if step is None else step} ({status['protection']})"
 
 
 def stop(uri: str | None) -> int:

@@ -63,6 +63,7 @@ class Stats:
         self._first_error: BaseException | None = None
         self._unsaved: BaseException | None = None
         """The error of the first save, if no save has succeeded since."""
+        self._not_kept_in_a_row = 0
         self._lock = new_lock()
 
     def due(self, step: int) -> None:
@@ -81,13 +82,17 @@ class Stats:
     def kept(self, step: int) -> None:
         """Count a step as held in keeper memory."""
         self._add(kept=1)
+        self._not_kept_in_a_row = 0
 
     def not_kept(self, step: int, why: str) -> None:
-        """Count a step that could not be held in keeper memory."""
+        """Count a step that could not be held in keeper memory. Warns of the first one in a row,
+        the second, the fourth and so on, since the reason may last."""
         self._add(not_kept=1)
-        _log.warning(
-            "step %d: not kept in memory (%d so far): %s", step, self.counters.not_kept, why
-        )
+        self._not_kept_in_a_row += 1
+        in_a_row = self._not_kept_in_a_row
+        level = logging.DEBUG if in_a_row & (in_a_row - 1) else logging.WARNING
+        so_far = self.counters.not_kept
+        _log.log(level, "step %d: not kept in memory (%d so far): %s", step, so_far, why)
 
     def missed(self) -> None:
         """Count a step that was not held in keeper memory, for a reason that is already logged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from holdfast.storage.training import checkpointer, resume
 from holdfast.storage.training.epochs import EPOCHS_FOLDER, Epochs, put_epochs, read_epochs
 from holdfast.storage.training.memory_level import MemoryLevel
 from holdfast.storage.training.run_identity import RUN_KEY, known_run_id, run_id
+from holdfast.storage.training.stats import Stats
 
 RUN = "a" * 32
 ANSWERS_S = 60.0
@@ -327,6 +329,20 @@ def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> Non
             assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
         for folder in keeper_folders():
             stop(folder)
+
+
+def test_a_reason_that_lasts_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that are not kept are warned of ever more rarely, and anew after one that was kept."""
+    stats = Stats()
+    for step in range(1000):
+        stats.not_kept(step, "there is no memory for it")
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 10
+    assert warned[-1].getMessage().startswith("step 511: not kept in memory (512 so far)")
+    stats.kept(1000)
+    stats.not_kept(1001, "there is no memory for it")
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert stats.counters.not_kept == 1001
 
 
 @pytest.mark.parametrize("stored", [False, True])

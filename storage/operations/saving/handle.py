@@ -39,11 +39,10 @@ class StageHandle:
         return "reached" if self._future.exception() is None else "failed"
 
     def done(self) -> bool:
-        """Return whether the stage was reached or the save failed.
-
-        Raises UsageError if this save never reaches the stage.
-        """
-        self._check_present()
+        """Return whether there is nothing to wait for: the stage was reached, the save failed, or
+        it never reaches this stage."""
+        if self._absent:
+            return True
         if not self._future.done():
             return False
         self._seen()
