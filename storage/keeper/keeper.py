@@ -149,8 +149,7 @@ class Keeper:
         return KeeperHost(self.name, self.options.host, self.address, self._token, tls)
 
     async def attend(self, line: Line) -> None:
-        """Serve one connection until it ends. Bad messages close the connection, never the
-        keeper."""
+        """Serve one connection until it ends. A bad message closes it, never the keeper."""
         trainer: Trainer | None = None
         try:
             trainer = await self._welcome(line)
