@@ -216,6 +216,7 @@ class Arrived:
 AGREE = Round.of("agree", SaveStatement, AgreeVerdict)
 HOLDS = Round.of("holds", HeldStatement, Comparison)
 DIGESTS = Round.of("digests", Findings, PlanDecision)
+MEET = Round.of("meet", Nothing, Nothing)
 KEEP = Round.of("keep", Keepable, Kept)
 BEGIN = Round.of("begin", Nothing, Begun)
 DIVIDE = Round.of("divide", Boxes, Division)

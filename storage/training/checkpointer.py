@@ -414,14 +414,16 @@ class Checkpointer:
         by = self._memory.by()
         assert by is not None  # otherwise the step would not be due
         try:
-            handle, ended = begin_memory_step(
+            handle, ended, is_new = begin_memory_step(
                 self._printed + checkpoint_name(step),
                 state,
                 step,
                 self._save_options,
                 by,
                 agrees=agrees,
+                meets=self._memory.may_meet(step),
             )
+            self._memory.note_layout(step, is_new=is_new)
             if not self._save_options.lazy:
                 handle.captured.wait()
         except Exception as error:

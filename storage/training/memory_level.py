@@ -29,6 +29,7 @@ from .keeper_option import Keeper, start_keeper
 from .run_lineage import checkpoint_name
 from .schedule import Steps
 
+MEET_PAUSE_MAX = 64
 _PAUSE_S = 1.0
 """Pause before keepers are asked again."""
 _log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class MemoryLevel:
         self._damaged: list[DamagedImage] = []
         self._rebuilt_nbytes = 0
         self.loaded = LoadedBytes()
+        self._meet_pause = 1
+        """Steps in memory between attempts to agree on a plan for a new layout."""
         self._flushes = True
         """True if this rank tells its keeper what to flush to storage."""
         self._protects = False
@@ -269,6 +272,18 @@ class MemoryLevel:
     def due(self, step: int) -> bool:
         """Return whether ``step`` is due in memory. Call once per step, in ascending order."""
         return self._steps.due(step)
+
+    def may_meet(self, step: int) -> bool:
+        """Return whether to meet the other ranks at ``step`` if its layout is new. Pauses double,
+        and end at steps that all ranks have in common, however often each of them has tried."""
+        return step // self._option.every % self._meet_pause == 0
+
+    def note_layout(self, step: int, *, is_new: bool) -> None:
+        """Record whether ``step`` had a new layout, and so was an attempt to meet the others."""
+        if not is_new:
+            self._meet_pause = 1
+        elif self.may_meet(step):
+            self._meet_pause = min(2 * self._meet_pause, MEET_PAUSE_MAX)
 
     def by(self, storage: Storage | None = None) -> ByKeeper | None:
         """Return a save's route through the keeper, to ``storage`` if given; None without one."""

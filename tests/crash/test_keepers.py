@@ -232,6 +232,29 @@ def test_steps_are_kept_once_a_silent_keeper_answers(run: KeptRun) -> None:
     assert after.resumed == {"step": 100, "tier": "memory"}
 
 
+@pytest.mark.nightly(15)
+def test_steps_of_a_new_layout_are_kept_at_once(run: KeptRun) -> None:
+    """All ranks see it at the same step, and agree on another plan there."""
+    found = run.train(Job(8, grows_at=4), 2)
+    assert found.code == 0, found.stderr
+    assert found.counters is not None
+    assert (found.counters["kept"], found.counters["not_kept"]) == (8, 0)
+    check_losses(found, 8)
+
+
+@pytest.mark.nightly(40)
+def test_a_new_layout_of_one_rank_holds_up_training_for_seconds_only(run: KeptRun) -> None:
+    """All ranks agree in the next save to storage, and keep steps again after it."""
+    found = run.train(Job(11, every=6, grows_at=4, grows_on=1), 2)
+    assert found.code == 0, found.stderr
+    assert run.steps() == [6]
+    assert found.counters is not None
+    assert found.counters["kept"] + found.counters["not_kept"] == 10
+    assert found.counters["kept"] > 3, found.stderr  # some also after the save
+    assert "is new, but not on all ranks" in found.stderr
+    check_losses(found, 11)
+
+
 @pytest.mark.drill
 def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
     """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped

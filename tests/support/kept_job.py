@@ -63,6 +63,7 @@ class Job:
     that a keeper started by this job may read from other keepers. ``enter_s``: how long
     ranks take from entering an epoch to handing their images to a new keeper. ``grace_s``: the
     grace period after SIGTERM. ``waits``: whether to wait until each step is agreed or durable.
+    ``grows_at``: the step at which ``grows_on`` (-1: all ranks) adds a tensor to its state.
     ``gives_up_after``: how long a resume waits for keepers that may hold a newer step.
     """
 
@@ -86,6 +87,8 @@ class Job:
     grace_s: float = 5.0
     waits: bool = True
     gives_up_after: str = "2min"
+    grows_at: int = 0
+    grows_on: int = -1
 
     def host_of(self, rank: int, world: int) -> int:
         """Return the index in ``hosts`` of the host that runs ``rank``."""
@@ -147,6 +150,7 @@ def main() -> None:
             if world > 1:
                 dist.barrier()  # as gradients keep ranks together
             loss = take_step(state, step)
+            grow(state, job, step, rank)
             if job.accident is not None and job.accident.step == step:
                 arm(job.accident, rank)
             log.write(f"{step} {loss}\n")
@@ -234,6 +238,12 @@ def take_step(state: dict[str, Any], step: int) -> float:
     weights.mul_(0.5).add_(step)
     state["step"] = step
     return float(weights.double().mean())
+
+
+def grow(state: dict[str, Any], job: Job, step: int, rank: int) -> None:
+    """Add a tensor to the state, if the job says so."""
+    if step == job.grows_at and job.grows_on in (-1, rank):
+        state["more"] = holdfast.PerRank(torch.zeros(1000))
 
 
 def wait_for(handle: holdfast.SaveHandle) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .kept_runs import KeptRun
 
@@ -20,4 +20,5 @@ def stopped_keeper(run: KeptRun, host: str = "") -> Iterator[int]:
     try:
         yield pid
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it ends with the training
+            os.kill(pid, signal.SIGCONT)

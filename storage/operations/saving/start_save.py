@@ -22,10 +22,11 @@ from ....core.spans import Recorder, recording, span
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....drivers.uri import Uri, join
-from ....errors import DeadlineError, UsageError
+from ....errors import CoordinationError, DeadlineError, SaveError, UsageError
 from ...arenas.messages import Durable
 from ...pipeline.image_writer import Callbacks
 from ...ranks.calls import Call
+from ...ranks.messages import Nothing
 from ...ranks.process_group import current_rank, current_team, current_world
 from ...ranks.team import Solo, Team
 from ...runtime.engine import finish_before_exit, offload, start
@@ -39,6 +40,7 @@ from ...state.flattening.placeholders import refuse_placeholders, reported_place
 from ..call_errors import announcing_errors, printed_step
 from ..options import SaveOptions, UriLike
 from ..report import SaveReport
+from ..rounds import MEET
 from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
@@ -50,6 +52,9 @@ from .save_job import PLANS_KEPT, Deadline, SaveJob
 LAZY_PAUSE_S = 0.002
 """Initial pause of a lazy save. Without it, the trainer, returning from the call, would wait for
 the GIL held by our Python code, up to 5 ms each time."""
+
+MEET_S = 5.0
+"""Longest time that a rank with a new layout waits for the others. Training may wait with it."""
 
 AGREED_S = 120.0
 """Time for which a step kept in memory waits for the other ranks."""
@@ -133,13 +138,22 @@ def begin_save(
 
 
 def begin_memory_step(
-    uri: str, state: object, step: int, options: SaveOptions, by: ByKeeper, *, agrees: bool
-) -> tuple[SaveHandle, Future[None]]:
+    uri: str,
+    state: object,
+    step: int,
+    options: SaveOptions,
+    by: ByKeeper,
+    *,
+    agrees: bool,
+    meets: bool,
+) -> tuple[SaveHandle, Future[None], bool]:
     """Begin to keep a step in a keeper's memory and return immediately.
 
-    Returns its handle, and a future that completes when the step is agreed or has failed. Involves
-    neither storage nor other ranks, unless ``agrees``: then all ranks call this, and first agree on
-    a plan. ``uri``: the name of the step.
+    Returns its handle, a future that completes when the step is agreed or has failed, and whether
+    the layout is new. Involves neither storage nor other ranks, unless ``agrees``: then all ranks
+    call this, and first agree on a plan. ``meets``: agree on a plan for a new layout, too, if
+    within :data:`MEET_S` all ranks have begun this step with a new layout. ``uri``: the name of the
+    step.
     """
     began_s = time.perf_counter()
     rank = current_rank()
@@ -147,15 +161,25 @@ def begin_memory_step(
     team: Team | None = None
     if agrees:
         team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+    meeting: Team | None = None
+    is_new = False
     save = _RunningSave(uri, options, began_s, recorder, by)
     save.logs_failure = False
     with recording(recorder), announcing_errors(team or Solo()):
         world = current_world()
         save.flatten(state, step, world)
-        future = start(_run_in_memory(rank, world, team, save))
+        layout_id = save.job.flat.layout_id
+        if team is None and world > 1 and layout_id is not None:
+            is_new = _plans.get((layout_id, rank, world)) is None
+        if is_new and meets:
+            # A thread of its own: a rank that meets nobody must not seem to be in another call than
+            # the others.
+            meeting = current_team(Call("meet", uri, step, "meet"), MEET_S, saving=True)
+            team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
+        future = start(_run_in_memory(rank, world, team, save, meeting))
     finish_before_exit()
     save.wait_in_call()
-    return save.handle, future
+    return save.handle, future, is_new
 
 
 class _RunningSave:
@@ -389,9 +413,13 @@ async def _run(
             await asyncio.wait([asyncio.wrap_future(before)])
 
 
-async def _run_in_memory(rank: int, world: int, team: Team | None, save: _RunningSave) -> None:
+async def _run_in_memory(
+    rank: int, world: int, team: Team | None, save: _RunningSave, meeting: Team | None
+) -> None:
     try:
         await save.until_ready(None)
+        if meeting is not None:
+            await _meet(meeting)
         if team is not None:
             await make_agreement(team, save.handle.uri, save.job)
         await run_memory_step(rank, world, save.job)
@@ -403,6 +431,24 @@ async def _run_in_memory(rank: int, world: int, team: Team | None, save: _Runnin
             raise
     finally:
         save.end_capture()
+
+
+async def _meet(team: Team) -> None:
+    """Wait until all ranks have begun this step with a new layout. Raises SaveError if they do not
+    in time."""
+
+    async def met(statements: Sequence[Nothing]) -> Nothing:
+        return Nothing()
+
+    try:
+        async with team.session():
+            await team.round(MEET, Nothing(), met)
+    except CoordinationError as error:
+        raise SaveError(
+            f"the layout of the state is new, but not on all ranks within {MEET_S:g} s",
+            rank=team.rank,
+            advice="Steps are kept again after the next save to storage.",
+        ) from error
 
 
 def _forget(uri: str, future: Future[None]) -> None:
