@@ -66,6 +66,19 @@ def test_a_range_stands_anywhere_in_a_state() -> None:
     assert (value, into["d"]) == (1, 3)
 
 
+def test_elements_of_a_range_may_lie_apart() -> None:
+    """Other values between them are neither saved nor touched."""
+    uri = fresh_uri()
+    rows = torch.stack([torch.arange(44.0), torch.full((44,), -1.0)], dim=1)
+    part = Shard(rows[:, 0], shape=WHOLE.shape, flat=(5, 49))
+    driver = MemoryDriver(uri.removeprefix("memory://"))
+    save_as_ranks(driver, [{"w": flat(0, 5)}, {"w": part}, {"w": flat(49, 60)}])
+    filled = torch.full((44, 3), -2.0)
+    holdfast.load(uri, into={"w": Shard(filled[:, 1], shape=WHOLE.shape, flat=(5, 49))})
+    assert filled[:, 1].tolist() == list(range(44))
+    assert set(filled[:, 0].tolist() + filled[:, 2].tolist()) == {-2.0}
+
+
 def test_a_part_that_cannot_be_filled_is_named() -> None:
     """Before anything is read: elements that share memory, another shape, another dtype."""
     uri = fresh_uri()
