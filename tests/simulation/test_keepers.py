@@ -20,8 +20,11 @@ from pathlib import Path
 import pytest
 from support.simulation.breaking import Broken, seeds_until_violation
 from support.simulation.broken_keepers import BROKEN_ALONE, BROKEN_HOSTS
-from support.simulation.keeper_hosts import FAULTS, FAULTS_ALONE, run_alone, run_seed
+from support.simulation.keeper_hosts import FAULTS, FAULTS_ALONE, Hosts, run_alone, run_seed
+from support.simulation.keeper_peers import installed
 from support.simulation.keeper_promises import Violation
+
+from holdfast.storage.arenas.label import GenerationId
 
 Run = Callable[..., Counter[str]]
 
@@ -73,6 +76,62 @@ def test_promises_hold_in_known_and_fresh_schedules(
     assert min(counts[what] for what in EVENTS) > 0
     if run is run_seed:
         assert min(counts[what] for what in ("told guarded", "rebuilt")) > 0
+
+
+class DamagedBeforeTheFlush(Hosts):
+    """A step is protected and not in storage yet when an image on one host changes. The job
+    restarts after the keepers have noticed."""
+
+    def found(self) -> tuple[int, int] | None:
+        """Return the protected step, and the one that the job resumes from."""
+        with installed(), self.loop.entered():
+            try:
+                self.budget_nbytes *= 4  # rebuilding takes memory
+                self.placed = [self.add_host() for _ in range(self.size)]
+                self.begin_job()
+                self.slow_memory = self.drops = self.loses = self.doubles = 0
+                self.flush_fails = 1.0
+                self.seal_weight, self.work_weight, self.trainer_weight = 3.0, 4.0, 0.5
+                id = self.protected_on_its_way()
+                job = self.running
+                assert job is not None
+                victim = job.hosts[-1].keeper
+                if id is None or victim is job.hosts[0].keeper:
+                    return None
+                victim.images(id)[0].memory.pieces[0] = None
+                self.damaged.add((victim.host.name, id))
+                self.flush_fails = 0.0
+                self.rests = True
+                for _ in range(2_000):
+                    self.turn()
+                if self.newest_stored() >= id.step:
+                    return None  # it was written before the damage
+                self.rests = False
+                self.resizes = 0
+                before = self.counts["resumed"]
+                self.kill_all()
+                while self.counts["resumed"] == before:
+                    self.turn()
+                return id.step, self.running.chosen or 0
+            finally:
+                self.end()
+
+    def protected_on_its_way(self) -> GenerationId | None:
+        """Take turns until a protected step waits to be written."""
+        for _ in range(5_000):
+            self.turn()
+            id, promise = self.on_its_way(), self.guarded
+            if id is not None and promise is not None and promise.id == id and promise.groups:
+                return id
+        return None
+
+
+def test_damage_on_one_host_does_not_cost_a_protected_step() -> None:
+    """The keepers whose images are intact retain them, so that the damaged one can be rebuilt."""
+    found = [DamagedBeforeTheFlush(seed).found() for seed in range(12)]
+    pairs = [pair for pair in found if pair is not None]
+    assert len(pairs) >= 4
+    assert all(resumed >= protected for protected, resumed in pairs)
 
 
 def logs(seeds: int) -> list[list[str]]:

@@ -69,9 +69,9 @@ async def flush(
     leader.
 
     Raises SaveError if another keeper fails to write its part or has not reported for too long,
-    DamagedError if an image has changed in memory, and SupersededError if the generation is no
-    longer wanted or another keeper has dropped it; then nothing is committed. Also raises as
-    :func:`opened_for` and :func:`commit_attempt`.
+    DamagedError if an image of this keeper has changed in memory, and SupersededError if the
+    generation is no longer wanted or another keeper has dropped its images; then nothing is
+    committed. Also raises as :func:`opened_for` and :func:`commit_attempt`.
     """
     if not images:
         raise DamagedError(f"no image of step {generation.step} is in memory")
@@ -110,11 +110,11 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
     while True:
         written = reporting.lead.written()
         for name, part in written.items():
-            if part.gone:
+            if part.gone or part.damaged:
+                # This keeper retains its images: a restart may rebuild the lost ones from them.
                 raise SupersededError(f"the keeper {name} no longer holds it: {part.problem}")
             if part.problem:
-                kind = DamagedError if part.damaged else SaveError
-                raise kind(f"the keeper {name} cannot write its part: {part.problem}")
+                raise SaveError(f"the keeper {name} cannot write its part: {part.problem}")
         _check_wanted(is_wanted)
         if written.keys() >= others:
             return {name: written[name] for name in sorted(others)}
