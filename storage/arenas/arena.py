@@ -121,7 +121,8 @@ class Arena:
         self.problem = "no keeper has been looked for"
         """Reason of the last failure."""
         self.is_silent = False
-        """True if a keeper listens but has not answered the last request in time."""
+        """True if a keeper listens but has not answered the last request in time, or if nobody
+        listens and someone else has to start it."""
         self._listened = False
 
     @property
@@ -142,7 +143,8 @@ class Arena:
             within_s = self._deadline_s if self._listened else self._start_s
             self.problem = str(error) or f"no keeper has answered within {within_s:g} s"
             # A keeper that this rank has just started has nothing to say yet.
-            self.is_silent = self._listened and isinstance(error, TimeoutError | BlockingIOError)
+            is_late = isinstance(error, TimeoutError | BlockingIOError)
+            self.is_silent = is_late if self._listened else self._start is None
             return False
 
     async def _connect(self, wait: asyncio.Timeout, goes_on: Callable[[], None]) -> None:

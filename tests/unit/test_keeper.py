@@ -360,6 +360,7 @@ async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
         arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 1000.0)
         assert not await arena.open()
         assert "no keeper listens at" in arena.problem
+        assert arena.is_silent  # a service that is about to start may hold steps
 
 
 @in_loop

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -388,6 +389,26 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
             after = status_of(folder)
         assert after is not None
         assert (after["epoch"], after["generations"]) == (before["epoch"], before["generations"])
+
+
+def test_a_resume_waits_for_a_service_that_is_being_restarted(tmp_path: Path) -> None:
+    """A trainer that starts no keeper itself does not give up the steps in memory at once."""
+    state = {"w": torch.arange(1000.0)}
+    with keepers_below_a_folder():
+        with holdfast.Checkpointer(tmp_path, keeper="auto", grace_s=None) as run_:
+            handle = run_.step(3, state)
+            assert handle is not None
+            handle.wait(ANSWERS_S)
+        (folder,) = keeper_folders()
+        hidden = f"{folder.socket}.hidden"
+        os.rename(folder.socket, hidden)
+        back = threading.Timer(2.0, os.rename, (hidden, folder.socket))
+        back.start()
+        with holdfast.Checkpointer(
+            tmp_path, keeper=holdfast.Keeper(starts=False), grace_s=None
+        ) as again:
+            assert again.resume({"w": torch.zeros(1000)}) == 3
+        back.join()
 
 
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
