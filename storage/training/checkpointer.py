@@ -214,12 +214,13 @@ class Checkpointer:
         returns. An abandoned checkpoint is not resumed, is not counted by ``keep``, and is deleted
         once the run has passed its step (see :class:`Keep`); ``resume(step=…)`` revives it.
 
-        Every checkpoint directly in the run's folder that has a step counts, whatever its name. All
-        ranks load the same one. A damaged checkpoint is skipped with a warning, unless requested by
-        ``step``, and counts as abandoned once training saves again. Raises UsageError if no
-        checkpoint matches the request; DamagedError if there are checkpoints but none is whole; and
-        what :func:`load` raises for a state that does not fit. ``strict``, ``cast`` and
-        ``progress`` as in :func:`load`.
+        Steps in the memory of keepers count, too, if they are newer than all checkpoints in storage
+        that match. Every checkpoint directly in the run's folder that has a step counts, whatever
+        its name. All ranks load the same one. A damaged checkpoint is skipped with a warning,
+        unless requested by ``step``, and counts as abandoned once training saves again. Raises
+        UsageError if no checkpoint matches the request; DamagedError if there are checkpoints but
+        none is whole; and what :func:`load` raises for a state that does not fit. ``strict``,
+        ``cast`` and ``progress`` as in :func:`load`.
         """
         self._check_open()
         back = Back(step, before)

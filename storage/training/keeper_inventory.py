@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -162,12 +162,13 @@ def kept_in_memory(
     newer_than: int,
     epochs: Epochs,
     damaged: Collection[DamagedImage] = (),
+    allows: Callable[[int], bool] = lambda step: True,
 ) -> tuple[list[Choice], list[str]]:
     """Return the generations that can be resumed, best first, and why others cannot.
 
-    Those are agreed on, newer than ``newer_than``, not left behind by a later epoch, and every
-    image can be read or rebuilt. ``stocks``: keepers of the job's ``world`` ranks; ``others``:
-    keepers that no rank owns.
+    Those are agreed on, newer than ``newer_than``, not left behind by a later epoch, of a step that
+    the request ``allows``, and every image can be read or rebuilt. ``stocks``: keepers of the job's
+    ``world`` ranks; ``others``: keepers that no rank owns.
     """
     everyone_has = {rank for stock in stocks for rank in stock.host.ranks} == set(range(world))
     alone = len(stocks) == 1 and everyone_has
@@ -176,7 +177,8 @@ def kept_in_memory(
         return bool(stock.host.address) or alone
 
     def is_of_use(generation: GenerationId) -> bool:
-        return generation.step > newer_than and not epochs.has_left(generation)
+        step = generation.step
+        return step > newer_than and allows(step) and not epochs.has_left(generation)
 
     return choices(
         list(filter(is_within_reach, (*stocks, *others))),
@@ -198,10 +200,11 @@ def awaited(
     *,
     in_memory: bool,
     damaged: Collection[DamagedImage] = (),
+    allows: Callable[[int], bool] = lambda step: True,
 ) -> bool:
     """Return whether to wait for keepers that have not answered: their answers may make a step
-    available that is newer than ``newest``, the newest one that can be resumed now. ``in_memory``:
-    whether that one is in memory."""
+    available that the request ``allows`` and that is newer than ``newest``, the newest one that can
+    be resumed now. ``in_memory``: whether that one is in memory."""
     if not unheard:
         return False
     listens = any(one.listens for one in unheard)
@@ -216,7 +219,8 @@ def awaited(
     protected_only = in_memory and not listens
 
     def is_of_use(generation: GenerationId) -> bool:
-        is_news = generation.step > newest and not epochs.has_left(generation)
+        step = generation.step
+        is_news = step > newest and allows(step) and not epochs.has_left(generation)
         return is_news and not (protected_only and not _is_protected(generation, heard))
 
     # Sets, since hosts of large jobs mostly know the same.

@@ -131,13 +131,19 @@ class Back:
         """Return whether the caller requested another checkpoint than the newest."""
         return self.step is not None or self.before is not None
 
+    def allows(self, step: int) -> bool:
+        """Return whether ``step`` matches the request."""
+        if self.step is not None:
+            return step == self.step
+        return self.before is None or step < self.before
+
     def among(self, survey: Survey) -> list[ListedCheckpoint]:
         """Return the checkpoints to try, in order."""
         if self.step is not None:
             exact = [c for c in survey.steps if c.step == self.step]
             return sorted(exact, key=lambda c: c.abandoned)[:1]
         live = [c for c in survey.steps if not c.abandoned]
-        return [c for c in live if self.before is None or (c.step or 0) < self.before]
+        return [c for c in live if self.allows(c.step or 0)]
 
 
 class _Leader:
@@ -189,8 +195,6 @@ class _Leader:
             epoch=next_epoch([*stocks, *others], self._epochs),
             meeting=meeting(stocks, len(statements), self._guards),
         )
-        if self._back.asked:
-            return candidates
         choices = self._choices(statements)
         if not choices.kept:
             return replace(candidates, memory=choices)
@@ -203,11 +207,13 @@ class _Leader:
         return self._choices(statements)
 
     def _choices(self, statements: Sequence[InMemory]) -> Choices:
+        if self._back.step is not None and self._tried:
+            return Choices()  # storage has that very step
         stocks, others = stocks_of(statements), self._others
         newest = max((c.step or 0 for c in self._tried), default=-1)
         damaged = {one for statement in statements for one in statement.damaged}
         kept, problems = kept_in_memory(
-            stocks, others, len(statements), newest, self._epochs, damaged
+            stocks, others, len(statements), newest, self._epochs, damaged, self._back.allows
         )
         found = (*stocks, *others)
         if kept:
@@ -220,6 +226,7 @@ class _Leader:
             self._epochs,
             in_memory=bool(kept),
             damaged=damaged,
+            allows=self._back.allows,
         )
         given_up = ""
         if waits:
@@ -252,15 +259,14 @@ class _Leader:
 
     async def take_up(self, taken: _Taken) -> None:
         assert self._survey is not None
-        resumed_from = None
-        if taken.chosen is not None:
-            resumed_from = self._tried[taken.chosen]
-        elif taken.step is not None and self._tried:
-            resumed_from = self._tried[0]  # memory continues the newest checkpoint
+        resumed_from = None if taken.chosen is None else self._tried[taken.chosen]
         if self._guards is not None:
             async with self._root.opened() as driver:
                 await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))
-        await self._lineage.take_up(resumed_from, self._survey, record=self._back.asked)
+        kept_step = taken.step if taken.tier == "memory" else None
+        await self._lineage.take_up(
+            resumed_from, self._survey, record=self._back.asked, kept_step=kept_step
+        )
 
 
 def _names(unheard: Sequence[Unheard]) -> str:
@@ -304,8 +310,8 @@ def resumed(
 ) -> Resumed:
     """Load a checkpoint of the run into ``state``; return where it came from.
 
-    Steps in ``memory`` that are newer than storage come first, unless the caller requested a
-    specific checkpoint. If a candidate is damaged on any rank, all ranks skip it with a warning,
+    Steps in ``memory`` come first if they are newer than all checkpoints in storage that match the
+    request. If a candidate is damaged on any rank, all ranks skip it with a warning,
     unless it was requested by its step. A checkpoint that does not fit is skipped too if its name
     was not given by this run's Checkpointer. Later checkpoints are abandoned.
 

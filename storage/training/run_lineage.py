@@ -99,19 +99,28 @@ class RunLineage:
         return Survey(known, broken, sorted(path for path in folders if path not in taken))
 
     async def take_up(
-        self, resumed_from: ListedCheckpoint | None, survey: Survey, *, record: bool
+        self,
+        resumed_from: ListedCheckpoint | None,
+        survey: Survey,
+        *,
+        record: bool,
+        kept_step: int | None = None,
     ) -> None:
-        """Continue from a checkpoint (None: anew). ``record`` it now, not with the next save."""
+        """Continue from a checkpoint, or from ``kept_step`` of the current branch, which is in
+        memory (neither: anew). ``record`` it now, not with the next save."""
         assert self._lineage is not None
         self._admits = True
-        if resumed_from is None:
+        if kept_step is not None:
+            branch, step, is_abandoned = self._lineage.current, kept_step, False
+        elif resumed_from is not None:
+            branch, step = resumed_from.branch, _step(resumed_from)
+            is_abandoned = resumed_from.abandoned
+        else:
             return
-        later = [c for c in survey.steps if not c.abandoned and _step(c) > _step(resumed_from)]
-        if not later and not resumed_from.abandoned and not self._is_unknown:
+        later = [c for c in survey.steps if not c.abandoned and _step(c) > step]
+        if not later and not is_abandoned and not self._is_unknown:
             return
-        self._lineage = self._lineage.gone_back(
-            resumed_from.branch, _step(resumed_from), secrets.token_hex(8)
-        )
+        self._lineage = self._lineage.gone_back(branch, step, secrets.token_hex(8))
         self._recorded = False
         if record:
             await self._record()

@@ -411,6 +411,43 @@ def test_a_resume_waits_for_a_service_that_is_being_restarted(tmp_path: Path) ->
         back.join()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "step", "tier", "left"),
+    [
+        ({"before": 6}, 5, "memory", [3]),
+        ({"step": 4}, 4, "memory", [3]),
+        ({"step": 3}, 3, "storage", [3]),
+        ({"before": 4}, 3, "storage", [3]),
+    ],
+)
+def test_going_back_reaches_steps_in_memory(
+    tmp_path: Path, wanted: dict[str, int], step: int, tier: str, left: list[int]
+) -> None:
+    """They are taken if storage has no newer step that matches. Later steps are abandoned, in
+    storage and in memory."""
+    keeper = holdfast.Keeper(deadline_s=ANSWERS_S)
+    with keepers_below_a_folder():
+        with holdfast.Checkpointer(tmp_path, every=3, keeper=keeper, grace_s=None) as run_:
+            for at in range(1, 7):
+                handle = run_.step(at, {"w": torch.full((100,), float(at))})
+                assert handle is not None
+                handle.wait(ANSWERS_S)
+        into = {"w": torch.zeros(100)}
+        with holdfast.Checkpointer(tmp_path, every=3, keeper=keeper, grace_s=None) as run_:
+            assert run_.resume(into, **wanted) == step
+            assert run_.resumed is not None
+            assert (run_.resumed.step, run_.resumed.tier) == (step, tier)
+            assert set(into["w"].tolist()) == {float(step)}
+        live = [one.step for one in holdfast.list_checkpoints(tmp_path) if not one.abandoned]
+        assert live == left
+        with holdfast.Checkpointer(tmp_path, keeper=keeper, grace_s=None) as run_:
+            assert run_.resume(into) == step
+            with pytest.raises(holdfast.UsageError, match="no checkpoint of step 5"):
+                run_.resume(into, step=5 if step != 5 else 55)
+        for folder in keeper_folders():
+            stop(folder)
+
+
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
     """So that a restart looks for what else there is, instead of failing."""
     level = MemoryLevel(holdfast.Keeper(starts=False), "memory://run/")
