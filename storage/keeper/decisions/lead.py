@@ -256,6 +256,8 @@ class Lead:
         """Return the current standing."""
         outcomes = self._ballot.outcomes
         settled = self._ballot.settled
+        if settled is not None and (settled.epoch != self._epoch or not self._has_heard_all):
+            settled = None  # a keeper that has not reported yet may know a generation to be agreed
         return Standing(
             self.version,
             self._epoch,
@@ -267,7 +269,7 @@ class Lead:
             self._guarded,
             self._protected,
             self._has_heard_all,
-            settled if settled is not None and settled.epoch == self._epoch else None,
+            settled,
             self._flush,
             self._ended,
             tuple(sorted(self._lost)),
