@@ -225,32 +225,45 @@ def awaited(
 
     # Sets, since hosts of large jobs mostly know the same.
     known = {
-        replace(held, ranks=(), agreed=held.agreed or listens)
+        (held.generation, held.world)
         for stock in heard
         for held in stock.inventory.generations
+        if held.agreed or listens
     }
     encoded = {replace(guard, member=0) for stock in heard for guard in stock.inventory.guards}
-    hopeful = [*heard, *(_most_of(one, known, encoded) for one in unheard)]
+    known |= {(guard.generation, guard.world) for guard in encoded}
+    epoch = max((stock.inventory.epoch for stock in heard), default=-1)
+    hopeful = [*heard, *(_most_of(one, known, encoded, epoch) for one in unheard)]
     found, _ = choices(hopeful, [one.host.name for one in hopeful], is_of_use, _keys(damaged))
     return bool(found)
 
 
 def _most_of(
-    one: Unheard, known: Collection[GenerationEntry], encoded: Collection[ParityEntry]
+    one: Unheard,
+    known: Collection[tuple[GenerationId, int]],
+    encoded: Collection[ParityEntry],
+    epoch: int,
 ) -> Stock:
-    """Return the largest inventory that a keeper may have, given what other keepers know."""
-    generations = [
-        replace(held, ranks=tuple(rank for rank in one.host.ranks if rank < held.world))
-        for held in known
-    ]
-    guards: list[ParityEntry] = []
-    for guard in encoded:
-        if one.host.name in guard.group.names:
-            member = guard.group.names.index(one.host.name)
-            ranks = guard.group.ranks[member]
-            generations.append(GenerationEntry(guard.generation, guard.world, ranks, True))
-            guards.append(replace(guard, member=member))
-    return Stock(one.host, Inventory(-1, tuple(generations), tuple(guards)))
+    """Return the largest inventory that a keeper may have, given what other keepers know. In the
+    newest ``epoch``, it has captured images of its own ranks; of earlier generations, it may have
+    rebuilt any image, or had other ranks. If none of its group answers, it may have parity of any
+    image."""
+    name = one.host.name
+    of_others = {guard.generation for guard in encoded}
+    of_others -= {guard.generation for guard in encoded if name in guard.group.names}
+    generations = []
+    for generation, world in known:
+        ranks: Sequence[int] = range(world)
+        is_captured = generation.epoch == epoch and generation not in of_others
+        if is_captured and one.host.ranks:
+            ranks = [rank for rank in one.host.ranks if rank < world]
+        generations.append(GenerationEntry(generation, world, tuple(ranks), True))
+    guards = tuple(
+        replace(guard, member=guard.group.names.index(name))
+        for guard in encoded
+        if name in guard.group.names
+    )
+    return Stock(one.host, Inventory(-1, tuple(generations), guards))
 
 
 def _is_protected(generation: GenerationId, heard: Sequence[Stock]) -> bool:
