@@ -70,8 +70,8 @@ async def flush(
 
     Raises SaveError if another keeper fails to write its part or has not reported for too long,
     DamagedError if an image of this keeper has changed in memory, and SupersededError if the
-    generation is no longer wanted or another keeper has dropped its images; then nothing is
-    committed. Also raises as :func:`opened_for` and :func:`commit_attempt`.
+    generation is no longer wanted, or images of it are gone; then nothing is committed. Also raises
+    as :func:`opened_for` and :func:`commit_attempt`.
     """
     if not images:
         raise DamagedError(f"no image of step {generation.step} is in memory")
@@ -91,7 +91,8 @@ async def flush(
                 labels |= await _labels(reporting, images[0].label.run, generation, name, part)
             if labels.keys() != set(range(world)):
                 lacking = sorted(set(range(world)) - labels.keys())
-                kind = DamagedError if reporting.is_alone else SaveError
+                # Alone, this keeper cannot get it any more: the job now runs on other hosts.
+                kind = SupersededError if reporting.is_alone else SaveError
                 raise kind(f"no keeper has written the image of rank {lacking[0]}")
             _check_wanted(is_wanted)
         except BaseException:
