@@ -63,7 +63,7 @@ class Connections:
         tls: ssl.SSLContext | None,
         make_handler: Callable[[], web.RequestHandler],
         refusals: Refusals,
-        keepers: Callable[[], int] = lambda: 0,
+        keepers: Callable[[], int],
     ) -> None:
         self.closed_strangers = 0
         self._options = options
@@ -72,6 +72,7 @@ class Connections:
         self._refusals = refusals
         self._keepers = keepers
         self._by_handler: dict[object, Connection] = {}  # oldest first
+        self._listening: socket.socket | None = None
 
     def __len__(self) -> int:
         return len(self._by_handler)
@@ -80,18 +81,35 @@ class Connections:
         """Return the connection of ``handler``, or None if it is closed."""
         return self._by_handler.get(handler)
 
-    async def accept(self, listening: socket.socket) -> None:
-        """Accept connections until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(listening)
-            except OSError as error:  # too many open files, for example
-                self._refusals.add(_NOT_ACCEPTED, error.strerror)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            self._admit(sock, address[0])
-            await asyncio.sleep(0)  # while clients are waiting, sock_accept does not yield
+    def accept_from(self, listening: socket.socket) -> None:
+        """Accept connections until :meth:`stop_accepting`. A task that waited for them might be
+        cancelled with an accepted one."""
+        self._listening = listening
+        asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def stop_accepting(self) -> None:
+        """Accept no more connections."""
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening = None
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            sock, address = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # the client has gone
+        except OSError as error:  # too many open files, for example
+            self._refusals.add(_NOT_ACCEPTED, error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening)
+            loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
+            return
+        sock.setblocking(False)
+        self._admit(sock, address[0])
+
+    def _accept_again(self) -> None:
+        if self._listening is not None:
+            self.accept_from(self._listening)
 
     def _admit(self, sock: socket.socket, remote: str) -> None:
         strangers = [one for one in self._by_handler.values() if one.is_stranger]

@@ -105,13 +105,12 @@ class MemoryServer:
         self._listening = socket.create_server(address, family=family, backlog=_BACKLOG)
         self._listening.setblocking(False)
         self.port = self._listening.getsockname()[1]
-        self._accepting = asyncio.ensure_future(self._connections.accept(self._listening))
+        self._connections.accept_from(self._listening)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Stop listening, and allow running requests a few seconds to finish."""
-        self._accepting.cancel()
-        await asyncio.wait([self._accepting])
+        self._connections.stop_accepting()
         self._listening.close()
         self._http.pre_shutdown()
         await self._http.shutdown(_GRACE_S)
