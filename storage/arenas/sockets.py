@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .memory import read_sealed, sealed_bytes
 
 PACKET_NBYTES_MAX = 64 << 10
-"""Larger messages travel in sealed memory, whose descriptor accompanies an empty one."""
+"""Larger messages travel in sealed memory, whose descriptor accompanies a packet of one byte."""
 MESSAGE_NBYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 2
 _IN_MEMORY = b"\0"

@@ -11,7 +11,6 @@ from ..arenas.label import GenerationId, Label
 from ..arenas.messages import Agreed, Event, Protected, RankLost, Voided
 from .decisions.standing import Report, Standing
 from .decisions.votes import KEPT, Outcome, Vote
-from .flushing.local_level import LocalLevel
 from .flushing.writing import Writing
 from .parity.guards import Guards
 from .reporting import Reporting
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 class Agreement:
     """Job-wide state of generations, as seen by the keeper ``name``. ``tell(event)`` notifies the
     trainers of the current epoch; ``run_later(work)`` schedules a coroutine; ``writing`` flushes
-    generations, and writes them to ``local``."""
+    generations, and writes them to the local level."""
 
     def __init__(
         self,
@@ -36,12 +35,11 @@ class Agreement:
         counters: Counters,
         tell: Callable[[Event], Awaitable[None]],
         run_later: Callable[[Coroutine[Any, Any, None]], None],
-        local: LocalLevel | None = None,
     ) -> None:
         self.reporting = Reporting(
             name, self.report, self.follow, self._unheard, run_later, guards.certificate
         )
-        self.writing = Writing(pool, local, counters, self.reporting, tell, self.damaged)
+        self.writing = Writing(pool, counters, self.reporting, tell, self.damaged)
         self._pool = pool
         self._guards = guards
         self._counters = counters
@@ -67,7 +65,7 @@ class Agreement:
         self._lost: set[int] = set()
         """Ranks of this host that have died in this epoch."""
         self._announced: set[int] = set()
-        """Dead ranks of which the trainers of this host know."""
+        """Dead ranks that the trainers of this host know."""
 
     def enter(
         self,

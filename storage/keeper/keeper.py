@@ -38,14 +38,10 @@ from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
 from .slot_memory import PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
-from .trainers import Startup, Trainer, Trainers, UnknownProcessError, refusal_of
+from .trainers import Startup, Trainer, Trainers, refusal_of
 
 HELLO_S = 10.0
 """Time limit for a connecting process to identify itself."""
-_UNKNOWN_PROCESS = (
-    "this rank runs in another PID namespace, so the keeper cannot tell when it ends: let both "
-    "share one (in Kubernetes: shareProcessNamespace: true), or use Linux 6.9 or newer"
-)
 
 _log = logging.getLogger(__name__)
 _Reply = tuple[messages.Answer, Sequence[int]]
@@ -69,8 +65,6 @@ class Keeper:
         self._counters = Counters()
         self._began_s = time.time()
         self._used_s = time.monotonic()
-        self._locals = [] if options.local is None else [LocalLevel.of(options)]
-        """Local levels, the current one last."""
         self._guards = Guards(options.run, options.certificate, self._guards_changed)
         self._agreement = Agreement(
             name,
@@ -79,10 +73,12 @@ class Keeper:
             self._counters,
             self._tell_all,
             self.run_later,
-            self._locals[-1] if self._locals else None,
         )
         self.reporting = self._agreement.reporting
         self._writing = self._agreement.writing
+        self._locals: list[LocalLevel] = []
+        """Local levels, the current one last."""
+        self._set_local(options)
         self.catalog = MemoryCatalog(
             self.pool,
             self._guards,
@@ -204,18 +200,15 @@ class Keeper:
             return None
         if not isinstance(message, messages.Hello):
             raise MessageError(f"its first message is a {type(message).__name__}")
-        refused = refusal_of(message, self.options.run)
-        if refused is not None:
-            self._counters.refused += 1
-            _log.warning("process %d is refused: %s", line.peer_pid, refused.text)
-            await line.send(messages.encode(number, refused))
-            return None
-        await self._startup.wait(partial(line.send, messages.encode(number, messages.Progress())))
-        try:
+        trainer: Trainer | messages.Refused | None = refusal_of(message, self.options.run)
+        if trainer is None:
+            progress = messages.encode(number, messages.Progress())
+            await self._startup.wait(partial(line.send, progress))
             trainer = self._trainers.at(line, message)
-        except UnknownProcessError:
-            _log.warning("rank %d is refused: %s", message.rank, _UNKNOWN_PROCESS)
-            await line.send(messages.encode(number, messages.Refused("process", _UNKNOWN_PROCESS)))
+        if isinstance(trainer, messages.Refused):
+            self._counters.refused += 1
+            _log.warning("process %d is refused: %s", line.peer_pid, trainer.text)
+            await line.send(messages.encode(number, trainer))
             return None
         self._used_s = time.monotonic()
         fixed = self._configure(message.options)
@@ -245,10 +238,12 @@ class Keeper:
         return _differing(wanted, before)
 
     def _set_local(self, options: KeeperOptions) -> None:
+        """Set the local level. The previous one stays open until the end: it may be writing now."""
+        local = None
         if options.local is not None:
-            self._locals.append(LocalLevel.of(options))
-        # The previous one stays open until the end, since it may be writing now.
-        self._writing.local = self._locals[-1] if options.local is not None else None
+            local = LocalLevel(options.local, options.local_every, options.run)
+            self._locals.append(local)
+        self._writing.local = local
 
     def _gone(self, trainer: Trainer) -> None:
         self._used_s = time.monotonic()

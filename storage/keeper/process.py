@@ -40,6 +40,7 @@ TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"
 GRACE_S = 30.0
 """Time that a stopping keeper allows its tasks and trainers to finish."""
 FILES_MAX = 1 << 16
+"""Open files that a keeper asks for, if the system allows them."""
 _LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)

@@ -73,8 +73,11 @@ class Startup:
         await tell()
 
 
-class UnknownProcessError(Exception):
-    """Nothing identifies the process at the other end of a connection."""
+_UNKNOWN_PROCESS = Refused(
+    "process",
+    "this rank runs in another PID namespace, so the keeper cannot tell when it ends: let both "
+    "share one (in Kubernetes: shareProcessNamespace: true), or use Linux 6.9 or newer",
+)
 
 
 class Trainers:
@@ -97,14 +100,14 @@ class Trainers:
     def __contains__(self, trainer: Trainer) -> bool:
         return self._by_process.get(trainer.identity) is trainer
 
-    def at(self, line: Line, hello: Hello) -> Trainer:
-        """Return the process at the other end of ``line``, watched until it ends. Raises OSError if
-        it has ended already, and :class:`UnknownProcessError`."""
+    def at(self, line: Line, hello: Hello) -> Trainer | Refused:
+        """Return the process at the other end of ``line``, watched until it ends; a refusal if
+        nothing identifies it. Raises OSError if it has ended already."""
         pidfd = line.peer_pidfd()
         identity = line.peer_identity(pidfd)
         if not identity:
             os.close(pidfd)
-            raise UnknownProcessError
+            return _UNKNOWN_PROCESS
         known = self._by_process.get(identity)
         if known is not None:
             os.close(pidfd)

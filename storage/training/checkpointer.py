@@ -333,11 +333,11 @@ class Checkpointer:
         Raises as :meth:`step`, and also if saves have failed and none has succeeded. Does nothing
         in a forked child: saves in flight belong to the parent.
         """
-        if self._closed or self._pid != os.getpid():
-            return
         self._close(failed=False)
 
     def _close(self, *, failed: bool) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
         self._closed = True
         self._unclosed.detach()
         try:
@@ -364,8 +364,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            if not self._closed and self._pid == os.getpid():
-                self._close(failed=True)
+            self._close(failed=True)
         except Exception as failure:
             # The error that ended the loop takes precedence.
             _log.error("closing the Checkpointer failed: %s", failure)

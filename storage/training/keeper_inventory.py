@@ -109,10 +109,12 @@ async def asked(
 
 def silent_among(statements: Sequence[InMemory]) -> list[Unheard]:
     """Return the keepers of ranks that listen but have not answered any rank."""
-    stocks = stocks_of(statements)
-    named = _named(stocks)
     silent = {statement.silent for statement in statements if statement.silent}
+    if not silent:
+        return []
+    stocks = stocks_of(statements)
     silent -= {stock.host.name for stock in stocks}
+    named = _named(stocks)
     return [Unheard(named.get(name) or KeeperHost(name, ""), True) for name in sorted(silent)]
 
 

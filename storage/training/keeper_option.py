@@ -33,11 +33,11 @@ class Keeper:
     ``"200GiB"``; None: as much as the host can spare. Each rank needs three images. ``domain``: the
     name of the failure domain, such as a host or a rack; None: the host's name. ``deadline_s``: how
     long the trainer waits for a reply before it continues without a keeper; a keeper that it has to
-    start may take a minute. ``linger``: how long an
-    unused keeper stays alive; one that a trainer has started also ends once training is finished
-    and its last step is in storage. ``starts``: whether to start a keeper if none answers.
-    ``gives_up_after``: how long a resume waits for keepers that do not answer, if it would
-    otherwise lose a step that they may hold; ``"0"``: not at all.
+    start may take a minute. ``linger``: how long an unused keeper stays alive; one that a trainer
+    has started also ends once training is finished and its last step is in storage. ``starts``:
+    whether to start a keeper if none answers. ``gives_up_after``: how long a resume waits
+    for keepers that do not answer, if it would otherwise lose a step that they may hold; ``"0"``:
+    not at all.
 
     ``local``: a folder on storage of the host, such as NVMe. The keeper writes its images there
     every ``local_every`` steps. After a reboot of the host, a new keeper loads them back into

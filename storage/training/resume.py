@@ -311,9 +311,9 @@ def resumed(
     """Load a checkpoint of the run into ``state``; return where it came from.
 
     Steps in ``memory`` come first if they are newer than all checkpoints in storage that match the
-    request. If a candidate is damaged on any rank, all ranks skip it with a warning,
-    unless it was requested by its step. A checkpoint that does not fit is skipped too if its name
-    was not given by this run's Checkpointer. Later checkpoints are abandoned.
+    request. If a candidate is damaged on any rank, all ranks skip it with a warning, unless it was
+    requested by its step. A checkpoint that does not fit is skipped too if its name was not given
+    by this run's Checkpointer. Later checkpoints are abandoned.
 
     Raises UsageError if no checkpoint matches the request; DamagedError if none is whole, in
     storage or in memory: ``state`` may then be partly filled, and no epoch begins. ``state`` may

@@ -82,14 +82,16 @@ class Stats:
     def kept(self, step: int) -> None:
         """Count a step as held in keeper memory."""
         self._add(kept=1)
-        self._not_kept_in_a_row = 0
+        with self._lock:
+            self._not_kept_in_a_row = 0
 
     def not_kept(self, step: int, why: str) -> None:
         """Count a step that could not be held in keeper memory. Warns of the first one in a row,
         the second, the fourth and so on, since the reason may last."""
         self._add(not_kept=1)
-        self._not_kept_in_a_row += 1
-        in_a_row = self._not_kept_in_a_row
+        with self._lock:
+            self._not_kept_in_a_row += 1
+            in_a_row = self._not_kept_in_a_row
         level = logging.DEBUG if in_a_row & (in_a_row - 1) else logging.WARNING
         so_far = self.counters.not_kept
         _log.log(level, "step %d: not kept in memory (%d so far): %s", step, so_far, why)

@@ -7,7 +7,6 @@ leader therefore reaches the same decisions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 from ...arenas.label import GenerationId
@@ -50,10 +49,8 @@ class Lead:
         """Version of the standing that first requested the encoding of ``_guard``."""
         self._have_guarded: set[str] = set()
         self._guarded: GenerationId | None = None
-        self._guarded_by_all: dict[str, GenerationId] = {}
-        """Newest generation that each keeper knows to be encoded on all keepers."""
-        self._knowing: Counter[GenerationId] = Counter()
-        """How many keepers have each generation as that newest one."""
+        self._knowing: set[str] = set()
+        """Keepers that know ``_guarded`` to be encoded on all keepers."""
         self._protected: GenerationId | None = None
         self._failures = 0
         self._rest = 0
@@ -104,8 +101,7 @@ class Lead:
         self._heard = set()
         self._guard = self._tried = self._newest = None
         self._guarded = self._protected = None  # reports will tell
-        self._guarded_by_all = {}
-        self._knowing = Counter()
+        self._knowing = set()
         self._have_guarded = set()
         self._failures = self._rest = 0
         self._wanted = set()
@@ -135,18 +131,20 @@ class Lead:
             self._note_wanted(generation)
         self._note_guards(report)
         self._protect()
-        part, flush = report.written, self._flush
-        is_new_part = (
-            part is not None
-            and flush is not None
-            and part.attempt == flush.attempt
-            and part != self._written.get(report.name)
-        )
-        if part is not None and is_new_part:
-            self._written[report.name] = part
+        is_new_part = self._note_part(report)
         self._choose_guard()
         if is_new_part or self._state() != before:
             self._count += 1
+
+    def _note_part(self, report: Report) -> bool:
+        """Record a keeper's part of the ordered flush. Return whether it is new."""
+        part = report.written
+        if part is None or self._flush is None or part.attempt != self._flush.attempt:
+            return False
+        if part == self._written.get(report.name):
+            return False
+        self._written[report.name] = part
+        return True
 
     def _decide(self, generation: GenerationId, outcome: Outcome) -> None:
         if generation.epoch == self._epoch and generation not in self._ballot.outcomes:
@@ -185,25 +183,21 @@ class Lead:
             self._release_guard()
 
     def _note_guarded_by_all(self, report: Report) -> None:
-        id = report.guarded_by_all
-        before = self._guarded_by_all.get(report.name)
-        if id is None or (before is not None and id <= before):
-            return
-        self._guarded_by_all[report.name] = id
-        self._knowing[id] += 1
-        if before is not None:
-            self._knowing[before] -= 1
-        self._note_guarded(id)
+        if report.guarded_by_all is not None:
+            self._note_guarded(report.guarded_by_all)
+            if report.guarded_by_all == self._guarded:
+                self._knowing.add(report.name)
 
     def _note_guarded(self, id: GenerationId) -> None:
         if self._guarded is None or id > self._guarded:
             self._guarded = id
+            self._knowing = set()
 
     def _protect(self) -> None:
         """Mark the encoded generation as protected once all keepers know that it is encoded. Only
         then are trainers told and older parity is dropped: any surviving keeper can now tell the
         next leader or the next epoch."""
-        if self._guarded is not None and self._knowing[self._guarded] == len(self._names):
+        if len(self._knowing) == len(self._names):
             self._protected = self._guarded
 
     def _release_guard(self) -> None:

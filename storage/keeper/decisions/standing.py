@@ -105,7 +105,6 @@ class Standing:
     """The flush to write now."""
     ended: FlushEnd | None = None
     """The newest flush that has ended."""
-
     lost: tuple[int, ...] = ()
     """Ranks that have died in this epoch."""
 

@@ -22,7 +22,6 @@ from ....errors import DamagedError, HoldfastError
 from ...arenas.label import GenerationId, Label, check_sizes
 from ...arenas.memory import Memory
 from ...runtime.engine import offload
-from ..options import KeeperOptions
 from ..reading import generation_folder
 from ..slot_memory import spared_memory
 from ..tiers import LocalImage
@@ -45,12 +44,6 @@ class LocalLevel:
         self._every = every
         self._run = run
         self._last: int | None = None
-
-    @classmethod
-    def of(cls, options: KeeperOptions) -> LocalLevel:
-        """Return the local level that ``options`` name."""
-        assert options.local is not None
-        return cls(options.local, options.local_every, options.run)
 
     def due(self, step: int) -> bool:
         """Return whether to write the generation of ``step``. Must be called in the order of

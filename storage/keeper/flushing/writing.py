@@ -40,14 +40,13 @@ class Writing:
     def __init__(
         self,
         pool: SlotPool,
-        local: LocalLevel | None,
         counters: Counters,
         reporting: Reporting,
         tell: Callable[[Event], Awaitable[None]],
         damaged: Callable[[GenerationId], None],
     ) -> None:
         self._pool = pool
-        self.local = local
+        self.local: LocalLevel | None = None
         """The local level, if any."""
         self._counters = counters
         self._reporting = reporting

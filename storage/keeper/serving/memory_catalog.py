@@ -47,7 +47,7 @@ class MemoryCatalog:
         run: str,
         status: Callable[[], KeeperStatus],
         inventory: Callable[[], Inventory],
-        keepers: Callable[[], int] = lambda: 0,
+        keepers: Callable[[], int],
     ) -> None:
         self._pool = pool
         self._guards = guards
