@@ -85,6 +85,14 @@ def used(uri: str, use: Callable[[Driver], Awaitable[T]], **options: object) -> 
     return asyncio.run(asyncio.wait_for(work(), 60))
 
 
+async def stored(driver: Driver, key: str, content: bytes | memoryview) -> None:
+    """Upload an object in one write."""
+    view = memoryview(content)
+    upload = await driver.create(key, view.nbytes)
+    await upload.write(0, view)
+    await upload.commit()
+
+
 async def contents(driver: Driver) -> dict[str, bytes]:
     """Return every visible object and its bytes."""
     return {info.key: await driver.get(info.key) async for info in driver.list()}

@@ -37,7 +37,6 @@ FILES = frozenset(
         "unit/test_driver_fsspec.py",
         "unit/test_driver_hdfs_parts.py",
         "unit/test_driver_local.py",
-        "unit/test_driver_local_files.py",
         "unit/test_driver_local_network.py",
         "unit/test_driver_options.py",
         "unit/test_driver_threads.py",

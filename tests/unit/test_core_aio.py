@@ -7,40 +7,13 @@ import asyncio
 import pytest
 from support.drivers import asynchronous
 
-from holdfast.core.aio import all_or_none, at_most, side_by_side, to_the_end
+from holdfast.core.aio import all_or_none, at_most, side_by_side
 
 pytestmark = pytest.mark.clocked
 
 
 @asynchronous
-async def test_cancelled_caller_returns_only_after_its_call(no_leaks: None) -> None:
-    """The call may use the caller's buffer until it ends, however often the caller is cancelled. An
-    error of the call becomes the cause of the CancelledError."""
-    inside, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        inside.set()
-        await go_on.wait()
-        ended.set()
-        raise OSError(5, "Input/output error")
-
-    caller = asyncio.create_task(to_the_end(work()))
-    await inside.wait()
-    for _ in range(3):
-        caller.cancel()
-        await asyncio.sleep(0)
-    assert not caller.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError) as caught:
-        await caller
-    assert ended.is_set()
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-@asynchronous
-async def test_side_by_side_returns_and_fails_in_order(
-    no_leaks: None,
-) -> None:
+async def test_side_by_side_returns_and_fails_in_order(no_leaks: None) -> None:
     """The order of ends does not matter. Nothing is left running, also after a cancellation."""
     ended: list[str] = []
 

@@ -51,24 +51,19 @@ def test_the_nearest_word_counts(file: Path) -> None:
     """The order is: URI, keyword, environment of the scheme, environment, profile, file."""
     file.write_text(
         "[common]\nretries = 9\n[my]\nretries = 8\n['my://bucket']\nretries = 7\n"
-        "[profile.p.common]\nretries = 6\n[profile.p.my]\nretries = "
-        "5\n['profile'.p.'my://bucket/run']\nretries = 4\n"
+        "[profile.p.common]\nretries = 6\n[profile.p.my]\nretries = 5\n"
+        "['profile'.p.'my://bucket/run']\nretries = 4\n"
     )
-    environment = {
-        "HOLDFAST_RETRIES": "3",
-        "HOLDFAST_MY_RETRIES": "2",
-        "HOLDFAST_CONFIG_PROFILE": "p",
-    }
-    keywords: dict[str, object] = {"retries": 1}
-    assert found("my://bucket/run?retries=0", environment, **keywords)["retries"] == (0, "the URI")
-    assert found(environment=environment, **keywords)["retries"] == (1, "a keyword")
-    assert found(environment=environment)["retries"] == (2, "HOLDFAST_MY_RETRIES")
-    del environment["HOLDFAST_MY_RETRIES"]
-    assert found(environment=environment)["retries"] == (3, "HOLDFAST_RETRIES")
-    del environment["HOLDFAST_RETRIES"]
-    assert found(environment=environment)["retries"] == (4, f"{file} [profile.p.my://bucket/run]")
-    assert found("my://bucket/other", environment)["retries"] == (5, f"{file} [profile.p.my]")
-    assert found("s3://bucket/other", environment)["retries"] == (6, f"{file} [profile.p.common]")
+    profile = {"HOLDFAST_CONFIG_PROFILE": "p"}
+    common = {**profile, "HOLDFAST_RETRIES": "3"}
+    own = {**common, "HOLDFAST_MY_RETRIES": "2"}
+    assert found("my://bucket/run?retries=0", own, retries=1)["retries"] == (0, "the URI")
+    assert found(environment=own, retries=1)["retries"] == (1, "a keyword")
+    assert found(environment=own)["retries"] == (2, "HOLDFAST_MY_RETRIES")
+    assert found(environment=common)["retries"] == (3, "HOLDFAST_RETRIES")
+    assert found(environment=profile)["retries"] == (4, f"{file} [profile.p.my://bucket/run]")
+    assert found("my://bucket/other", profile)["retries"] == (5, f"{file} [profile.p.my]")
+    assert found("s3://bucket/other", profile)["retries"] == (6, f"{file} [profile.p.common]")
     assert found()["retries"] == (7, f"{file} [my://bucket]")
     assert found("my://other")["retries"] == (8, f"{file} [my]")
     assert found("s3://other")["retries"] == (9, f"{file} [common]")
@@ -129,15 +124,13 @@ def test_values_are_text_numbers_or_bools(file: Path) -> None:
 
 def test_a_secret_in_a_uri_is_refused() -> None:
     """A secret in a URI is refused, even one that no driver knows, and the error does not show it."""
-    for name in ("token", "aws_secret_access_key", "password"):
+    for name in ("token", "aws_secret_access_key", "password", "sas", "key"):
         with pytest.raises(UriError, match=r"looks like a secret.*must not be in") as caught:
             found(f"my://b?{name}=hush")
         assert "hush" not in str(caught.value)
     assert found(token="hush")["token"] == ("hush", "a keyword")
-    assert found(environment={"HOLDFAST_MY_TOKEN": "hush"})["token"] == (
-        "hush",
-        "HOLDFAST_MY_TOKEN",
-    )
+    environment = {"HOLDFAST_MY_TOKEN": "hush"}
+    assert found(environment=environment)["token"] == ("hush", "HOLDFAST_MY_TOKEN")
     assert "hush" not in repr(Setting("hush", "a keyword"))
 
 
@@ -193,7 +186,7 @@ def test_an_unknown_option_is_an_error_wherever_it_stands(
         ({"HOLDFAST_KEEPER_DRI": "/a"}, "", UriError, "HOLDFAST_KEEPER_DRI is unknown.*mean HOLDFAST_KEEPER_DIR[?]"),
         ({"HOLDFAST_MY_RETIRES": "3"}, "", UriError, "no option 'retires', which HOLDFAST_MY_RETIRES sets"),
         ({"HOLDFAST_CONFIG": "/gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names '/gone.toml', but there is no such file"),
-        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, ("HOLDFAST_CONFIG names " "'gone.toml', " "which is a " "relative path")),
+        ({"HOLDFAST_CONFIG": "gone.toml"}, "", UsageError, "HOLDFAST_CONFIG names 'gone.toml', which is a relative path"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_an_error(
@@ -205,19 +198,23 @@ def test_what_means_nothing_is_an_error(
         found("my://b?config_profile=p" if "profile.p" in toml else "my://b", environment)
 
 
-@pytest.mark.parametrize("source", ["URI", "keyword", "environment", "file"])
-def test_a_wrong_value_names_who_said_it(file: Path, source: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "toml", "who"),
+    [
+        ({"uri": "my://b?level=hush"}, "", ""),
+        ({"level": "hush"}, "", ", which a keyword sets,"),
+        ({"environment": {"HOLDFAST_MY_LEVEL": "hush"}}, "", ", which HOLDFAST_MY_LEVEL sets,"),
+        ({}, "[my]\nlevel = 'hush'", r", which /.*holdfast\.toml \[my\] sets,"),
+    ],
+)
+def test_a_wrong_value_names_who_said_it(
+    file: Path, how: dict[str, Any], toml: str, who: str
+) -> None:
     """The error names the source and what is allowed, but not the value, which may be a secret."""
-    uri = "my://b?level=hush" if source == "URI" else "my://b"
-    environment = {"HOLDFAST_MY_LEVEL": "hush"} if source == "environment" else {}
-    keywords: dict[str, object] = {"level": "hush"} if source == "keyword" else {}
-    file.write_text("[my]\nlevel = 'hush'" if source == "file" else "")
-    who = {"URI": "", "keyword": ", which a keyword sets,", "environment": (", which " "HOLDFAST_MY_LEVEL sets,"),
-           "file": rf", which {file} \[my\] sets,"}[source]  # fmt: skip
-    with pytest.raises(
-        UriError, match=f"option 'level'{who} must be a whole number from 0 to 99"
-    ) as caught:
-        found(uri, environment, **keywords)
+    file.write_text(toml)
+    says = f"option 'level'{who} must be a whole number from 0 to 99"
+    with pytest.raises(UriError, match=says) as caught:
+        found(**how)
     assert "hush" not in caught.value.message
 
 
@@ -243,15 +240,12 @@ def test_variables_of_other_schemes_are_theirs() -> None:
 
 def test_a_profile_that_is_not_there_is_an_error(file: Path) -> None:
     """The error lists the profiles of the file, or where a file was looked for."""
-    with pytest.raises(
-        UsageError,
-        match=r"the URI chooses the profile 'q', but there is no holdfast.toml.*HOLDFAST_CONFIG",
-    ):
+    says = "the URI chooses the profile 'q', but there is no holdfast.toml.*HOLDFAST_CONFIG"
+    with pytest.raises(UsageError, match=says):
         found("my://b?config_profile=q")
     file.write_text("[profile.b.my]\n[profile.a.my]\n")
-    with pytest.raises(
-        UsageError, match=r"chooses the profile 'q', which .* does not have.*Its profiles: a, b\."
-    ):
+    says = r"chooses the profile 'q', which .* does not have.*Its profiles: a, b\."
+    with pytest.raises(UsageError, match=says):
         found(config_profile="q")
 
 
@@ -268,19 +262,14 @@ def test_one_file_is_read_the_first_that_is_there(
     assert found("my://b")["level"] == (2, f"{xdg} [my]")
     assert found("my://b", {"HOLDFAST_CONFIG": str(named)})["level"][0] == 3
     assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
-    assert found("my://b", {"HOLDFAST_CONFIG": "~/.config/holdfast/holdfast.toml"})["level"] == (
-        1,
-        f"{file} [my]",
-    )
+    home = {"HOLDFAST_CONFIG": "~/.config/holdfast/holdfast.toml"}
+    assert found("my://b", home)["level"] == (1, f"{file} [my]")
 
 
 def test_no_file_of_the_working_directory_is_read(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file in the working directory is not read, since anyone may have written it.
-
-    A warning says so once, unless HOLDFAST_CONFIG is set.
-    """
+    """A file that anyone may have written there is not read, and a warning says so once."""
     work = Path.cwd()
     below = work / "below"
     for folder in (work, work / ".config/holdfast", work / "holdfast", below):
@@ -289,23 +278,17 @@ def test_no_file_of_the_working_directory_is_read(
     (work / "pyproject.toml").write_text("[tool.holdfast.my]\nlevel = 9")
     for folder in (work, below, below):
         monkeypatch.chdir(folder)
-        for name, value in (
-            ("XDG_CONFIG_HOME", ""),
-            ("XDG_CONFIG_HOME", ".config"),
-            ("XDG_CONFIG_HOME", "."),
-        ):
-            monkeypatch.setenv(name, value)
+        for value in ("", ".config", "."):
+            monkeypatch.setenv("XDG_CONFIG_HOME", value)
             assert found("my://b") == {}
     file.write_text("[my]\nlevel = 1")
     assert found("my://b")["level"][0] == 1
     monkeypatch.chdir(work / "holdfast")
     assert found("my://b", {"HOLDFAST_CONFIG": ""}) == {}
-    hints = [record.getMessage() for record in caplog.records]
-    assert [
-        f"'{folder}/holdfast.toml' is not read" in hint
-        for folder, hint in zip((work, below), hints, strict=True)
-    ]
-    assert all("HOLDFAST_CONFIG" in hint and f"move it to {file}" in hint for hint in hints)
+    for folder, hint in zip((work, below), caplog.messages, strict=True):
+        assert f"'{folder}/holdfast.toml' is not read" in hint
+        assert f"move it to {file}" in hint
+        assert "HOLDFAST_CONFIG" in hint
 
 
 @pytest.mark.parametrize("home", ["", ".", None])
@@ -335,10 +318,8 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, which: str) -> N
         assert found("my://b")["level"][0] == 1
     mode = loose.stat().st_mode
     loose.chmod(mode | 0o002)
-    with pytest.raises(
-        UsageError,
-        match=rf"others may write to the configuration f\w+ {loose}.*chmod go-w",
-    ):
+    says = rf"others may write to the configuration f\w+ {loose}.*chmod go-w"
+    with pytest.raises(UsageError, match=says):
         found("my://b")
     assert found("my://b", {"HOLDFAST_CONFIG": str(file)})["level"][0] == 1
     loose.chmod(mode)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from support.drivers import asynchronous, keys
 
-from holdfast import errors
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.errors import storage_errors
 from holdfast.errors import (
@@ -39,8 +38,8 @@ async def upload(driver: LocalDriver, key: str, nbytes: int) -> None:
     """Upload an object in two parts."""
     new = await driver.create(key, nbytes)
     try:
-        await new.write(nbytes // 2, memoryview(bytes(nbytes - nbytes // 2)))
-        await new.write(0, memoryview(bytes(nbytes // 2)))
+        for start, stop in ((nbytes // 2, nbytes), (0, nbytes // 2)):
+            await new.write(start, memoryview(bytes(stop - start)))
         await new.commit()
     finally:
         await new.abort()
@@ -115,13 +114,8 @@ async def test_an_exclusive_put_is_durable_when_it_returns(
 ) -> None:
     """The name appears with its content, the temporary name goes, and both are synced."""
     await driver.put("x", b"content", exclusive=True)
-    assert calls[calls.index("write temporary") :][:5] == [
-        "write temporary",
-        "fsync temporary",
-        "link x",
-        "unlink temporary",
-        "fsync folder root",
-    ]
+    expected = ["write temporary", "fsync temporary", "link x", "unlink temporary"]
+    assert calls[calls.index("write temporary") :][:5] == [*expected, "fsync folder root"]
 
 
 @asynchronous
@@ -217,10 +211,7 @@ async def test_what_cannot_be_removed_is_reported(
 async def test_a_close_that_fails_undoes_nothing(
     driver: LocalDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed close has no effect on durable data.
-
-    Put and commit succeed, abort raises nothing, and all descriptors are closed.
-    """
+    """A failed close affects no durable data, raises nothing, and leaves no descriptor open."""
     close = os.close
 
     def failing(fd: int) -> None:
@@ -259,12 +250,9 @@ KINDS = {
     ("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names]
 )
 def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
-    """Each errno maps to an error class that tells a handler what to do.
-
-    The message names the operation and the errno, and the cause is preserved.
-    """
+    """Each errno maps to the error class that tells a handler what to do, with its cause."""
     code = getattr(errno, name)
-    with pytest.raises(errors.StorageError) as caught, storage_errors("write", "file:///r", "k"):
+    with pytest.raises(StorageError) as caught, storage_errors("write", "file:///r", "k"):
         raise OSError(code, os.strerror(code))
     assert type(caught.value) is kind
     assert str(caught.value).startswith(
@@ -272,6 +260,3 @@ def test_each_errno_has_its_error(kind: type[StorageError], name: str) -> None:
     )
     assert getattr(caught.value.__cause__, "errno", None) == code
     assert caught.value.temporary == (kind is StorageDownError)
-
-
-# No room

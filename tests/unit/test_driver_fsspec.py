@@ -1,11 +1,9 @@
-"""fsspec's file systems as storage: options, secrets, errors, and uploads that fail, on file
-systems that differ in how a file comes to be seen."""
+"""fsspec's file systems as storage: options, secrets, errors, and uploads that fail."""
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
-import errno
 import gc
 import os
 import time
@@ -18,7 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import register_implementation
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-from support.drivers import contents
+from support.drivers import asynchronous, contents, used
 
 from holdfast.drivers.fsspec.driver import FsspecDriver
 from holdfast.drivers.fsspec.options import options_of
@@ -38,8 +36,7 @@ from holdfast.errors import (
 
 
 class ShelfFile(AbstractBufferedFile):
-    """A file of a shelf: what is written is kept aside, block by block, and shown when it is
-    closed."""
+    """A file of a shelf: its blocks are kept aside, and shown when it is closed."""
 
     def _initiate_upload(self) -> None:
         self.parts: list[bytes] = []
@@ -81,11 +78,8 @@ class Catalog(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> ShelfFile:
         if mode == "rb":
             self.info(path)
-        kept = {
-            name: kwargs[name]
-            for name in ("block_size", "autocommit", "cache_type")
-            if kwargs.get(name)
-        }
+        names = ("block_size", "autocommit", "cache_type")
+        kept = {name: kwargs[name] for name in names if kwargs.get(name)}
         return ShelfFile(self, path, mode, size=len(self.shelf.get(path, b"")), **kept)
 
     def cat_file(
@@ -98,12 +92,8 @@ class Catalog(AbstractFileSystem):
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         if path not in self.shelf:
             raise FileNotFoundError(path)
-        return {
-            "name": path,
-            "size": len(self.shelf[path]),
-            "type": "file",
-            "LastModified": "2020-01-01T00:00:00Z",
-        }
+        found = {"name": path, "size": len(self.shelf[path]), "type": "file"}
+        return {**found, "LastModified": "2020-01-01T00:00:00Z"}
 
     def find(self, path: str, **kwargs: Any) -> dict[str, Any]:
         return {name: self.info(name) for name in list(self.shelf) if name.startswith(path)}
@@ -134,8 +124,7 @@ def bare(uri: str) -> FsspecDriver:
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, shelf: type[Catalog]
 ) -> Iterator[FsspecDriver]:
-    """One driver of each kind: what is copied into place, what is renamed, and what is shown when
-    it is closed."""
+    """Drivers whose files are copied into place, renamed, or shown when they are closed."""
     MemoryFileSystem.store.clear()
     uris = {
         "memory": "fsspec+memory://run",
@@ -158,11 +147,8 @@ def test_each_protocol_has_a_driver_with_its_options(shelf: type[Catalog]) -> No
     assert set(cls.OPTIONS) == {"limit", "region", "settings", "strict", *ours}
     parsed = {name: cls.OPTIONS[name].parse for name in cls.OPTIONS}
     assert (parsed["limit"]("7"), parsed["region"]("7"), parsed["strict"]("on")) == (7, "7", True)
-    assert [parsed["settings"](text) for text in ("7", "true", '{"a": [1]}')] == [
-        "7",
-        True,
-        {"a": [1]},
-    ]
+    texts = {"7": "7", "true": True, '{"a": [1]}': {"a": [1]}}
+    assert {text: parsed["settings"](text) for text in texts} == texts
     with pytest.raises(ValueError, match="JSON"):
         parsed["settings"]("{")
     assert options_of("oci", Catalog)["limit"].default == 5
@@ -204,17 +190,14 @@ def test_secrets_are_refused_and_not_repeated(shelf: type[Catalog], uri: str) ->
     assert "hunter2" not in str(caught.value) + repr(caught.value)
 
 
-def test_options_reach_the_file_system(shelf: type[Catalog]) -> None:
-    """Those that were given, as values of their types; nothing is cached between drivers."""
-
-    async def run() -> None:
-        driver = bare("fsspec+oci://bucket/run?settings=%7B%22a%22:1%7D&part_size=5MiB&threads=3")
-        await driver.put("x", b"")
-        assert (driver.traits.part_nbytes, driver.traits.concurrency) == (5 << 20, 3)
-        assert open_driver("fsspec+ftp://host/run").traits.concurrency == 1  # nobody knows it
-        await driver.close()
-
-    asyncio.run(run())
+@asynchronous
+async def test_options_reach_the_file_system(shelf: type[Catalog]) -> None:
+    """Given options arrive as values of their types; nothing is cached between drivers."""
+    driver = bare("fsspec+oci://bucket/run?settings=%7B%22a%22:1%7D&part_size=5MiB&threads=3")
+    await driver.put("x", b"")
+    assert (driver.traits.part_nbytes, driver.traits.concurrency) == (5 << 20, 3)
+    assert open_driver("fsspec+ftp://host/run").traits.concurrency == 1  # nobody knows it
+    await driver.close()
     assert shelf.settings == {"a": 1}
 
 
@@ -223,8 +206,7 @@ def test_options_reach_the_file_system(shelf: type[Catalog]) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 3 << 20])
 def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nbytes: int) -> None:
-    """Aborted, incomplete, or simply left: no object, and no file of any name, also once the
-    garbage is collected."""
+    """An upload that is aborted, incomplete, or simply left shows no object and keeps no file."""
 
     async def run() -> None:
         for end in ("abort", "incomplete", "left"):
@@ -245,23 +227,20 @@ def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nb
     assert [name for name in fs.find(root) if not fs.isdir(name)] == []
 
 
-def test_a_failed_write_discards_what_the_store_has(shelf: type[Catalog]) -> None:
+@asynchronous
+async def test_a_failed_write_discards_what_the_store_has(shelf: type[Catalog]) -> None:
     """The store's error comes as one of ours, and its upload is discarded, not completed."""
-
-    async def run() -> None:
-        driver = bare("fsspec+oci://bucket/run?part_size=1MiB")
-        upload = await driver.create("x", 4 << 20)
-        await upload.write(0, memoryview(bytes(2 << 20)))
-        shelf.broken = ConnectionResetError("gone")
-        with pytest.raises(StorageDownError, match="write failed"):
-            await upload.write(2 << 20, memoryview(bytes(2 << 20)))
-        shelf.broken = None
-        await upload.abort()
-        with pytest.raises(StorageError, match="over"):
-            await upload.write(2 << 20, memoryview(bytes(2 << 20)))
-        await driver.close()
-
-    asyncio.run(run())
+    driver, half = bare("fsspec+oci://bucket/run?part_size=1MiB"), memoryview(bytes(2 << 20))
+    upload = await driver.create("x", 4 << 20)
+    await upload.write(0, half)
+    shelf.broken = ConnectionResetError("gone")
+    with pytest.raises(StorageDownError, match="write failed"):
+        await upload.write(2 << 20, half)
+    shelf.broken = None
+    await upload.abort()
+    with pytest.raises(StorageError, match="over"):
+        await upload.write(2 << 20, half)
+    await driver.close()
     gc.collect()
     assert (shelf.shelf, shelf.discarded) == ({}, 1)
 
@@ -273,13 +252,7 @@ def test_dead_uploads_are_swept_after_a_day(tmp_path: Path) -> None:
     for file in (old, young):
         file.write_bytes(b"half")
     os.utime(old, (time.time() - 90_000,) * 2)
-
-    async def run() -> None:
-        driver = open_driver(f"fsspec+file://{tmp_path}")
-        await driver.sweep("data")
-        await driver.close()
-
-    asyncio.run(run())
+    used(f"fsspec+file://{tmp_path}", lambda driver: driver.sweep("data"))
     assert list((tmp_path / "data").iterdir()) == [young]
 
 
@@ -341,13 +314,8 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
         (StatusError(507), FullError, None),
         (StatusError(500), StorageDownError, None),
         (StatusError(400), StorageError, None),
-        # s3fs makes an OSError of what botocore raises, and fsspec's own http takes any failure for
-        # absence.
-        (
-            made_of(OSError(errno.EBUSY, "Slow Down"), ClientError(503, **{"retry-after": "7"})),
-            BusyError,
-            7.0,
-        ),
+        # s3fs makes an OSError of what botocore raises; fsspec's own http takes failure for absence.
+        (made_of(OSError("Slow Down"), ClientError(503, **{"retry-after": "7"})), BusyError, 7.0),
         (made_of(FileNotFoundError("x"), StatusError(502)), StorageDownError, None),
         (made_of(FileNotFoundError("x"), ConnectionResetError()), StorageDownError, None),
         (made_of(FileNotFoundError("x"), StatusError(404)), NotFoundError, None),
@@ -355,10 +323,7 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
     ],
 )
 def test_errors_are_ours(
-    shelf: type[Catalog],
-    raised: Exception,
-    expected: type[StorageError],
-    retry_after_s: float | None,
+    shelf: type[Catalog], raised: Exception, expected: type[StorageError], retry_after_s: Any
 ) -> None:
     """Any error of a file system comes as the kind that a handler knows, without secrets.
 
@@ -366,15 +331,11 @@ def test_errors_are_ours(
     """
     shelf.shelf["bucket/run/x"] = b"content"
     shelf.broken = raised
-
-    async def run() -> None:
-        with pytest.raises(StorageError) as caught:
-            await bare("fsspec+oci://bucket/run").get("x")
-        error = caught.value
-        assert type(error) is expected
-        assert (error.uri, error.key) == ("fsspec+oci://bucket/run", "x")
-        assert isinstance(error.__cause__, Exception)
-        assert "hunter2" not in str(error)
-        assert getattr(error, "retry_after_s", None) == retry_after_s
-
-    asyncio.run(run())
+    with pytest.raises(StorageError) as caught:
+        asyncio.run(bare("fsspec+oci://bucket/run").get("x"))
+    error = caught.value
+    assert type(error) is expected
+    assert (error.uri, error.key) == ("fsspec+oci://bucket/run", "x")
+    assert isinstance(error.__cause__, Exception)
+    assert "hunter2" not in str(error)
+    assert getattr(error, "retry_after_s", None) == retry_after_s

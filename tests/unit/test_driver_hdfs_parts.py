@@ -1,5 +1,4 @@
-"""What of the HDFS driver needs no server: calls that are left behind, errors told apart by text,
-names, configuration."""
+"""The HDFS driver without a server: abandoned calls, errors, names, configuration and tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drivers import asynchronous
 
 from holdfast.drivers.calls import Call, run
 from holdfast.drivers.hdfs.authentication import unauthenticated
@@ -68,8 +68,7 @@ def test_a_call_returns_or_raises_what_its_thread_does() -> None:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_call_that_hangs_is_left_behind(cancelled: bool) -> None:
-    """At the deadline, or when cancelled; from then on it cannot touch the caller's memory, and
-    ends when it tries."""
+    """A call that times out or is cancelled is abandoned, and cannot touch the buffer later."""
     released, ended, memory = threading.Event(), threading.Event(), bytearray(1)
 
     def hang(call: Call) -> None:
@@ -186,12 +185,7 @@ GSS = 'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "%s")'
         (FileExistsError("/x"), "rename", ExistsError, None),
         (FileExistsError("lease recovery is in progress."), "join", BusyError, "a minute"),
         (rpc("security.AccessControlException", "user=a"), "get", AccessError, "HADOOP_USER_NAME"),
-        (
-            rpc("security.AccessControlException", "(is not a directory)"),
-            "list",
-            NotFoundError,
-            None,
-        ),
+        (rpc("security.AccessControlException", "(is not a directory)"), "x", NotFoundError, None),
         (rpc("hdfs.protocol.DSQuotaExceededException", "x"), "write", FullError, "the quota"),
         (rpc("java.io.IOException", "could only be written to 0 of"), "write", FullError, "free"),
         (rpc("hdfs.server.namenode.SafeModeException", "safe"), "create", BusyError, "safe mode"),
@@ -310,22 +304,17 @@ VIEW = {
     ],
 )
 def test_links_of_a_viewfs_are_followed(root: str, expected: Served | None) -> None:
-    """The longest link above the folder counts; a folder with links below it is in several places
-    at once."""
+    """The longest link above a folder counts; a folder with links below it is in no one place."""
     assert served("", root, VIEW) == expected
 
 
 def test_what_a_uri_without_authority_means() -> None:
     """``fs.defaultFS``, where that is HDFS; never the name of a mount table as that of a host."""
+    table = {"fs.viewfs.mounttable.default.link./x": "hdfs://h:1/y"}
     assert served("", "/x", {"fs.defaultFS": "hdfs://ns/"}) == Served("ns", "/x")
-    assert served("", "/x", {"fs.defaultFS": "viewfs://cluster"}) is None
-    assert served(
-        "",
-        "/x",
-        {"fs.defaultFS": "viewfs:///", "fs.viewfs.mounttable.default.link./x": "hdfs://h:1/y"},
-    ) == (Served("h:1", "/y"))
-    assert served("", "/x", {"fs.defaultFS": "file:///"}) is None
-    assert served("", "/x", {}) is None
+    assert served("", "/x", {"fs.defaultFS": "viewfs:///", **table}) == Served("h:1", "/y")
+    for elsewhere in ({}, {"fs.defaultFS": "viewfs://cluster"}, {"fs.defaultFS": "file:///"}):
+        assert served("", "/x", elsewhere) is None
     assert served("ns", "/x", VIEW) == Served("ns", "/x")
 
 
@@ -375,24 +364,21 @@ def _address(server: asyncio.Server) -> str:
 
 
 @pytest.mark.heavy
-def test_concat_asks_one_name_node_after_the_other() -> None:
+@asynchronous
+async def test_concat_asks_one_name_node_after_the_other() -> None:
     """A standby refuses, a dead one does not answer; the request names every source, encoded."""
-
-    async def ask() -> None:
-        standby, _ = await _answering(b"HTTP/1.1 403 Forbidden\r\n\r\n{StandbyException}")
-        active, asked = await _answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-        async with standby, active:
-            nodes = WebHdfs(["http://127.0.0.1:1", _address(standby), _address(active)], 5)
-            await nodes.concat("/a ü/x", ["/a ü/y", "/a ü/z"], "al ice")
-            (request,) = asked
-            want = b"POST /webhdfs/v1/a%20%C3%BC/x?op=CONCAT&sources=/a%20%C3%BC/y,/a%20%C3%BC/z&user.name=al%20ice HTTP/1.1"
-            assert request.startswith(want)
-            with pytest.raises(ConcatRefused, match=r"403.*Standby"):
-                await WebHdfs([_address(standby)], 5).concat("/x", ["/y"], "me")
-            with pytest.raises(ConcatRefused, match="comma"):
-                await nodes.concat("/x", ["/y,z"], "me")
-
-    asyncio.run(ask())
+    standby, _ = await _answering(b"HTTP/1.1 403 Forbidden\r\n\r\n{StandbyException}")
+    active, asked = await _answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    async with standby, active:
+        nodes = WebHdfs(["http://127.0.0.1:1", _address(standby), _address(active)], 5)
+        await nodes.concat("/a ü/x", ["/a ü/y", "/a ü/z"], "al ice")
+        (request,) = asked
+        want = b"POST /webhdfs/v1/a%20%C3%BC/x?op=CONCAT&sources=/a%20%C3%BC/y,/a%20%C3%BC/z&user.name=al%20ice HTTP/1.1"
+        assert request.startswith(want)
+        with pytest.raises(ConcatRefused, match=r"403.*Standby"):
+            await WebHdfs([_address(standby)], 5).concat("/x", ["/y"], "me")
+        with pytest.raises(ConcatRefused, match="comma"):
+            await nodes.concat("/x", ["/y,z"], "me")
 
 
 REDIRECT = b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\n\r\n"
@@ -410,18 +396,15 @@ CHUNKS = b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nen\r\n4\r\
     ],
     ids=["redirect", "chunks", "no HTTP", "silence"],
 )
-def test_concat_says_why_it_is_refused(answer: bytes | None, said: str) -> None:
+@asynchronous
+async def test_concat_says_why_it_is_refused(answer: bytes | None, said: str) -> None:
     """Whatever a web server answers but success, concat is refused in time, with the reason."""
-
-    async def ask() -> None:
-        server, _ = await _answering(answer)
-        async with server:
-            nodes = WebHdfs([_address(server)], 0.1 if answer is None else 5, delegation="t")
-            with pytest.raises(ConcatRefused, match=said):
-                await nodes.concat("/x", ["/y"], "me")
-            await asyncio.sleep(0.1)  # for the server to see that the client has gone
-
-    asyncio.run(ask())
+    server, _ = await _answering(answer)
+    async with server:
+        nodes = WebHdfs([_address(server)], 0.1 if answer is None else 5, delegation="t")
+        with pytest.raises(ConcatRefused, match=said):
+            await nodes.concat("/x", ["/y"], "me")
+        await asyncio.sleep(0.1)  # for the server to see that the client has gone
 
 
 # Delegation tokens
@@ -480,9 +463,10 @@ def protobuf_file() -> bytes:
     return b"HDTS\1" + varint(len(content)) + content
 
 
-@pytest.mark.parametrize(
-    "content", [writable_file(), protobuf_file()], ids=["writable", "protobuf"]
-)
+FILES = {"writable": writable_file(), "protobuf": protobuf_file()}
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
 def test_both_forms_are_read(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,12 +478,9 @@ def test_both_forms_are_read(
     assert tokens() == TOKENS[:2]
 
 
-@pytest.mark.parametrize(
-    "content", [writable_file(), protobuf_file()], ids=["writable", "protobuf"]
-)
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
 def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
-    """At whatever byte, but for a list of secret keys that is missing; as a ValueError, and never
-    by reading on."""
+    """At whatever byte a file is cut, but for its list of secret keys, it is a ValueError."""
     end = len(content) - (1 if content[4] == 0 else 0)
     for nbytes in range(end):
         with pytest.raises(ValueError, match="token file"):
@@ -507,8 +488,7 @@ def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
 
 
 def test_a_token_is_found_by_its_service() -> None:
-    """By the authority of the URI, by the name service, and by the address of a host; others are
-    nobody's."""
+    """A token belongs to an authority, a name service or the address of a host, or to nobody."""
     assert token_of("127.0.0.1:8020", TOKENS) == TOKENS[0]
     assert token_of("ns", TOKENS) == TOKENS[1]
     assert service_address("localhost:8020", TOKENS) == "127.0.0.1:8020"
@@ -518,8 +498,7 @@ def test_a_token_is_found_by_its_service() -> None:
 
 
 def test_a_request_carries_a_token_in_its_own_form() -> None:
-    """Identifier and password, each counted, without kind and service, in base 64 that a URL may
-    hold."""
+    """Identifier and password, each counted, are sent in base 64 that a URL may hold."""
     form = url_form(TOKENS[0])
     assert "=" not in form
     content = base64.urlsafe_b64decode(form + "=" * (-len(form) % 4))

@@ -1,8 +1,7 @@
-"""Test the local driver on network file systems, where other hosts see the same files.
+"""The local driver on network file systems, where other hosts see the same files.
 
-There is no such server here. System calls are replaced by ones that answer as a client of NFS or
-FUSE would: locks that need a writer, cached attributes, and replies that are lost, so that a
-request that was done is repeated and refused.
+System calls are replaced by ones that answer as a client of NFS or FUSE would: locks that need a
+writer, cached attributes, and replies that are lost, so that a request is repeated and refused.
 """
 
 from __future__ import annotations
@@ -17,22 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-from support.drivers import asynchronous, keys
+from support.drivers import asynchronous, keys, stored
 
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.files import create_file
 from holdfast.drivers.local.tree import Tree
 from holdfast.drivers.lustre.files import Facts, Striper
-from holdfast.errors import (
-    DamagedError,
-    ExistsError,
-    NotFoundError,
-    StorageDownError,
-    UriError,
-)
+from holdfast.errors import DamagedError, ExistsError, NotFoundError, StorageDownError, UriError
 
 SILLY = ".nfs" + "0123456789abcdef" + "00000a1f"
 """Name that Linux's NFS client gives to a file that was removed while it is open."""
@@ -40,11 +33,8 @@ HIDDEN = ".fuse_hidden" + "00000012" + "00000003"
 """Name that libfuse gives to such a file."""
 DEAD = f".0.safetensors.{'0' * 16}.tmp"
 REPLIES = {
-    "link": errno.EEXIST,
-    "rename": errno.ENOENT,
-    "mkdir": errno.EEXIST,
-    "unlink": errno.ENOENT,
-    "rmdir": errno.ENOENT,
+    **dict.fromkeys(("link", "mkdir"), errno.EEXIST),
+    **dict.fromkeys(("rename", "unlink", "rmdir"), errno.ENOENT),
 }
 """Error with which the second request of each call is refused."""
 
@@ -78,10 +68,10 @@ def left_by_a_dead_save(root: Path, *, age_s: float) -> Path:
     return path
 
 
-def failing(code: int) -> Callable[..., None]:
+def failing(code: int) -> Callable[..., NoReturn]:
     """Return a system call that always fails."""
 
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
     return call
@@ -120,11 +110,11 @@ async def test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer(
 
 
 @pytest.mark.parametrize(
-    ("kind", "age_s", "no_locks", "stays"),
+    ("kind", "age_s", "code", "stays"),
     [
-        ("nfs4", 600, None, True),
-        ("nfs4", 7200, None, False),
-        ("ext4", 0, None, False),
+        ("nfs4", 600, 0, True),
+        ("nfs4", 7200, 0, False),
+        ("ext4", 0, 0, False),
         ("nfs4", 600, errno.ENOLCK, True),
         ("nfs4", 7200, errno.ENOLCK, False),
         ("nfs4", 7200, errno.EBADF, False),
@@ -135,20 +125,14 @@ async def test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer(
 )
 @asynchronous
 async def test_a_sweep_decides_by_lock_and_age(
-    root: Path,
-    no_leaks: None,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    age_s: float,
-    no_locks: int | None,
-    stays: bool,
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, age_s: float, code: int, stays: bool
 ) -> None:
     """An unlocked file is dead: at once on local storage, after an hour where other hosts write.
 
     Without locks, the age alone decides where other hosts write, and nothing is removed elsewhere.
     """
-    if no_locks is not None:
-        monkeypatch.setattr(fcntl, "flock", failing(no_locks))
+    if code:
+        monkeypatch.setattr(fcntl, "flock", failing(code))
     left = left_by_a_dead_save(root, age_s=age_s)
     driver = LocalDriver(root, fs_type=lambda path: kind)
     await driver.put("data/x", b"new")
@@ -262,18 +246,13 @@ async def read(driver: LocalDriver, key: str, nbytes: int) -> bytes:
 async def test_an_object_that_another_host_deletes_is_gone(
     root: Path, kind: str, stale: StaleAttributes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read finds what another host has done, although cached attributes do not tell.
-
-    It finds the new object after a replacement, and nothing after a deletion, even of its folder.
-    """
+    """A read finds the object that replaced an open one, and nothing after a deletion."""
     driver = LocalDriver(root, fs_type=lambda path: kind)
     monkeypatch.setattr(os, "fstat", stale.fstat)
     for gone in ("data/a/x", "data/a", "data"):
         await driver.put("data/a/x", b"old")
         assert await read(driver, "data/a/x", 3) == b"old"
-        os.link(
-            root / "data/a/x", root / f"kept-{len(gone)}"
-        )  # so that its inode is not used again
+        os.link(root / "data/a/x", root / f"kept-{len(gone)}")  # its inode is not used again
         (root / "new").write_bytes(b"new")
         os.rename(root / "new", root / "data/a/x")
         assert await read(driver, "data/a/x", 3) == b"new"
@@ -309,10 +288,7 @@ async def test_an_object_that_another_host_shortens_is_opened_anew(
 async def test_a_folder_that_another_host_has_removed_is_made_again(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, believed_s: float
 ) -> None:
-    """A put succeeds although a FUSE client opens a removed folder from its cache.
-
-    The client asks the server when a folder is made, or only after some time.
-    """
+    """A put succeeds although a client goes on opening, and even making, a removed folder."""
     await driver.put("data/attempt/a", b"first")
     gone = os.open(root / "data/attempt", os.O_RDONLY)
     shutil.rmtree(root / "data/attempt")
@@ -325,7 +301,7 @@ async def test_a_folder_that_another_host_has_removed_is_made_again(
 
     def mkdir(name: Any, *options: Any, **named: Any) -> None:
         if name in cached and time.monotonic() < until_s:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+            failing(errno.EEXIST)()
         cached.discard(name)
         really_mkdir(name, *options, **named)
 
@@ -370,9 +346,7 @@ async def test_whatever_reply_is_lost_puts_and_deletions_succeed(
     await driver.put("a/b/exclusive", b"1", exclusive=True)
     await driver.put("a/b/replaced", b"1")
     await driver.put("a/b/replaced", b"2")
-    upload = await driver.create("a/c/image", 3)
-    await upload.write(0, memoryview(b"abc"))
-    await upload.commit()
+    await stored(driver, "a/c/image", b"abc")
     assert files(root) == ["a/b/exclusive", "a/b/replaced", "a/c/image"]
     assert await driver.get("a/b/exclusive") == b"1"
     assert await driver.get("a/b/replaced") == b"2"
@@ -457,12 +431,10 @@ async def test_a_creation_whose_reply_was_lost_is_done_under_another_name(
         if len(created) > 1:
             return fd
         os.close(fd)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        return failing(errno.EEXIST)()
 
     driver = LocalDriver(root, create=create)
-    upload = await driver.create("x", 2 << 20)
-    await upload.write(0, memoryview(bytes(2 << 20)))
-    await upload.commit()
+    await stored(driver, "x", bytes(2 << 20))
     await driver.close()
     assert len(set(created)) == 2
     assert files(root) == ["x"]
@@ -483,9 +455,7 @@ async def test_a_temporary_file_that_a_sweep_took_before_it_was_locked_is_made_a
         return fd
 
     driver = LocalDriver(root, create=create)
-    upload = await driver.create("x", 3)
-    await upload.write(0, memoryview(b"abc"))
-    await upload.commit()
+    await stored(driver, "x", b"abc")
     assert await driver.get("x") == b"abc"
     await driver.close()
     assert len(taken) == 2
@@ -516,9 +486,7 @@ async def test_a_folder_that_can_no_longer_be_asked_after_its_fsync_has_lost_its
     fsync, fstat = os.fsync, os.fstat
 
     def shut_down(fd: int) -> os.stat_result:
-        if fd in synced:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return fstat(fd)
+        return failing(errno.EIO)() if fd in synced else fstat(fd)
 
     def noted(fd: int) -> None:
         fsync(fd)

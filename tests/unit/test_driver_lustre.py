@@ -1,8 +1,7 @@
-"""The Lustre driver: layouts chosen, set before the first byte, read back, and kept where a folder
-has its own.
+"""The Lustre driver: layouts chosen, set before the first byte, read back and inherited.
 
-On a stand-in for Lustre's extended attribute: no real Lustre was at hand. What is shown is which
-layout a file gets; nothing here says how fast Lustre is.
+They run on a stand-in for Lustre's extended attribute. It shows which layout a file gets, and says
+nothing about the speed of Lustre.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from support import drivers
 
-import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.lustre.driver import LustreDriver
 from holdfast.drivers.lustre.files import count_osts, layout_of
@@ -32,17 +30,14 @@ from holdfast.errors import StorageError, UriError
 
 MIB, GIB = 1 << 20, 1 << 30
 COMPOSITE = struct.pack("<IIQQIHH", 0x0BD60BD0, 0, 0, 0, 0, 0, 0)
-
-
 DEFAULT = encode(Layout(1, MIB))
 
 
 class Standin:
     """The attribute ``lustre.lov`` of files below ``root``, as Lustre has it.
 
-    It is inherited from the folder, and ignored silently once the file has objects. ``deaf`` ignores
-    every layout, as an old client does whose files have objects from the start. ``refusing`` rejects
-    those of files.
+    It is inherited from the folder, and silently ignored once the file has objects. A ``deaf`` one
+    ignores every layout, as an old client does; a ``refusing`` one rejects those of files.
     """
 
     def __init__(self, root: Path, mode: str = "") -> None:
@@ -66,13 +61,12 @@ class Standin:
     def get(self, file: int | Path, name: str) -> bytes:
         """Stand in for os.getxattr."""
         path = self._path(file)
-        if self._root in path.parents:
-            own = [one for one in (path, *path.parents) if self._root in one.parents]
-            found = next(filter(None, (self._layouts.get(one.stat().st_ino) for one in own)), None)
-            if found is None and path.is_file():
-                found = self._layouts.get(self._root.stat().st_ino, DEFAULT)
-        else:
-            found = self._layouts.get(self._root.stat().st_ino)
+        places = [one for one in (path, *path.parents) if self._root in one.parents]
+        default = DEFAULT if path.is_file() else None
+        if path.is_file() or not places:
+            places.append(self._root)
+        layouts = [self._layouts.get(one.stat().st_ino) for one in places]
+        found = next(filter(None, [*layouts, default]), None)
         if found is None:
             raise OSError(errno.ENODATA, "no layout")
         return found
@@ -93,9 +87,7 @@ def mount(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 async def stored(driver: LustreDriver, key: str, nbytes: int = 2 * MIB) -> Layout | None:
     """Store an object, and say how it is spread."""
-    upload = await driver.create(key, nbytes)
-    await upload.write(0, memoryview(bytes(nbytes)))
-    await upload.commit()
+    await drivers.stored(driver, key, bytes(nbytes))
     with open(Path(parse(driver.uri).location, key), "rb") as file:
         return layout_of(file.fileno())
 
@@ -134,8 +126,7 @@ def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
 def test_stripes_follow_size_writers_and_targets(
     nbytes: int, writers: int | None, osts: int, expected: int
 ) -> None:
-    """As many files as targets: one stripe each, a few for very large ones. Fewer files: a share of
-    the targets each."""
+    """A file gets one stripe, a few if it is very large, or its share of idle targets."""
     assert choose(nbytes, ost_count=osts, writers=writers) == expected
 
 
@@ -184,13 +175,10 @@ def test_the_number_of_ranks_is_passed_on(mount: Path, option: str, expected: in
 
 
 def test_parts_are_whole_stripes(mount: Path) -> None:
-    """The preferred part is a multiple of the stripe size, so that two writes do not share a
-    stripe."""
-    sizes = {
-        s: open_driver(f"lustre://{mount}?stripe_size={s}").traits.part_nbytes
-        for s in ("64KiB", "24MiB", "1GiB")
-    }
-    assert sizes == {"64KiB": 16 * MIB, "24MiB": 24 * MIB, "1GiB": GIB}
+    """The preferred part is a multiple of the stripe size, so that writes share no stripe."""
+    for stripe, part_nbytes in (("64KiB", 16 * MIB), ("24MiB", 24 * MIB), ("1GiB", GIB)):
+        driver = open_driver(f"lustre://{mount}?stripe_size={stripe}")
+        assert driver.traits.part_nbytes == part_nbytes
     assert open_driver(f"lustre://{mount}").traits.shared is True
 
 
@@ -198,8 +186,7 @@ def test_parts_are_whole_stripes(mount: Path) -> None:
 def test_a_composite_default_is_kept(
     mount: Path, default_of: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where a folder, or the whole file system, has a progressive layout, files get that, unless
-    the user asks for another; nothing is logged."""
+    """Files get the progressive layout of their folder or file system, unless the user asks."""
     folder = mount / default_of
     folder.mkdir(exist_ok=True)
     os.setxattr(folder, "lustre.lov", COMPOSITE)
@@ -213,9 +200,8 @@ def test_the_folders_pool_is_kept(mount: Path) -> None:
     """Files stay on the targets that the folder's default names; small ones inherit all of it."""
     (mount / "run").mkdir()
     os.setxattr(mount / "run", "lustre.lov", encode(Layout(2, 4 * MIB, "flash")))
-    assert layout(f"lustre://{mount}/run?ost_count=8&writers=1", 3 * MIB) == Layout(
-        1, 16 * MIB, "flash"
-    )
+    uri = f"lustre://{mount}/run?ost_count=8&writers=1"
+    assert layout(uri, 3 * MIB) == Layout(1, 16 * MIB, "flash")
     assert layout(f"lustre://{mount}/run", 1000) == Layout(2, 4 * MIB, "flash")
 
 
@@ -263,8 +249,7 @@ def test_lfs_sets_what_the_client_does_not(
 def test_without_any_way_to_set_a_layout_files_get_the_default(
     mount: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layout of our choosing is only logged; one that was asked for is an error, and leaves no
-    file."""
+    """A layout of our choosing is only logged; one of the user is an error, and leaves no file."""
     monkeypatch.setenv("PATH", "/nowhere")
     with caplog.at_level(logging.WARNING):
         assert layout(f"lustre://{mount}/run") == Layout(1, MIB)
@@ -308,9 +293,8 @@ def test_options_that_cannot_be_are_refused(option: str, message: str) -> None:
 def test_a_lustre_uri_is_a_path() -> None:
     """Absolute, on this host; decoded, and printed so that it can be read again."""
     assert parse("lustre:///a%20b//c").location == "/a b/c"
-    assert (
-        str(join("lustre:///a b?stripe_count=2", "x y")) == "lustre:///a%20b/x%20y?stripe_count=2"
-    )
+    child = join("lustre:///a b?stripe_count=2", "x y")
+    assert str(child) == "lustre:///a%20b/x%20y?stripe_count=2"
     for wrong in ("lustre://host/a", "lustre://a"):
         with pytest.raises(UriError, match="this host only"):
             parse(wrong)
@@ -334,23 +318,3 @@ def test_a_file_uri_on_lustre_stays_what_it_was(
     driver = open_driver(f"file://{tmp_path}?stripe_count=2")
     assert isinstance(driver, LustreDriver)
     assert driver.uri == f"file://{tmp_path}"
-
-
-# Through the public API
-
-
-def test_a_checkpoint_is_saved_loaded_and_replaced(mount: Path, rng: np.random.Generator) -> None:
-    """Its image has the layout that was asked for, and nothing is left behind."""
-    uri = f"lustre://{mount}/run/step-1?stripe_count=2&stripe_size=1MiB"
-    for step in (1, 2):
-        state = {"w": rng.standard_normal((1000, 1000)), "step": step}
-        holdfast.save(uri, state)
-        back = holdfast.load(uri)
-        assert back["step"] == step
-        assert (back["w"] == state["w"]).all()
-    with holdfast.open(uri) as checkpoint:
-        assert checkpoint.verify().ok
-    images = list(mount.glob("run/step-1/data/*/0.safetensors"))
-    assert len(images) == 1
-    assert decode(os.getxattr(images[0], "lustre.lov")) == Layout(2, MIB)
-    assert list(mount.rglob("*.tmp")) == []

@@ -8,11 +8,11 @@ import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.clock import in_virtual_time, run_virtual
+from support.drivers import stored
 from support.flaky import Flaky, Step
 
 import holdfast.drivers.layers
@@ -82,17 +82,8 @@ async def test_the_bytes_of_a_get_count_when_they_are_there() -> None:
 
 @pytest.mark.heavy
 def test_drivers_with_the_same_rate_share_one_bucket() -> None:
-    """Drivers with the same rate share one bucket, so two saves in flight share that rate.
-
-    Another rate gets another bucket, and a child process gets a bucket of its own.
-    """
-    a, b, c = (
-        open_driver(f"memory://{n}?max_bytes_per_s={r}")
-        for n, r in (("a", "7MB"), ("b", "7000000"), ("c", "8MB"))
-    )
-    assert isinstance(a, ThrottleLayer)
-    assert isinstance(b, ThrottleLayer)
-    assert isinstance(c, ThrottleLayer)
+    """Saves in flight share one bucket for each rate; a child process has buckets of its own."""
+    a, b, c = (open_driver(f"memory://?max_bytes_per_s={r}") for r in ("7MB", "7000000", "8MB"))
     assert a.bucket is b.bucket is shared_bucket(7_000_000)
     assert c.bucket is not a.bucket
     child = os.fork()
@@ -148,11 +139,7 @@ def test_the_first_may_still_win() -> None:
 
 @in_virtual_time
 async def test_a_loser_that_writes_late_does_no_harm() -> None:
-    """The caller gets the winner's bytes even if the loser writes late.
-
-    The loser cannot be stopped at once and scribbles on the caller's buffer, so the layer waits for
-    it.
-    """
+    """The layer waits for a loser that scribbles on its buffer late; the winner's bytes count."""
 
     class Stubborn(Flaky):
         async def read(self, key, start, into):  # type: ignore[no-untyped-def]
@@ -192,10 +179,7 @@ def test_a_quick_failure_is_not_hedged() -> None:
 
 
 def test_nothing_is_hedged_before_enough_is_known() -> None:
-    """No read is hedged before enough samples are known.
-
-    Sizes have separate statistics: a large read is not slow because small ones are fast.
-    """
+    """A read is hedged after enough samples of its size, since small ones are always faster."""
     slowness = Slowness(10)
     for n in range(SAMPLES_MIN):
         assert slowness.threshold_s(4096) is None
@@ -254,10 +238,7 @@ def test_metrics_count_what_reached_the_storage() -> None:
 
 
 def test_metrics_of_a_store_outlive_its_drivers() -> None:
-    """The metrics of all drivers of a store are added up under its scheme and bucket.
-
-    Each save opens a driver of its own.
-    """
+    """The metrics of all drivers of a store add up under its scheme and bucket."""
 
     async def run() -> None:
         for step in (1, 2):
@@ -304,20 +285,9 @@ def test_faults_come_from_a_seed() -> None:
     assert begins[0] == begins[1]
 
 
-async def stored(driver: Driver, data: bytes) -> None:
-    """Upload ``data`` as ``k``."""
-    upload = await driver.create("k", len(data))
-    await upload.write(0, memoryview(data))
-    await upload.commit()
-
-
 @pytest.mark.parametrize("kind", ["busy", "delay", "short", "lost", "flip"])
 def test_each_fault_does_what_it_says(kind: str) -> None:
-    """Each injected fault has its documented effect.
-
-    Busy asks for a second's pause, a delay takes time, a short read returns half and fails, a lost
-    write leaves zeros, and a flip changes one bit.
-    """
+    """Each fault asks for a pause, delays, cuts a read, leaves zeros or changes one bit."""
 
     async def run() -> Any:
         storage, data = MemoryDriver(), bytes(range(1, 101))
@@ -327,15 +297,14 @@ def test_each_fault_does_what_it_says(kind: str) -> None:
                 await driver.stat("k")
             return busy.value.retry_after_s == 1.0
         if kind == "lost":
-            await stored(driver, data)
+            await stored(driver, "k", data)
             return await storage.get("k") == bytes(100)
         await storage.put("k", data)
         into = bytearray(100)
         if kind == "short":
-            with pytest.raises(StorageDownError, match="cut after 50 bytes"):
-                await driver.read("k", 0, memoryview(into))
-            with pytest.raises(StorageDownError, match="cut after 50 bytes"):
-                await driver.fetch("k", 0, 100)
+            for call in (driver.read("k", 0, memoryview(into)), driver.fetch("k", 0, 100)):
+                with pytest.raises(StorageDownError, match="cut after 50 bytes"):
+                    await call
             return bytes(into) == data[:50] + bytes(50)
         await driver.read("k", 0, memoryview(into))
         if kind == "delay":
@@ -365,9 +334,8 @@ class _Order(Layer):
 async def test_parts_that_are_late_do_not_overtake_each_other() -> None:
     """A delayed write starts on time and ends late, since some drivers need parts in order."""
     below = _Order(MemoryDriver())
-    upload = await FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0)).create(
-        "x", sum(range(20))
-    )
+    driver = FaultsLayer(below, FaultPlan(3, delay=0.5, delay_s=5.0))
+    upload = await driver.create("x", sum(range(20)))
     starts = [sum(range(n)) for n in range(20)]
     await asyncio.gather(
         *(upload.write(start, memoryview(bytes(n))) for n, start in enumerate(starts) if n)
@@ -388,9 +356,8 @@ def test_a_plan_with_a_typo_is_refused(text: str) -> None:
 
 def test_a_plan_is_what_its_text_says() -> None:
     """Every fault can be planned as text."""
-    assert fault_plan("seed:7,error:0.5,delay:1,delay_s:90") == FaultPlan(
-        7, error=0.5, delay=1.0, delay_s=90.0
-    )
+    planned = FaultPlan(7, error=0.5, delay=1.0, delay_s=90.0)
+    assert fault_plan("seed:7,error:0.5,delay:1,delay_s:90") == planned
     assert all(fault_plan(f"{f.name}:1") == FaultPlan(**{f.name: 1}) for f in fields(FaultPlan))
     assert isinstance(open_driver("memory://?faults=error:0.1"), Layer)
 
@@ -443,22 +410,14 @@ class Recorded:
 
 def methods(cls: type) -> set[str]:
     """Return the public methods of a class of the contract."""
-    return {
-        name
-        for name, member in inspect.getmembers(cls, inspect.isfunction)
-        if not name.startswith("_")
-    }
+    return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
 
 
+CALLS = {name: recorded(name) for name in (methods(Driver) | methods(Upload)) - {"list"}}
 RecordingDriver: Any = type(
-    "RecordingDriver",
-    (Recorded, Driver),
-    {name: recorded(name) for name in methods(Driver) - {"list"}}
-    | {"deviations": {"trial": "why"}},
+    "RecordingDriver", (Recorded, Driver), {**CALLS, "deviations": {"trial": "why"}}
 )
-RecordedUpload: Any = type(
-    "RecordedUpload", (Recorded, Upload), {name: recorded(name) for name in methods(Upload)}
-)
+RecordedUpload: Any = type("RecordedUpload", (Recorded, Upload), CALLS)
 
 
 async def use(driver: Driver) -> list[Any]:
@@ -498,23 +457,14 @@ def test_a_layer_shows_the_driver_below(name: str) -> None:
     assert find(layer, type(layer)) is layer
 
 
-def test_without_options_a_local_driver_is_bare(tmp_path: Path) -> None:
-    """Without options there are no layers."""
-    assert type(open_driver(tmp_path)) is LocalDriver
-    assert type(open_driver("memory://")) is MemoryDriver
-
-
 def test_the_order_is_the_documented_one() -> None:
     """With every option set, the layers are in the order of the package docstring."""
     order, driver = [], open_driver(f"memory://?{EVERYTHING}")
     while isinstance(driver, Layer):
         order.append(type(driver).__name__.removesuffix("Layer").lower())
         driver = driver.inner
-    documented = re.findall(
-        r"^    (\w+) +(?:above|below|next|lowest)",
-        holdfast.drivers.layers.__doc__ or "",
-        re.MULTILINE,
-    )
+    text = holdfast.drivers.layers.__doc__ or ""
+    documented = re.findall(r"^    (\w+) +(?:above|below|next|lowest)", text, re.MULTILINE)
     assert order == documented == ["hedge", "retry", "throttle", "limit", "metrics", "faults"]
 
 
@@ -527,22 +477,14 @@ def test_every_layer_can_be_asked_for_alone() -> None:
         driver = open_driver(f"memory://?{option}")
         assert type(driver) is kind
         assert type(bottom(driver)) is MemoryDriver
-    assert (
-        type(open_driver("memory://?retries=0&op_timeout_s=off&max_concurrency=off&metrics=off"))
-        is MemoryDriver
-    )
+    off = "retries=0&op_timeout_s=off&max_concurrency=off&metrics=off"
+    assert type(open_driver(f"memory://?{off}")) is MemoryDriver
 
 
 def test_remote_drivers_are_retried_by_default() -> None:
     """Only remote storage has retries and a deadline by default."""
-    defaults = {
-        remote: {n: o.default for n, o in common_options(remote=remote).items()}
-        for remote in (True, False)
-    }
-    assert {
-        n: (defaults[True][n], d) for n, d in defaults[False].items() if d != defaults[True][n]
-    } == {
-        "retries": (10, 0),
-        "op_timeout_s": (120.0, None),
-    }
+    remote, local = common_options(remote=True), common_options(remote=False)
+    pairs = {name: (remote[name].default, local[name].default) for name in local}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    assert differing == {"retries": (10, 0), "op_timeout_s": (120.0, None)}
     assert (Driver.remote, LocalDriver.remote, MemoryDriver.remote) == (True, False, False)

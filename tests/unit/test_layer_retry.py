@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.clock import in_virtual_time, run_virtual
+from support.drivers import keys, stored
 from support.flaky import Flaky, Step
 
 from holdfast.drivers.contract import Driver
@@ -30,20 +31,9 @@ from holdfast.errors import (
 pytestmark = pytest.mark.clocked
 
 POLICY = RetryPolicy(retries=5, op_timeout_s=1000.0, first_pause_s=1.0, pause_max_s=10.0)
+HASTY = replace(POLICY, op_timeout_s=30.0)
 HANG = 1e9
 DOWN = StorageDownError
-
-
-async def listed(driver: Driver) -> list[str]:
-    """Return all keys."""
-    return [info.key async for info in driver.list()]
-
-
-async def stored(driver: Driver) -> None:
-    """Upload an object."""
-    upload = await driver.create("u", 3)
-    await upload.write(0, memoryview(b"abc"))
-    await upload.commit()
 
 
 OPERATIONS: dict[str, Callable[[Driver], Awaitable[Any]]] = {
@@ -52,7 +42,7 @@ OPERATIONS: dict[str, Callable[[Driver], Awaitable[Any]]] = {
     "read_pieces": lambda d: d.read_pieces("k", 0, 3, lambda piece: None),
     "get": lambda d: d.get("k"),
     "stat": lambda d: d.stat("k"),
-    "list": listed,
+    "list": keys,
     "put": lambda d: d.put("new", b"x"),
     "create": lambda d: d.create("new", 1),
     "delete": lambda d: d.delete("k"),
@@ -90,9 +80,8 @@ def test_a_temporary_failure_is_tried_again(name: str) -> None:
     """An operation is retried until it succeeds, after a random part of 1, 2, 4 … seconds."""
     below, result, _ = outcome(OPERATIONS[name], [DOWN("a"), DOWN("b"), DOWN("c")])
     assert not isinstance(result, Exception)
-    reached = (
-        "read" if name in ("fetch", "read_pieces") else name
-    )  # what a driver that hands over nothing makes of it
+    # A driver that hands over nothing makes a read of it.
+    reached = "read" if name in ("fetch", "read_pieces") else name
     assert below.tried == [(reached, 0.0), (reached, 0.5), (reached, 1.5), (reached, 3.5)]
 
 
@@ -130,21 +119,16 @@ def test_after_the_last_try_its_error_is_raised() -> None:
 
 def test_a_busy_storage_is_left_alone_for_as_long_as_it_asks() -> None:
     """The pause that a busy storage asks for is added to the random one."""
-    below, _, _ = outcome(
-        OPERATIONS["get"], [BusyError("slow down", retry_after_s=7.0), BusyError("still")]
-    )
+    script = [BusyError("slow down", retry_after_s=7.0), BusyError("still")]
+    below, _, _ = outcome(OPERATIONS["get"], script)
     assert below.tried == [("get", 0.0), ("get", 7.5), ("get", 8.5)]
 
 
 def test_what_takes_too_long_is_an_error_that_names_it() -> None:
     """A hanging operation is cancelled at its deadline and not retried."""
-    below, result, ended_s = outcome(OPERATIONS["read"], [HANG], replace(POLICY, op_timeout_s=30.0))
-    assert (type(result), ended_s, below.cancelled, len(below.tried)) == (
-        StorageDownError,
-        30.0,
-        1,
-        1,
-    )
+    below, result, ended_s = outcome(OPERATIONS["read"], [HANG], HASTY)
+    assert (ended_s, below.cancelled, len(below.tried)) == (30.0, 1, 1)
+    assert isinstance(result, StorageDownError)
     assert "waited for read for 30 s, without an answer" in str(result)
     assert "key k" in str(result)
     assert "op_timeout_s" in str(result)
@@ -153,22 +137,18 @@ def test_what_takes_too_long_is_an_error_that_names_it() -> None:
 @pytest.mark.parametrize("name", ["delete_all", "sweep"])
 def test_what_is_many_requests_may_take_ten_times_as_long(name: str) -> None:
     """Operations of one request per object have ten times the deadline."""
-    _, result, ended_s = outcome(OPERATIONS[name], [299.0], replace(POLICY, op_timeout_s=30.0))
+    _, result, ended_s = outcome(OPERATIONS[name], [299.0], HASTY)
     assert (result, ended_s) == (None, 299.0)
-    _, result, ended_s = outcome(OPERATIONS[name], [HANG], replace(POLICY, op_timeout_s=30.0))
+    _, result, ended_s = outcome(OPERATIONS[name], [HANG], HASTY)
     assert (ended_s, f"waited for {name} for 300 s" in str(result)) == (300.0, True)
 
 
 def test_the_deadline_is_of_the_whole_operation() -> None:
     """The deadline includes all attempts and pauses; its error has the last failure as cause."""
     last = DOWN("reset by peer", advice="Name the other server.")
-    below, result, ended_s = outcome(
-        OPERATIONS["get"], [20.0, HANG], replace(POLICY, op_timeout_s=30.0)
-    )
+    below, result, ended_s = outcome(OPERATIONS["get"], [20.0, HANG], HASTY)
     assert (result, ended_s) == (b"abc", 20.0)
-    below, result, ended_s = outcome(
-        OPERATIONS["get"], [last, HANG], replace(POLICY, op_timeout_s=30.0)
-    )
+    below, result, ended_s = outcome(OPERATIONS["get"], [last, HANG], HASTY)
     assert (ended_s, result.__cause__, below.cancelled) == (30.0, last, 1)
     assert "in 2 attempts; the last failure: reset by peer" in str(result)
     assert str(result).endswith("Name the other server. The option op_timeout_s allows more time.")
@@ -176,11 +156,8 @@ def test_the_deadline_is_of_the_whole_operation() -> None:
 
 def test_a_pause_for_which_there_is_no_time_is_not_begun() -> None:
     """A pause that would exceed the deadline raises the error at once."""
-    _, result, ended_s = outcome(
-        OPERATIONS["get"],
-        [BusyError("later", retry_after_s=60.0)],
-        replace(POLICY, op_timeout_s=30.0),
-    )
+    busy = BusyError("later", retry_after_s=60.0)
+    _, result, ended_s = outcome(OPERATIONS["get"], [busy], HASTY)
     assert (type(result), ended_s) == (StorageDownError, 0.0)
     assert isinstance(result.__cause__, BusyError)
 
@@ -202,14 +179,10 @@ def test_an_exclusive_put_whose_first_try_finds_the_key_taken_is_refused() -> No
 
 def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
     """If the key was taken and is free again, the outcome is unknown, and the error says so."""
-
-    async def put(driver: Driver) -> None:
-        await driver.put("fate", b"commit", exclusive=True)
-
-    below = Flaky([DOWN("cut"), ExistsError("taken"), NotFoundError("gone")])
-    with pytest.raises(StorageDownError, match="it is unknown whether") as caught:
-        run_virtual(put(RetryLayer(below, POLICY)))
-    assert caught.value.temporary is False
+    script = [DOWN("cut"), ExistsError("taken"), NotFoundError("gone")]
+    _, result, _ = outcome(lambda d: d.put("fate", b"commit", exclusive=True), script)
+    assert "it is unknown whether" in str(result)
+    assert (type(result), result.temporary) == (StorageDownError, False)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +196,11 @@ def test_an_exclusive_put_that_cannot_be_told_says_so() -> None:
 )
 @in_virtual_time
 async def test_neither_a_part_nor_a_commit_is_sent_again(script: list[Step], says: str) -> None:
-    """Writes and commits are never retried, but have a deadline.
-
-    Nobody knows how much of a part was stored, and a repeated fsync succeeds after losing data.
-    """
+    """Writes and commits are never retried, which could lose data unseen, but have a deadline."""
     below = Flaky(script)
-    driver = RetryLayer(below, replace(POLICY, op_timeout_s=30.0))
+    driver = RetryLayer(below, HASTY)
     with pytest.raises(StorageDownError, match=says):
-        await stored(driver)
+        await stored(driver, "u", b"abc")
     assert [name for name, _ in below.tried] == ["create", "write", "commit"][: len(script)]
 
 
@@ -239,7 +209,7 @@ def test_an_abort_that_hangs_is_given_up_without_an_error(caplog: pytest.LogCapt
 
     async def run() -> float:
         below = Flaky([None, HANG])
-        upload = await RetryLayer(below, replace(POLICY, op_timeout_s=30.0)).create("u", 3)
+        upload = await RetryLayer(below, HASTY).create("u", 3)
         await upload.abort()
         return asyncio.get_running_loop().time()
 
@@ -255,23 +225,19 @@ async def test_a_listing_that_breaks_goes_on_without_showing_anything_twice() ->
     for n in range(2500):
         await below.inner.put(f"k{n:04}", b"")
     below.script = iter([None] * 1500 + [DOWN("cut")] + [None] * 2100 + [DOWN("cut"), DOWN("cut")])
-    assert (await listed(RetryLayer(below, POLICY, chance=lambda: 0.1))) == [
-        f"k{n:04}" for n in range(2500)
-    ]
+    driver = RetryLayer(below, POLICY, chance=lambda: 0.1)
+    assert [info.key async for info in driver.list()] == [f"k{n:04}" for n in range(2500)]
 
 
 @in_virtual_time
 async def test_waiting_for_a_turn_does_not_count() -> None:
     """The deadline is paused while a throttle or a limit makes the operation wait."""
     below = Flaky([20.0] * 8)
-    driver = RetryLayer(
-        ThrottleLayer(LimitLayer(below, 1), TokenBucket(1)), RetryPolicy(0, 30.0)
-    )  # a byte a second, one at a time
+    slow = ThrottleLayer(LimitLayer(below, 1), TokenBucket(1))  # a byte a second, one at a time
+    driver = RetryLayer(slow, RetryPolicy(0, 30.0))
     await asyncio.gather(*(driver.put(f"k{n}", b"x" * 50) for n in range(8)))
-    assert (asyncio.get_running_loop().time(), len(below.tried)) == (
-        pytest.approx(7 * 50 + 20, abs=0.2),
-        8,
-    )
+    assert asyncio.get_running_loop().time() == pytest.approx(7 * 50 + 20, abs=0.2)
+    assert len(below.tried) == 8
 
 
 @in_virtual_time
@@ -279,10 +245,10 @@ async def test_a_deadline_holds_after_waiting_for_a_turn() -> None:
     """A paused deadline continues with the time that was left."""
     below = Flaky([1.0, HANG])
     driver = RetryLayer(LimitLayer(below, 1), RetryPolicy(0, 30.0))
-    outcomes = await asyncio.gather(
-        driver.put("a", b""), driver.put("b", b""), return_exceptions=True
-    )
-    assert [type(o) for o in outcomes] == [type(None), StorageDownError]
+    puts = (driver.put("a", b""), driver.put("b", b""))
+    first, second = await asyncio.gather(*puts, return_exceptions=True)
+    assert first is None
+    assert isinstance(second, StorageDownError)
     assert asyncio.get_running_loop().time() == 31.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+from support.drivers import asynchronous
 from support.servers.scripted import Answer, Request, ScriptedServer
 
 import holdfast
@@ -60,48 +60,37 @@ def test_a_checkpoint_is_loaded_from_a_web_server(site: str, tmp_path: Path) -> 
         holdfast.load(f"{site}/run/step%204")
 
 
-def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: Path) -> None:
+@asynchronous
+async def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_path: Path) -> None:
     """Calls that change or list a web server raise an error that says so; reads work."""
     (tmp_path / "x").write_bytes(b"content")
-
-    async def use() -> None:
-        driver, into = HttpDriver.open(parse(site)), bytearray(4)
-        await driver.read("x", 2, memoryview(into))
-        assert (bytes(into), (await driver.stat("x")).nbytes, await driver.get("x")) == (
-            b"nten",
-            7,
-            b"content",
-        )
-        for call in (driver.get("y"), driver.stat("y"), driver.read("y", 0, memoryview(into))):
-            with pytest.raises(NotFoundError):
-                await call
-        for start in (5, 100):
-            with pytest.raises(DamagedError, match="ends at byte 7"):
-                await driver.read("x", start, memoryview(into))
-        calls = [
-            driver.put("x", b""),
-            driver.create("x", 1),
-            driver.delete("x"),
-            driver.delete_all("x"),
-            driver.sweep("x"),
-        ]
-        for call in [*calls, anext(driver.list())]:  # type: ignore[call-overload]
-            with pytest.raises(StorageError, match=r"read-only|cannot list"):
-                await call
-        await driver.close()
-
-    asyncio.run(use())
+    driver, into = HttpDriver.open(parse(site)), memoryview(bytearray(4))
+    await driver.read("x", 2, into)
+    assert (into, await driver.get("x")) == (b"nten", b"content")
+    assert (await driver.stat("x")).nbytes == 7
+    for call in (driver.get("y"), driver.stat("y"), driver.read("y", 0, into)):
+        with pytest.raises(NotFoundError):
+            await call
+    for start in (5, 100):
+        with pytest.raises(DamagedError, match="ends at byte 7"):
+            await driver.read("x", start, into)
+    for call in (
+        driver.put("x", b""),
+        driver.create("x", 1),
+        driver.delete("x"),
+        driver.delete_all("x"),
+        driver.sweep("x"),
+        anext(driver.list()),  # type: ignore[call-overload]
+    ):
+        with pytest.raises(StorageError, match=r"read-only|cannot list"):
+            await call
+    await driver.close()
     assert (tmp_path / "x").read_bytes() == b"content"
 
 
 def test_a_web_server_without_ranges_is_told_of(tmp_path: Path) -> None:
     """The error for a server without range requests names the fault and a suitable server."""
     holdfast.save(tmp_path / "run", {"x": torch.arange(10)})
-    with (
-        showing(tmp_path, ranges=False) as server,
-        pytest.raises(
-            StorageError,
-            match=r"Range request not supported.*a server, or a gateway, that answers ranges",
-        ),
-    ):
+    says = "Range request not supported.*a server, or a gateway, that answers ranges"
+    with showing(tmp_path, ranges=False) as server, pytest.raises(StorageError, match=says):
         holdfast.load(f"{server.url}/run")

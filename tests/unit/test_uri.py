@@ -56,34 +56,13 @@ def test_text_means_one_uri(
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "s3:/bucket/x",
-        "s3:bucket",
-        "S3:/bucket",
-        "file:/a/b",
-        "file:a",
-        "file://host/a",
-        "file://",
-        "file://?direct=on",
-        "http:x",
-        "fsspec+X:y",
-        "file:///a#part",
-        "s3://b/k#part",
-        "file:///a%00b",
-        "s3://bucket/a/../b",
-        "memory://m/..",
-        "/a\0b",
-        "file:///a?direct",
-        "file:///a?=1",
-        "file:///a?direct=on&direct=off",
-        "file:///a?direct=%00",
-        "/a\ud800",
-        b"/a/b",
-        Path("s3://bucket/run"),
-        "~nobody-of-this-name/run",
-        "s3://bucket?x=\ud800",
+        "", "s3:/bucket/x", "s3:bucket", "S3:/bucket", "file:/a/b", "file:a", "file://host/a", "file://",
+        "file://?direct=on", "http:x", "fsspec+X:y", "file:///a#part", "s3://b/k#part", "file:///a%00b",
+        "s3://bucket/a/../b", "memory://m/..", "/a\0b", "file:///a?direct", "file:///a?=1",
+        "file:///a?direct=on&direct=off", "file:///a?direct=%00", "/a\ud800", b"/a/b", Path("s3://bucket/run"),
+        "~nobody-of-this-name/run", "s3://bucket?x=\ud800",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_uri_is_an_error(text: Any) -> None:
     """Text that only resembles a URI is an error, and never a local folder."""
     with pytest.raises(UriError) as caught:
@@ -143,11 +122,9 @@ def test_options_on_a_bare_path_are_refused(
 )
 def test_arguments_that_are_swapped_are_said(given: Any) -> None:
     """A state in the place of the URI is an error that gives the right order."""
+    says = rf"the URI is an? {type(given).__name__}\. The URI comes first, then the state"
     for call in (holdfast.save, holdfast.async_save, holdfast.load):
-        with pytest.raises(
-            UriError,
-            match=rf"the URI is an? {type(given).__name__}\. The URI comes first, then the state",
-        ):
+        with pytest.raises(UriError, match=says):
             call(given, "/checkpoints/run")  # type: ignore[arg-type]
 
 

@@ -73,7 +73,7 @@ MUTANTS = [
         file="drivers/local/files.py",
         old="        if nbytes < ASKED_MIN_NBYTES or isinstance(nbytes, AtMost):\n",
         new="        if nbytes < ASKED_MIN_NBYTES:\n",
-        tests="tests/unit/test_driver_local_files.py::test_a_file_that_ends_early_is_cut_before_it_is_durable",
+        tests="tests/unit/test_driver_local.py::test_a_file_that_ends_early_is_cut_before_it_is_durable",
     ),
     Mutant(
         says="hedged read: the last byte of the second read is lost",
@@ -125,6 +125,6 @@ MUTANTS = [
         file="drivers/local/io.py",
         old="        done += count - count % ALIGN_NBYTES\n",
         new="        done += count\n",
-        tests="tests/unit/test_driver_local_files.py::test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start",
+        tests="tests/unit/test_driver_local.py::test_a_direct_write_that_stops_within_a_block_goes_on_at_its_start",
     ),
 ]
