@@ -341,6 +341,17 @@ COMMANDS: tuple[Command, ...] = (
         statuses={0: "success, also if there is no keeper"},
     ),
     Command(
+        "keeper upgrade",
+        "replace the keepers of this host after an upgrade of Holdfast, with their memory",
+        more="A new process takes over the images and options of each keeper that a Checkpointer "
+        "has started. Have the service manager restart the others. Training may go on if both "
+        "versions of Holdfast understand each other; otherwise end it first.",
+        runs="keeper.processes:upgrade",
+        arguments=(argument("uri", "URI", "the folder of one run", nargs="?"),),
+        examples={"holdfast keeper upgrade": "all keepers of this user"},
+        statuses={0: "all are replaced", 1: "one was not replaced, or there was none"},
+    ),
+    Command(
         "keeper stop",
         "stop the keepers of this host",
         more="They finish writing to storage, and release their memory.",

@@ -1,4 +1,4 @@
-"""``holdfast keeper run``, ``status`` and ``stop``: the keepers of this host."""
+"""``holdfast keeper run``, ``status``, ``upgrade`` and ``stop``: the keepers of this host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from ...core.units import size_text
 from ...errors import UsageError
 from ...storage.arenas import client
 from ...storage.arenas.folder import KeeperFolder, keeper_folders
+from ...storage.arenas.messages import VERSION
 from ...storage.keeper.descriptor_store import DescriptorStore
-from ...storage.keeper.process import RunningError, keep
+from ...storage.keeper.process import keep
+from ...storage.keeper.succession import TAKE_OVER_S, RunningError
 from ...storage.operations.location import Place
 from ...storage.runtime import engine
-from ...storage.training.keeper_option import Keeper
+from ...storage.training.keeper_option import START_S, Keeper, launch
 from ...storage.training.run_identity import known_run_id, run_id
 from ..commands import complain, print_json
 from ..tables import print_table
 from ..text import is_terminal
 
 _WATCH_S = 1.0
+_UPGRADE_LOOK_S = 0.1
 _CLEAR = "\x1b[H\x1b[2J"
 _TITLES = (
     "run",
@@ -149,3 +152,47 @@ def stop(uri: str | None) -> int:
     if not stopped:
         complain("no keeper is running on this host")
     return int(not stopped)
+
+
+def upgrade(uri: str | None) -> int:
+    """Replace the keepers of this host by new processes, which take over the images and options,
+    and print which. Returns 1 if one was not replaced, or there was none."""
+    statuses = _statuses(uri)
+    if not statuses:
+        complain("no keeper is running on this host")
+    problems = [_upgrade(status) for status in statuses]
+    return int(not statuses or any(problems))
+
+
+def _upgrade(status: dict[str, Any]) -> str:
+    """Replace one keeper. Print and return the problem, if any."""
+    run, pid = status["run"], status["pid"]
+    folder = KeeperFolder.of(run)
+    problem = ""
+    if status.get("is_service"):
+        problem = "a service manager runs it; have that restart it, for example with systemctl"
+    elif status["ranks"] and status.get("version") != VERSION:
+        problem = "ranks train with it, and could not use the new version; end the training first"
+    else:
+        engine.run(launch({"run": run}, folder, takes_over=True))
+        found = _successor(folder, pid)
+        if found is None:
+            problem = f"it was not replaced; {folder.log} tells why"
+        else:
+            size = size_text(found["held_nbytes"])
+            print(f"run {run[:12]}: process {found['pid']} has replaced {pid}, and holds {size}")
+    if problem:
+        complain(f"run {run[:12]}, process {pid}: {problem}")
+    return problem
+
+
+def _successor(folder: KeeperFolder, pid: int) -> dict[str, Any] | None:
+    """Wait for another keeper than ``pid`` to be ready, and return its status; None if none
+    appears."""
+    until_s = time.monotonic() + TAKE_OVER_S + START_S
+    while time.monotonic() < until_s:
+        found = client.status_of(folder)
+        if found is not None and found["pid"] != pid and found["ready"]:
+            return found
+        time.sleep(_UPGRADE_LOOK_S)
+    return None

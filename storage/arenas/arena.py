@@ -80,7 +80,8 @@ class Capture:
 class Arena:
     """One rank's connection to the memory of its keeper.
 
-    ``start()`` starts a keeper if none is alive; None: never start one. ``mapped(memory)`` is
+    ``start(takes_over)`` starts a keeper if none is alive; with True, one that takes over the
+    memory of a running keeper of another version; None: never start one. ``mapped(memory)`` is
     called in a thread once the memory of a slot is mapped for capturing; ``rank_lost(rank)``, once
     another rank of the epoch has died.
     """
@@ -90,7 +91,7 @@ class Arena:
         folder: KeeperFolder,
         hello: messages.Hello,
         deadline_s: float,
-        start: Callable[[], Awaitable[None]] | None = None,
+        start: Callable[[bool], Awaitable[None]] | None = None,
         mapped: Callable[[Memory], object] = lambda memory: None,
         rank_lost: Callable[[int], None] = lambda rank: None,
     ) -> None:
@@ -124,6 +125,8 @@ class Arena:
         """True if a keeper listens but has not answered the last request in time, or if nobody
         listens and someone else has to start it."""
         self._listened = False
+        self._refused = ""
+        """Answer of a keeper that has not been replaced yet."""
 
     @property
     def is_open(self) -> bool:
@@ -141,28 +144,51 @@ class Arena:
             return True
         except (TimeoutError, Refusal, CoordinationError, OSError) as error:
             within_s = self._deadline_s if self._listened else self._start_s
-            self.problem = str(error) or f"no keeper has answered within {within_s:g} s"
+            late = self._refused or f"no keeper has answered within {within_s:g} s"
+            self.problem = str(error) or late
             # A keeper that this rank has just started has nothing to say yet.
             is_late = isinstance(error, TimeoutError | BlockingIOError)
             self.is_silent = is_late if self._listened else self._start is None
             return False
 
     async def _connect(self, wait: asyncio.Timeout, goes_on: Callable[[], None]) -> None:
-        """Connect; if nobody listens, start a keeper and wait for it."""
+        """Connect; if nobody listens, or a keeper of another version of Holdfast, start a keeper
+        and wait for it."""
         self._listened = True
-        with contextlib.suppress(FileNotFoundError, ConnectionError):
+        self._refused = ""
+        problem = f"no keeper listens at {self._folder.socket}"
+        takes_over = False
+        try:
             await self._connect_once(goes_on, self._deadline_s)
             return
-        self._listened = False
+        except (FileNotFoundError, ConnectionError):
+            self._listened = False
+        except Refusal as refusal:
+            if refusal.reason != messages.OTHER_VERSION:
+                raise
+            problem = refusal.text
+            takes_over = True
         if self._start is None:
-            raise CoordinationError(f"no keeper listens at {self._folder.socket}")
+            raise CoordinationError(problem)
         wait.reschedule(asyncio.get_running_loop().time() + self._start_s)
-        await self._start()
+        await self._start(takes_over)
         while True:
             with contextlib.suppress(FileNotFoundError, ConnectionError):
-                await self._connect_once(goes_on, self._start_s)
-                return
+                if await self._connected_again(goes_on, takes_over=takes_over):
+                    return
             await asyncio.sleep(_CONNECT_PAUSE_S)
+
+    async def _connected_again(self, goes_on: Callable[[], None], *, takes_over: bool) -> bool:
+        """Connect to a keeper that was started. Return False if the one that it ``takes_over`` from
+        has still answered."""
+        try:
+            await self._connect_once(goes_on, self._start_s)
+        except Refusal as refusal:
+            self._refused = refusal.text
+            if not takes_over or refusal.reason != messages.OTHER_VERSION:
+                raise
+            return False
+        return True
 
     @property
     def _start_s(self) -> float:

@@ -2,6 +2,10 @@
 
 The keeper answers each request with the request's number. Events, which it sends unasked, have
 number 0. Some messages carry descriptors, as documented.
+
+Keepers of different versions of Holdfast understand :class:`Hello` as far as its version,
+:class:`TakeOver` with its answers, :class:`StatusAsked`, :class:`Stop`, :class:`Refused` and
+:class:`Done`. So these change only by new fields with default values.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from ..ranks.messages import codec
 from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
-VERSION = 8
+VERSION = 9
+OTHER_VERSION = "version"
+"""Reason of a refusal: the other side has another version of these messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeOver:
+    """First message of a keeper that is to succeed this one. Requests that this one exits, and
+    hands over its images and the lock of the run."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """Answers :class:`Hello` with the keeper's identity, without its ranks. ``fixed``: the names of
     options that differ and that only a new keeper would apply."""
@@ -218,6 +232,22 @@ class Opened:
     """Answers :class:`Open`. Carries the memory and the label."""
 
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Answers :class:`TakeOver` for each image. Carries the image and its label. ``agreed``: as in
+    :class:`GenerationEntry`."""
+
+    agreed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Answers :class:`TakeOver` after all images. Carries the locked file. ``options``: the
+    keeper's options, as JSON."""
+
+    options: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +347,11 @@ Request: TypeAlias = (
     | Flush
     | StatusAsked
     | Stop
+    | TakeOver
 )
-Answer: TypeAlias = Welcome | Refused | Done | Filled | Inventory | Opened | Status
+Answer: TypeAlias = (
+    Welcome | Refused | Done | Filled | Inventory | Opened | HandedOver | TakenOver | Status
+)
 GenerationEvent: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
 Event: TypeAlias = GenerationEvent | RankLost | Replaced
 Message: TypeAlias = Request | Answer | Event | Progress
@@ -341,6 +374,12 @@ def encode(number: int, message: Message) -> bytes:
     """Return the encoded message."""
     kind = type(message)
     return codec(_Numbered).encode(_Numbered(number, kind.__name__, codec(kind).encode(message)))
+
+
+def number_of(data: bytes) -> int:
+    """Return the number of an encoded message, even of another version of Holdfast. Raises
+    CoordinationError if it is no message."""
+    return codec(_Numbered).decode(data, "a message on the line").number
 
 
 def decode(data: bytes) -> tuple[int, Message]:

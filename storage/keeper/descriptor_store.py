@@ -3,24 +3,17 @@
 The next keeper gets back the descriptors of images and labels, even if no trainer is left. For the
 protocol see sd_notify(3) and sd_listen_fds(3): a service sends descriptors under a name, removes
 them by that name, and receives the stored ones when it is started again. An image and its label
-share one name and come back in any order. A label is sealed against writes, which tells it from an
-image.
-
+share one name and come back in any order.
 The store may be out of date when a keeper dies, so an image must be verified before it is used.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import socket
 from collections.abc import MutableMapping, Sequence
 
-from ...errors import DamagedError
-from ..arenas.label import LABEL_NBYTES_MAX, Label, check_sizes
-from ..arenas.memory import Memory, check_sealed, read_sealed
 from .slot_memory import PooledSlot, SlotPool
 
 _FIRST_FD = 3
@@ -65,26 +58,16 @@ class DescriptorStore:
             by_name.setdefault(name, []).append(fd)
         self._handed = []
         for name, fds in by_name.items():
-            try:
-                slot, label = _slot_of(fds, run)
-            except (DamagedError, OSError, ValueError) as error:
-                _log.warning(
-                    "dropping %s from the descriptor store, no image of this run: %s", name, error
-                )
+            slot = pool.take_over(fds, run, agreed=name.startswith(_AGREED))
+            if slot is None:
                 self._forget(name)
-                continue
-            self._names[_number_of(slot)] = name
-            if pool.recall(slot, outlived=True) and name.startswith(_AGREED):
-                pool.generations.was_agreed(label.generation)
+            else:
+                self._names[_number_of(slot)] = name
 
     def keep(self, pool: SlotPool) -> None:
         """Make the store match the held images. A failure is logged and retried at the next
         call."""
-        wanted = {
-            _number_of(slot): (slot, pool.generations.is_restorable(slot.label.generation))
-            for number, slot in pool.slots.items()
-            if slot.label is not None and pool.generations.holds(number, slot.label.generation)
-        }
+        wanted = {_number_of(slot): (slot, agreed) for slot, agreed in pool.held()}
         for number, name in list(self._names.items()):
             if number not in wanted or name != _name_of(number, *wanted[number]):
                 if not self._forget(name):
@@ -131,34 +114,3 @@ def _name_of(number: int, slot: PooledSlot, agreed: bool) -> str:
 
 def _number_of(slot: PooledSlot) -> int:
     return os.fstat(slot.memory.fd).st_ino
-
-
-def _slot_of(fds: Sequence[int], run: str) -> tuple[PooledSlot, Label]:
-    """Build an image from its descriptors and take ownership of them; on failure, close them.
-    Raises OSError, ValueError, DamagedError."""
-    left = list(fds)
-    try:
-        if len(fds) != 2:
-            raise ValueError(f"{len(fds)} descriptors instead of two")
-        label_fd, memory_fd = sorted(fds, key=_is_changeable)
-        label = Label.decode(read_sealed(label_fd, LABEL_NBYTES_MAX))
-        if label.run != run:
-            raise ValueError(f"it is of the run {label.run}")
-        check_sizes(label)
-        check_sealed(memory_fd, label.nbytes)
-        left.remove(memory_fd)
-        memory = Memory(memory_fd, label.nbytes)
-        left.remove(label_fd)
-    finally:
-        for fd in left:
-            os.close(fd)
-    return PooledSlot(memory, label, label_fd), label
-
-
-def _is_changeable(fd: int) -> bool:
-    try:
-        return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # no memfd at all
-            return True
-        raise

@@ -9,15 +9,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+TAKE_OVER = "--take-over"
 
-def main(options: str) -> None:
-    """Start a keeper with these ``options``, as JSON."""
+
+def main(arguments: list[str]) -> None:
+    """Start a keeper with these ``arguments``: its options as JSON, and perhaps TAKE_OVER."""
     subprocess.Popen(
-        [sys.executable, "-m", "holdfast.storage.keeper.process", options],
+        [sys.executable, "-m", "holdfast.storage.keeper.process", *arguments],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -16,7 +16,6 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,29 +31,38 @@ from .agreement import Agreement
 from .decisions.slots import Grant, Reason, Refusal
 from .descriptor_store import DescriptorStore
 from .flushing.local_level import LocalLevel
-from .options import FIXED, KeeperOptions, confine
+from .options import KeeperOptions, confine, wanted_options
 from .parity.guards import Guards, rebuilt
 from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
 from .slot_memory import PooledSlot, SlotPool
 from .status import Counters, KeeperStatus
-from .trainers import Startup, Trainer, Trainers, refusal_of
+from .succession import Estate, Succession
+from .trainers import Startup, Trainer, Trainers, other_version, refusal_of
 
 HELLO_S = 10.0
 """Time limit for a connecting process to identify itself."""
 
 _log = logging.getLogger(__name__)
+_OF_THIS_EPOCH = messages.Fill | messages.Captured | messages.Flush
 _Reply = tuple[messages.Answer, Sequence[int]]
 
 
 class Keeper:
     """The keeper of one run on one host. ``name``: unique among the keepers of the run; ``store``:
-    keeps the memory while a keeper service restarts."""
+    keeps the memory while a keeper service restarts; ``is_service``: it was not started by a
+    trainer, so nothing but its service manager may replace it."""
 
     def __init__(
-        self, options: KeeperOptions, name: str = "keeper", store: DescriptorStore | None = None
+        self,
+        options: KeeperOptions,
+        name: str = "keeper",
+        store: DescriptorStore | None = None,
+        *,
+        is_service: bool = True,
     ) -> None:
         """Raise OSError if the system does not tell how much memory is available."""
+        self.succession = Succession(is_service=is_service)
         self.options = options
         self.name = name
         self._store = store
@@ -112,9 +120,11 @@ class Keeper:
             messages.Flush: self._flush,
         }
 
-    async def recall(self) -> None:
+    async def recall(self, estate: Estate | None = None) -> None:
         """Restore the images of the previous keeper and of the local level. Trainers that connect
         meanwhile wait until :meth:`welcomes`."""
+        if estate is not None:
+            estate.recall(self.pool, self.options.run)
         if self._store is not None:
             self._store.recall(self.pool, self.options.run)
             self.keep_over()
@@ -165,7 +175,8 @@ class Keeper:
         except OSError as error:
             _log.debug("a connection has ended: %s", error)
         finally:
-            line.close()
+            if not self.succession.uses(line):
+                line.close()
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Schedule ``work``. Exceptions are logged."""
@@ -188,18 +199,15 @@ class Keeper:
         async with asyncio.timeout(HELLO_S):
             received = await line.receive()
         received.close()
-        number, message = messages.decode(received.data)
-        if isinstance(message, messages.StatusAsked):
-            await line.send(
-                messages.encode(number, messages.Status(json.dumps(self.status().as_json())))
-            )
-            return None
-        if isinstance(message, messages.Stop):
-            await line.send(messages.encode(number, messages.Done()))
-            self.ended.set()
+        try:
+            number, message = messages.decode(received.data)
+        except CoordinationError as error:
+            number = messages.number_of(received.data)
+            await line.send(messages.encode(number, other_version(error.message)))
             return None
         if not isinstance(message, messages.Hello):
-            raise MessageError(f"its first message is a {type(message).__name__}")
+            await self._command(line, number, message)
+            return None
         trainer: Trainer | messages.Refused | None = refusal_of(message, self.options.run)
         if trainer is None:
             progress = messages.encode(number, messages.Progress())
@@ -215,16 +223,30 @@ class Keeper:
         await line.send(messages.encode(number, messages.Welcome(os.getpid(), self.host, fixed)))
         return trainer
 
+    async def _command(self, line: Line, number: int, message: messages.Message) -> None:
+        """Answer a process that is no trainer."""
+        if isinstance(message, messages.StatusAsked):
+            status = messages.Status(json.dumps(self.status().as_json()))
+            await line.send(messages.encode(number, status))
+        elif isinstance(message, messages.Stop):
+            await line.send(messages.encode(number, messages.Done()))
+            self.ended.set()
+        elif isinstance(message, messages.TakeOver):
+            ranks = [trainer.rank for trainer in self._trainers]
+            is_free = not self.ended.is_set()
+            if await self.succession.accepts(line, number, message, ranks, is_free=is_free):
+                self.ended.set()
+        else:
+            raise MessageError(f"its first message is a {type(message).__name__}")
+
     def _configure(self, text: str) -> tuple[str, ...]:
         """Apply the options that a trainer wants, and return the names of those that differ and
         that cannot be changed, or not to that value."""
         before = self.options
         try:
-            wanted = KeeperOptions(**json.loads(text)) if text else before
-            fixed = {name: getattr(before, name) for name in ("run", *FIXED)}
-            options = replace(wanted, **fixed)
+            options, fixed = wanted_options(text, before)
             if options == before:
-                return _differing(wanted, before)
+                return fixed
             confine(options, before)
             if (options.local, options.local_every) != (before.local, before.local_every):
                 self._set_local(options)
@@ -235,7 +257,7 @@ class Keeper:
             return ("options",)
         self.options = options
         _log.info("this keeper has other options from now on: %s", options)
-        return _differing(wanted, before)
+        return fixed
 
     def _set_local(self, options: KeeperOptions) -> None:
         """Set the local level. The previous one stays open until the end: it may be writing now."""
@@ -266,6 +288,9 @@ class Keeper:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise MessageError(f"rank {trainer.rank} has sent a {type(message).__name__}")
+        stale = self._stale(trainer)
+        if stale is not None and isinstance(message, _OF_THIS_EPOCH):
+            return self._refuse(trainer, stale), []
         try:
             return await handler(trainer, message, fds)
         except (DamagedError, OSError, ValueError) as error:
@@ -287,12 +312,12 @@ class Keeper:
         self._close_unheld()
         return messages.Done(), []
 
-    def _stale(self, trainer: Trainer) -> messages.Refused | None:
+    def _stale(self, trainer: Trainer) -> Refusal | None:
         """Return a refusal if the trainer belongs to an older epoch, and so may change nothing."""
         if trainer.epoch == self._generations.epoch:
             return None
         text = f"epoch {trainer.epoch} is over: this is epoch {self._generations.epoch}"
-        return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
+        return Refusal(Reason.STALE_EPOCH, text)
 
     def _refuse(self, trainer: Trainer, refusal: Refusal) -> messages.Refused:
         self._counters.refused += 1
@@ -300,9 +325,6 @@ class Keeper:
         return messages.Refused(refusal.reason.value, refusal.text)
 
     async def _fill(self, trainer: Trainer, message: messages.Fill, fds: Sequence[int]) -> _Reply:
-        stale = self._stale(trainer)
-        if stale is not None:
-            return stale, []
         if not 0 <= message.within_s < math.inf:
             raise ValueError(f"memory is wanted within {message.within_s} s")
         grant = self._generations.fill(
@@ -358,9 +380,6 @@ class Keeper:
     async def _captured(
         self, trainer: Trainer, message: messages.Captured, fds: Sequence[int]
     ) -> _Reply:
-        stale = self._stale(trainer)
-        if stale is not None:
-            return stale, []
         slot = self.pool.slots.get(message.slot)
         generation = GenerationId(trainer.epoch, message.step)
         filling = self._generations.is_filling(message.slot, trainer.number, generation)
@@ -388,10 +407,7 @@ class Keeper:
 
     async def _seal(self, trainer: Trainer, number: int, slot: PooledSlot, draft: Label) -> None:
         try:
-            digests = await seal(
-                slot.memory, draft.hashed_end, draft.chunk_nbytes, draft.block_nbytes
-            )
-            label = replace(draft, digests=digests)
+            label = await seal(slot.memory, draft)
             label_fd = sealed_bytes(await offload(label.encode))
         except BaseException:
             self._generations.unsealed(number)
@@ -475,18 +491,9 @@ class Keeper:
         except HoldfastError as error:
             text = f"the image of rank {message.rank} cannot be rebuilt: {error}"
             return messages.Refused("lost", text)
-        image = await PooledSlot.sealed(label, memory)
-        if damaged is not None:
-            await damaged.mend(image)
-        else:
-            # No await from here until it is held: the inventory must not list what cannot be read.
-            number = self._generations.recall(
-                label.generation, label.rank, label.world, label.nbytes, epoch=False
-            )
-            if isinstance(number, Refusal):
-                image.close()
-                return messages.Refused(number.reason.value, number.text)
-            self.pool.slots[number] = image
+        refusal = await self.pool.add_rebuilt(label, memory, damaged)
+        if refusal is not None:
+            return messages.Refused(refusal.reason.value, refusal.text)
         self._generations.agreed(label.generation)
         if trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
@@ -520,9 +527,6 @@ class Keeper:
         return messages.Done(), []
 
     async def _flush(self, trainer: Trainer, message: messages.Flush, fds: Sequence[int]) -> _Reply:
-        stale = self._stale(trainer)
-        if stale is not None:
-            return stale, []
         self._writing.want(GenerationId(trainer.epoch, message.step), message)
         return messages.Done(), []
 
@@ -553,6 +557,7 @@ class Keeper:
             parity_nbytes=self._guards.nbytes,
             ready=self._startup.over.is_set(),
             problem=self._problem,
+            is_service=self.succession.is_service,
         )
 
     @property
@@ -572,7 +577,11 @@ class Keeper:
 
     async def finish(self, grace_s: float) -> None:
         """Wait, for ``grace_s`` at most, until all tasks are done and all trainers are gone.
-        Trainers may be stopped at the same time, and still save."""
+        Trainers may be stopped at the same time, and still save. With a successor, they look for
+        that at once."""
+        if self.succession.is_pending:
+            for trainer in self._trainers:
+                trainer.line.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self._tasks:
@@ -589,7 +598,3 @@ class Keeper:
         self.pool.close()
         for local in self._locals:
             await local.close()
-
-
-def _differing(wanted: KeeperOptions, options: KeeperOptions) -> tuple[str, ...]:
-    return tuple(name for name in FIXED if getattr(wanted, name) != getattr(options, name))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LOOPBACK = "127.0.0.1"
 RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
@@ -40,6 +41,16 @@ class KeeperOptions:
     """Limit of all reads from other keepers. None: no limit."""
     cpus: str = ""
     """CPUs to run on, in the format of :func:`cpus_of`. Empty: any."""
+
+
+def wanted_options(text: str, current: KeeperOptions) -> tuple[KeeperOptions, tuple[str, ...]]:
+    """Return the options that a running keeper is to have, given those that a trainer wants as JSON
+    ("" for the ``current`` ones), and the names of wanted options that it cannot change. Raises
+    TypeError, ValueError."""
+    wanted = KeeperOptions(**json.loads(text)) if text else current
+    kept = {name: getattr(current, name) for name in ("run", *FIXED)}
+    differing = [name for name in FIXED if getattr(wanted, name) != kept[name]]
+    return replace(wanted, **kept), tuple(differing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,19 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
 from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .descriptor_store import DescriptorStore
+from .detached import TAKE_OVER
 from .keeper import Keeper
 from .options import KeeperOptions, ServeOptions, confine, new_token
 from .serving.serve import address_and_port, interface_and_port, is_token, serve
+from .succession import Estate, RunningError, take_over
 
 if TYPE_CHECKING:
     from .serving.http_server import MemoryServer
@@ -46,22 +48,21 @@ _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class RunningError(UsageError):
-    """Another keeper of the run is alive."""
-
-
 @contextlib.contextmanager
-def _locked(folder: KeeperFolder) -> Iterator[None]:
-    """Hold the lock of the run for the body. Raises RunningError if another keeper holds it."""
-    fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _locked(folder: KeeperFolder, fd: int) -> Iterator[int]:
+    """Hold the lock of the run for the body, and yield its descriptor. ``fd``: the one that the
+    previous keeper has handed over, -1 without one. Raises RunningError if another keeper holds the
+    lock."""
+    if fd < 0:
+        fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunningError(f"a keeper of this run is already running: {folder.path}") from error
         os.ftruncate(fd, 0)
-        os.write(fd, str(os.getpid()).encode())
-        yield
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield fd
     finally:
         os.close(fd)
 
@@ -71,14 +72,17 @@ async def keep(
     folder: KeeperFolder,
     store: DescriptorStore | None = None,
     *,
-    ends_with_training: bool = False,
+    is_service: bool = True,
+    estate: Estate | None = None,
 ) -> None:
     """Run the keeper of a run until it is stopped (by SIGTERM, SIGINT or a message) or has been
     idle for ``linger_s``. ``store``: keeps the memory while a keeper service restarts.
-    ``ends_with_training``: also exit once training is finished and its last step in storage. Raises
-    RunningError, UsageError, OSError."""
+    ``is_service``: False if a trainer has started it; then it also exits once training is finished
+    and its last step in storage, or when a successor asks for its memory. ``estate``: memory of the
+    previous keeper. Raises RunningError, UsageError, OSError."""
     folder.make()
-    with _locked(folder):
+    estate = estate or Estate()
+    with contextlib.closing(estate), _locked(folder, estate.lock) as lock:
         try:
             confine(options)
         except OSError as error:
@@ -90,7 +94,8 @@ async def keep(
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()
-        keeper = Keeper(options, name or f"keeper-{secrets.token_hex(4)}", store)
+        name = name or f"keeper-{secrets.token_hex(4)}"
+        keeper = Keeper(options, name, store, is_service=is_service)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
         try:
@@ -98,14 +103,15 @@ async def keep(
                 async with _accepting(keeper, folder):
                     if store is not None:  # early: a service manager does not wait for long
                         store.say_ready()
-                    await keeper.recall()
+                    await keeper.recall(estate)
                     await serving.enter_async_context(_served(keeper, folder, port))
                     keeper.welcomes()
                     where = os.getpid(), folder.path
                     _log.info("keeper of run %s, process %d, %s", options.run, *where)
-                    await _until_ended(keeper, ends_with_training=ends_with_training)
+                    await _until_ended(keeper)
                 await keeper.finish(GRACE_S)  # still together with the other keepers
                 await keeper.reporting.close()
+            await keeper.succession.hand_over(keeper.pool, keeper.options, lock)
         finally:
             await keeper.close()
         _log.info("keeper of run %s is stopping", options.run)
@@ -173,12 +179,12 @@ async def _accept(sock: socket.socket, keeper: Keeper) -> None:
         keeper.run_later(keeper.attend(Line(connection)))
 
 
-async def _until_ended(keeper: Keeper, *, ends_with_training: bool) -> None:
+async def _until_ended(keeper: Keeper) -> None:
     while not keeper.ended.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await keeper.ended.wait()
-        if ends_with_training and keeper.is_finished:
+        if not keeper.succession.is_service and keeper.is_finished:
             _log.info("training is finished, and its last step is in storage")
             return
         if keeper.idle_s > keeper.options.linger_s:
@@ -186,14 +192,23 @@ async def _until_ended(keeper: Keeper, *, ends_with_training: bool) -> None:
             return
 
 
+async def _keep(given: dict[str, Any], *, takes_over: bool) -> None:
+    folder = KeeperFolder.of(given["run"])
+    estate = await take_over(folder) if takes_over else Estate()
+    known = {one.name for one in fields(KeeperOptions)}
+    wanted = {name: value for name, value in estate.options.items() if name in known} | given
+    await keep(KeeperOptions(**wanted), folder, is_service=False, estate=estate)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Run a keeper started by a trainer, with its options as JSON. Return the exit status."""
-    (text,) = arguments
+    """Run a keeper started by a trainer, with its options as JSON. Return the exit status.
+    ``--take-over``: take the memory of the running keeper over, and its other options."""
+    text, *more = arguments
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        options = KeeperOptions(**json.loads(text))
-        asyncio.run(keep(options, KeeperFolder.of(options.run), ends_with_training=True))
-    except RunningError:
+        asyncio.run(_keep(json.loads(text), takes_over=TAKE_OVER in more))
+    except RunningError as error:
+        _log.info("%s", error)
         return 0  # another process of this host was faster
     except (HoldfastError, OSError) as error:
         _log.error("%s", error)

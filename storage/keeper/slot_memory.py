@@ -4,17 +4,19 @@ decides about both."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ...errors import DamagedError
-from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label
+from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.memory import (
     Memory,
     available_nbytes,
+    check_sealed,
     read_sealed,
     reserved_memory,
     sealed_bytes,
@@ -43,6 +45,28 @@ class PooledSlot:
     async def sealed(cls, label: Label, memory: Memory) -> PooledSlot:
         """Return the slot of a complete image."""
         return cls(memory, label, sealed_bytes(await offload(label.encode)))
+
+    @classmethod
+    def of_descriptors(cls, fds: Sequence[int], run: str) -> PooledSlot:
+        """Return a complete image of ``run``, given its memory and its label in any order; takes
+        ownership of them. On failure, closes them and raises OSError, ValueError, DamagedError."""
+        left = list(fds)
+        try:
+            if len(fds) != 2:
+                raise ValueError(f"{len(fds)} descriptors instead of two")
+            label_fd, memory_fd = sorted(fds, key=_is_changeable)
+            label = Label.decode(read_sealed(label_fd, LABEL_NBYTES_MAX))
+            if label.run != run:
+                raise ValueError(f"it is of the run {label.run}")
+            check_sizes(label)
+            check_sealed(memory_fd, label.nbytes)
+            left.remove(memory_fd)
+            memory = Memory(memory_fd, label.nbytes)
+            left.remove(label_fd)
+        finally:
+            for fd in left:
+                os.close(fd)
+        return cls(memory, label, label_fd)
 
     async def is_whole(self) -> bool:
         """Check the image and its label against their checksums. Reads the whole image, in
@@ -136,9 +160,52 @@ class SlotPool:
             slot.close()
             return False
         self.slots[number] = slot
-        how = "kept by the descriptor store" if outlived else "loaded from the local level"
+        how = "left by the previous keeper" if outlived else "loaded from the local level"
         _log.info("step %d of rank %d was %s", label.generation.step, label.rank, how)
         return True
+
+    def take_over(self, fds: Sequence[int], run: str, *, agreed: bool) -> PooledSlot | None:
+        """Take over an image from the previous keeper, and ownership of its descriptors. Return its
+        slot; None, with a warning, if it is no image of ``run`` or there is no room."""
+        try:
+            slot = PooledSlot.of_descriptors(fds, run)
+        except (DamagedError, OSError, ValueError) as error:
+            _log.warning("the previous keeper left no image of this run: %s", error)
+            return None
+        assert slot.label is not None
+        if not self.recall(slot, outlived=True):
+            return None
+        if agreed:
+            self.generations.was_agreed(slot.label.generation)
+        return slot
+
+    def held(self) -> list[tuple[PooledSlot, bool]]:
+        """Return the slots with complete images that were not dropped, and whether each belongs to
+        an agreed generation."""
+        return [
+            (slot, self.generations.is_restorable(slot.label.generation))
+            for number, slot in self.slots.items()
+            if slot.label is not None and self.generations.holds(number, slot.label.generation)
+        ]
+
+    async def add_rebuilt(
+        self, label: Label, memory: Memory, damaged: PooledSlot | None
+    ) -> Refusal | None:
+        """Add a rebuilt image, in place of the ``damaged`` one if there is one. Return a refusal,
+        and release the memory, if there is no room."""
+        image = await PooledSlot.sealed(label, memory)
+        if damaged is not None:
+            await damaged.mend(image)
+            return None
+        # No await from here until it is held: the inventory must not list what cannot be read.
+        number = self.generations.recall(
+            label.generation, label.rank, label.world, label.nbytes, epoch=False
+        )
+        if isinstance(number, Refusal):
+            image.close()
+            return number
+        self.slots[number] = image
+        return None
 
     def in_use_already(self, nbytes: int, take: Callable[[], int | Refusal]) -> int | Refusal:
         """Return the slot that ``take()`` finds for memory of an earlier keeper. Extends the budget
@@ -181,6 +248,16 @@ class SlotPool:
         """Release all memory."""
         while self.slots:
             self.slots.popitem()[1].close()
+
+
+def _is_changeable(fd: int) -> bool:
+    """Tell the memory of an image from its label, which is sealed against writes."""
+    try:
+        return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # no memfd at all
+            return True
+        raise
 
 
 def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..arenas.label import GenerationId
-from ..arenas.messages import GenerationEntry
+from ..arenas.messages import VERSION, GenerationEntry
 
 
 @dataclass
@@ -68,6 +68,10 @@ class KeeperStatus:
     """False while it loads its first images and lets trainers wait."""
     problem: str = ""
     """The reason why the job keeps no steps for now, such as a keeper that does not answer."""
+    version: int = VERSION
+    """Version of its messages. Trainers need the same one."""
+    is_service: bool = False
+    """True if no trainer has started it."""
 
     def as_json(self) -> dict[str, object]:
         """Return the status as a JSON object."""

@@ -15,7 +15,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..arenas.messages import VERSION, Event, Hello, Progress, Refused, Replaced, encode
+from ..arenas.messages import (
+    OTHER_VERSION,
+    VERSION,
+    Event,
+    Hello,
+    Progress,
+    Refused,
+    Replaced,
+    encode,
+)
 from ..arenas.sockets import Line
 
 TELL_S = 5.0
@@ -182,10 +191,16 @@ class Trainers:
         self._by_process.clear()
 
 
+def other_version(text: str = "") -> Refused:
+    """Return the answer to a process of another version of Holdfast."""
+    detail = f": {text}" if text else ""
+    return Refused(OTHER_VERSION, f"this keeper speaks version {VERSION}{detail}")
+
+
 def refusal_of(hello: Hello, run: str) -> Refused | None:
     """Return the answer to a trainer that a keeper of ``run`` cannot serve; None otherwise."""
     if hello.version != VERSION:
-        return Refused("version", f"this keeper speaks version {VERSION}")
+        return other_version()
     if hello.run != run:
         return Refused("run", f"this keeper belongs to the run {run}")
     if not 0 <= hello.rank < hello.world:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -16,6 +17,7 @@ from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ...planner.parity import GROUP_HOSTS, Mode
 from ..arenas.folder import KeeperFolder
+from ..keeper.detached import TAKE_OVER
 from ..keeper.options import KeeperOptions, cpus_of
 from ..keeper.serving.serve import interface_and_port
 from ..runtime.engine import offload
@@ -155,10 +157,22 @@ def checked_keeper(option: KeeperOption) -> Keeper | None:
     )
 
 
-async def start_keeper(option: Keeper, folder: KeeperFolder, run: str) -> None:
-    """Start a detached keeper of the run; of several, one remains. Raises CoordinationError."""
-    options = json.dumps(asdict(option.of_process(run)))
-    arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", options]
+async def start_keeper(
+    option: Keeper, folder: KeeperFolder, run: str, *, takes_over: bool = False
+) -> None:
+    """Start a detached keeper of the run; of several, one remains. ``takes_over``: the running one
+    is to hand its memory over, and to exit. Raises CoordinationError."""
+    await launch(asdict(option.of_process(run)), folder, takes_over=takes_over)
+
+
+async def launch(
+    options: Mapping[str, object], folder: KeeperFolder, *, takes_over: bool = False
+) -> None:
+    """Start a detached keeper with these fields of KeeperOptions. One that ``takes_over`` keeps the
+    other options of the running keeper. Raises CoordinationError."""
+    arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", json.dumps(options)]
+    if takes_over:
+        arguments.append(TAKE_OVER)
     try:
         folder.make()
         await offload(_run, arguments, folder)

@@ -103,8 +103,8 @@ class MemoryLevel:
         wanted = json.dumps(asdict(option.of_process(run_id))) if option.starts else ""
         hello = Hello(VERSION, run_id, current_rank(), current_world(), option.host, wanted)
 
-        async def start() -> None:
-            await start_keeper(option, folder, self._run)
+        async def start(takes_over: bool) -> None:
+            await start_keeper(option, folder, run_id, takes_over=takes_over)
 
         starts = start if option.starts else None
         arena = Arena(folder, hello, option.deadline_s, starts, pin, self._rank_lost)

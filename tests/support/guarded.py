@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -148,5 +148,4 @@ async def _image(rank: int, nbytes: int, random: np.random.Generator) -> tuple[M
         block_nbytes=block_nbytes,
         created_s=0.0,
     )
-    digests = await seal(memory, draft.hashed_end, draft.chunk_nbytes, draft.block_nbytes)
-    return memory, replace(draft, digests=digests)
+    return memory, await seal(memory, draft)

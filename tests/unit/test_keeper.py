@@ -372,7 +372,7 @@ async def test_a_keeper_may_take_longer_to_start_than_to_answer() -> None:
         async with AsyncExitStack() as stack:
             sock: list[socket.socket] = []
 
-            async def start() -> None:
+            async def start(takes_over: bool) -> None:
                 if not sock:
                     sock.append(stack.enter_context(listening(folder.socket)))
                     stack.callback(answering.cancel)

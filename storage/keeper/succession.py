@@ -1,0 +1,171 @@
+"""Hands the memory of a keeper to its successor, as when Holdfast was upgraded.
+
+The successor connects like a trainer. It gets all images with their labels, and the locked file of
+the run last, so that no third keeper can start in between. Parity is not handed over: the successor
+encodes the next agreed generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...core.decoded_json import Json, object_in
+from ...errors import CoordinationError, UsageError
+from ..arenas import messages
+from ..arenas.folder import KeeperFolder
+from ..arenas.sockets import Line, MessageError, connected
+from .options import KeeperOptions
+from .slot_memory import SlotPool
+
+SEND_S = 10.0
+"""Time limit for a successor to receive everything."""
+TAKE_OVER_S = 60.0
+"""Time limit for the previous keeper to finish its flushes and to hand over its memory."""
+
+_log = logging.getLogger(__name__)
+
+
+class RunningError(UsageError):
+    """Another keeper of the run is alive."""
+
+
+@dataclass(slots=True)
+class Estate:
+    """Memory of the previous keeper, owned by its successor. ``images``: the descriptors of each
+    image and its label, and whether it is agreed. ``lock``: the locked file, -1 without one.
+    ``options``: the previous keeper's."""
+
+    images: list[tuple[tuple[int, ...], bool]] = field(default_factory=list)
+    lock: int = -1
+    options: Mapping[str, Json] = field(default_factory=dict)
+
+    def recall(self, pool: SlotPool, run: str) -> None:
+        """Move the images of ``run`` to ``pool``."""
+        while self.images:
+            fds, agreed = self.images.pop(0)
+            pool.take_over(fds, run, agreed=agreed)
+
+    def close(self) -> None:
+        """Close the remaining descriptors of images."""
+        for fds, _ in self.images:
+            for fd in fds:
+                os.close(fd)
+        self.images.clear()
+
+
+class Succession:
+    """The end of a keeper that another process replaces. ``is_service``: a service manager would
+    start it again, so no other process may replace it."""
+
+    def __init__(self, *, is_service: bool) -> None:
+        self.is_service = is_service
+        self._successor: tuple[Line, int] | None = None
+        """Connection of the next keeper, and the number of its request."""
+
+    @property
+    def is_pending(self) -> bool:
+        """True if the next keeper waits."""
+        return self._successor is not None
+
+    def uses(self, line: Line) -> bool:
+        """Return whether the next keeper waits at the other end of ``line``."""
+        return self._successor is not None and self._successor[0] is line
+
+    async def accepts(
+        self,
+        line: Line,
+        number: int,
+        request: messages.TakeOver,
+        ranks: Sequence[int],
+        *,
+        is_free: bool,
+    ) -> bool:
+        """Accept or refuse the next keeper. ``ranks``: those that use this keeper; ``is_free``:
+        this keeper does not end for another reason."""
+        problem = ""
+        if self.is_service:
+            problem = "a service manager runs this keeper: have that restart it"
+        elif not is_free:
+            problem = "this keeper is stopping"
+        elif ranks and request.version != messages.VERSION:
+            problem = (
+                f"ranks of this host are training with this keeper, including rank {min(ranks)}, "
+                "and could not use one of another version: end the training first"
+            )
+        if problem:
+            await line.send(messages.encode(number, messages.Refused("running", problem)))
+            return False
+        self._successor = (line, number)
+        return True
+
+    async def hand_over(self, pool: SlotPool, options: KeeperOptions, lock: int) -> None:
+        """Hand all images and the lock to the next keeper, if there is one. A failure is logged:
+        that keeper then retains the received images, and takes the lock like any other keeper."""
+        if self._successor is None:
+            return
+        line, number = self._successor
+        try:
+            async with asyncio.timeout(SEND_S):
+                for slot, agreed in pool.held():
+                    answer = messages.encode(number, messages.HandedOver(agreed))
+                    await line.send(answer, [slot.memory.fd, slot.label_fd])
+                text = json.dumps(dataclasses.asdict(options))
+                await line.send(messages.encode(number, messages.TakenOver(text)), [lock])
+        except (OSError, TimeoutError) as error:
+            _log.warning("the next keeper did not receive everything: %s", str(error) or "too late")
+        finally:
+            line.close()
+
+
+async def take_over(folder: KeeperFolder) -> Estate:
+    """Have the running keeper exit, and return its memory; an empty estate if none is running.
+    Raises RunningError if it refuses, CoordinationError if it does not answer."""
+    estate = Estate()
+    try:
+        line = connected(folder.socket)
+    except (FileNotFoundError, ConnectionError):
+        return estate
+    try:
+        async with asyncio.timeout(TAKE_OVER_S):
+            if line.peer_uid != os.getuid():
+                raise MessageError(f"it belongs to the user {line.peer_uid}")
+            await line.send(messages.encode(1, messages.TakeOver(messages.VERSION)))
+            while estate.lock < 0:
+                await _receive(line, estate)
+    except BaseException as error:
+        estate.close()
+        if isinstance(error, OSError | TimeoutError | MessageError):
+            text = str(error) or f"no answer within {TAKE_OVER_S:g} s"
+            raise CoordinationError(f"the keeper at {folder.path} does not end: {text}") from error
+        raise
+    finally:
+        line.close()
+    return estate
+
+
+async def _receive(line: Line, estate: Estate) -> None:
+    received = await line.receive()
+    try:
+        _, answer = messages.decode(received.data)
+        if isinstance(answer, messages.Refused):
+            raise RunningError(answer.text)
+        if isinstance(answer, messages.TakenOver) and len(received.fds) == 1:
+            estate.options = object_in(json.loads(answer.options), "options")
+        elif not isinstance(answer, messages.HandedOver):
+            raise CoordinationError(f"a keeper has answered with a {type(answer).__name__}")
+    except ValueError as error:
+        received.close()
+        raise CoordinationError(f"a keeper's options cannot be read: {error}") from error
+    except BaseException:
+        received.close()
+        raise
+    if isinstance(answer, messages.TakenOver):
+        (estate.lock,) = received.fds
+    else:
+        estate.images.append((received.fds, answer.agreed))
