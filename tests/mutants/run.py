@@ -27,8 +27,7 @@ from queue import SimpleQueue
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
 
-from support.mutants import TABLES
-from support.mutants.mutant import Mutant
+from support.mutants import TABLES, Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180.0
@@ -60,10 +59,10 @@ class Copy:
 
     def notices(self, mutant: Mutant) -> bool:
         """Whether the tests of ``mutant`` fail with it. Raises ValueError where it cannot be told."""
-        if self.test(mutant.tests) != PASSED:
-            raise ValueError(f"without any change these tests do not pass: {mutant.tests}")
+        if self.test(mutant.noticed_by) != PASSED:
+            raise ValueError(f"without any change these tests do not pass: {mutant.noticed_by}")
         with self._changed(mutant):
-            status = self.test(f"--once {mutant.tests}")
+            status = self.test(f"--once {mutant.noticed_by}")
         return status != PASSED
 
     def test(self, tests: str) -> int | None:
@@ -97,15 +96,17 @@ class Copy:
 
     @contextmanager
     def _changed(self, mutant: Mutant) -> Iterator[None]:
-        file = self._folder / mutant.file
-        before = file.read_text()
-        self._write(file, mutant.applied(before))
+        before = {c.file: (self._folder / c.file).read_text() for c in mutant.changes}
         try:
+            for change in mutant.changes:
+                self._write(change.file, change.applied(before[change.file]))
             yield
         finally:
-            self._write(file, before)
+            for name, source in before.items():
+                self._write(name, source)
 
-    def _write(self, file: Path, source: str) -> None:
+    def _write(self, name: str, source: str) -> None:
+        file = self._folder / name
         file.write_text(source)
         # Compiled modules are told from stale ones by whole seconds and the size of their source.
         self._changes += 1
@@ -127,7 +128,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     tables = [table[:1] if given.sample else table for table in TABLES]
-    chosen = [m for table in tables for m in table if given.only in m.says or given.only in m.file]
+    chosen = [m for table in tables for m in table if given.only in _said(m)]
     if not chosen:
         print(f"no mutant has {given.only!r} in its description or file")
         return 1
@@ -138,6 +139,11 @@ def main() -> int:
     for problem in problems:
         print(f"  {problem}")
     return 1 if problems else 0
+
+
+def _said(mutant: Mutant) -> str:
+    """Return the names of the changed files, and the description."""
+    return f"{' '.join(change.file for change in mutant.changes)}: {mutant.says}"
 
 
 def tried(mutants: Sequence[Mutant], folder: Path, jobs: int) -> list[str]:
@@ -155,9 +161,7 @@ def _tried(mutant: Mutant, copies: SimpleQueue[Copy]) -> str | None:
     began_s = time.perf_counter()
     try:
         problem = (
-            None
-            if copy.notices(mutant)
-            else f"survived: {mutant.file}: {mutant.says} ({mutant.tests})"
+            None if copy.notices(mutant) else f"survived: {_said(mutant)} ({mutant.noticed_by})"
         )
     except ValueError as error:
         problem = str(error)
