@@ -85,17 +85,17 @@ async def side_by_side(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def at_most(limit: int, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines, at most ``limit`` at a time; otherwise like :func:`side_by_side`."""
     gate = asyncio.Semaphore(limit)
 
-    async def gated(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def gated(coroutine: Coroutine[Any, Any, T]) -> T:
         async with gate:
-            await coroutine
+            return await coroutine
 
     given = list(coroutines)
     try:
-        await side_by_side(*map(gated, given))
+        return await side_by_side(*map(gated, given))
     finally:
         for coroutine in given:
             coroutine.close()  # some never started, because this was cancelled

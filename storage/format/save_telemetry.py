@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ...core.decoded_json import Json, int_in, list_in, number_in, object_in, str_in
+from ...core.decoded_json import Json, int_in, ints_in, list_in, number_in, object_in, str_in
 from ...core.forks.cached import cached_property
 from ...core.histogram import BUCKETS, bucket_of
 from ...core.spans import SLOWEST, SlowOperation, StageReport
@@ -167,26 +168,25 @@ def _line(fields: Mapping[str, object]) -> bytes:
 def _record_line(record: RankTelemetry) -> bytes:
     return _line(
         {
-            "rank": record.rank,
-            "nbytes": record.nbytes,
-            "stored_nbytes": record.stored_nbytes,
-            "elapsed_s": round(record.elapsed_s, _DIGITS),
-            "fenced_s": round(record.fenced_s, _DIGITS),
-            "cpu_s": round(record.cpu_s, _DIGITS),
-            "peak_nbytes": record.peak_nbytes,
+            **_encoded(record, _RANK),
             "stages": [_stage_row(name, stage) for name, stage in record.stages.items()],
-            "slowest": [_slow_row(slow) for slow in record.slowest],
+            "slowest": [list(_encoded(slow, _SLOW).values()) for slow in record.slowest],
         }
     )
 
 
+def _encoded(item: object, columns: Iterable[str]) -> dict[str, object]:
+    """Return these attributes of ``item``, times rounded."""
+    values = {name: getattr(item, name) for name in columns}
+    return {
+        name: round(value, _DIGITS) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
+
+
 def _stage_row(name: str, stage: StageReport) -> list[object]:
-    row: list[object] = [name, stage.count, stage.nbytes]
-    times_s = (stage.first_s, stage.last_s, stage.busy_s, stage.seconds)
-    row += [round(time_s, _DIGITS) for time_s in times_s]
-    row.append(_trimmed(stage))
-    row += [stage.queued_max, stage.retries, stage.hedges, stage.last_rank]
-    row.append(round(stage.throttled_s, _DIGITS))
+    columns = _encoded(stage, _STAGE) | {"histogram": _trimmed(stage)}
+    row = [name, *columns.values()]
     while len(row) > _COLUMNS_MIN and row[-1] == _DEFAULTS[len(row) - _COLUMNS_MIN - 1]:
         row.pop()
     return row
@@ -202,11 +202,6 @@ def _trimmed(stage: StageReport) -> list[int]:
         return []
     first = counted[0]
     return [first, *stage.histogram[first : counted[-1] + 1]]
-
-
-def _slow_row(slow: SlowOperation) -> list[object]:
-    times_s = [round(slow.began_s, _DIGITS), round(slow.seconds, _DIGITS)]
-    return [slow.stage, slow.key, slow.offset, slow.nbytes, *times_s]
 
 
 def _members(data: bytes) -> Iterator[bytes]:
@@ -235,14 +230,38 @@ def _time_in(value: Json, what: str) -> float:
     return seconds
 
 
+def _optional_int_in(value: Json, what: str) -> int | None:
+    return None if value is None else int_in(value, what)
+
+
+def _counts_in(value: Json, what: str) -> tuple[int, ...]:
+    return tuple(ints_in(value, what))
+
+
+_Reader = Callable[[Json, str], object]
+_RANK: Mapping[str, _Reader] = {
+    "rank": int_in, "nbytes": int_in, "stored_nbytes": int_in, "elapsed_s": _time_in,
+    "fenced_s": _time_in, "cpu_s": _time_in, "peak_nbytes": int_in,
+}  # fmt: skip
+_STAGE: Mapping[str, _Reader] = {
+    "count": int_in, "nbytes": int_in, "first_s": _time_in, "last_s": _time_in,
+    "busy_s": _time_in, "seconds": _time_in, "histogram": _counts_in, "queued_max": int_in,
+    "retries": int_in, "hedges": int_in, "last_rank": _optional_int_in, "throttled_s": _time_in,
+}  # fmt: skip
+_SLOW: Mapping[str, _Reader] = {
+    "stage": str_in, "key": str_in, "offset": int_in, "nbytes": int_in, "began_s": _time_in,
+    "seconds": _time_in,
+}  # fmt: skip
+"""Stored attributes of ranks, stages and slowest operations, in order, and how to read them."""
+
+
 def _telemetry(head: Mapping[str, Json], records: Sequence[RankTelemetry]) -> SaveTelemetry:
     version = int_in(head["version"], "version")
     if version != _VERSION:
         raise ValueError(f"its version is {version}, which this release does not know")
-    step = head["step"]
     return SaveTelemetry(
         attempt=str_in(head["attempt"], "attempt"),
-        step=None if step is None else int_in(step, "step"),
+        step=_optional_int_in(head["step"], "step"),
         world=int_in(head["world"], "world"),
         created_s=_time_in(head["created_s"], "created_s"),
         seconds=_time_in(head["seconds"], "seconds"),
@@ -262,39 +281,25 @@ def _arrival(row: Json) -> tuple[int, float]:
 def _record(record: Mapping[str, Json]) -> RankTelemetry:
     rank = int_in(record["rank"], "rank")
     stages = [_stage(list_in(row, "a stage")) for row in list_in(record["stages"], "stages")]
-    slowest = [_slow(list_in(row, "a request"), rank) for row in list_in(record["slowest"], "slow")]
-    return RankTelemetry(
-        rank=rank,
-        nbytes=int_in(record["nbytes"], "nbytes"),
-        stored_nbytes=int_in(record["stored_nbytes"], "stored_nbytes"),
-        elapsed_s=_time_in(record["elapsed_s"], "elapsed_s"),
-        fenced_s=_time_in(record["fenced_s"], "fenced_s"),
-        cpu_s=_time_in(record["cpu_s"], "cpu_s"),
-        peak_nbytes=int_in(record["peak_nbytes"], "peak_nbytes"),
-        stages=dict(stages),
-        slowest=tuple(slowest),
-    )
+    slowest = [
+        SlowOperation(rank=rank, **_decoded(list_in(row, "a request"), _SLOW))
+        for row in list_in(record["slowest"], "slow")
+    ]
+    figures = _decoded([record[name] for name in _RANK], _RANK)
+    return RankTelemetry(stages=dict(stages), slowest=tuple(slowest), **figures)
+
+
+def _decoded(values: Sequence[Json], columns: Mapping[str, _Reader]) -> dict[str, Any]:
+    """Invert :func:`_encoded`. Raises ValueError."""
+    pairs = zip(columns.items(), values, strict=True)
+    return {name: read(value, name) for (name, read), value in pairs}
 
 
 def _stage(row: Sequence[Json]) -> tuple[str, StageReport]:
-    whole = [*row, *_DEFAULTS[max(0, len(row) - _COLUMNS_MIN) :]]
-    name, count, nbytes, first_s, last_s, busy_s, seconds, *others = whole
-    histogram, queued_max, retries, hedges, last_rank, throttled_s = others
-    stage = StageReport(
-        count=int_in(count, "count"),
-        nbytes=int_in(nbytes, "nbytes"),
-        seconds=_time_in(seconds, "seconds"),
-        busy_s=_time_in(busy_s, "busy_s"),
-        first_s=_time_in(first_s, "first_s"),
-        last_s=_time_in(last_s, "last_s"),
-        queued_max=int_in(queued_max, "queued_max"),
-        retries=int_in(retries, "retries"),
-        hedges=int_in(hedges, "hedges"),
-        last_rank=None if last_rank is None else int_in(last_rank, "last_rank"),
-        throttled_s=_time_in(throttled_s, "throttled_s"),
-    )
-    counts = [int_in(count, "histogram") for count in list_in(histogram, "histogram")]
-    return str_in(name, "a stage"), replace(stage, histogram=_whole_histogram(stage, counts))
+    name, *columns = [*row, *_DEFAULTS[max(0, len(row) - _COLUMNS_MIN) :]]
+    stage = StageReport(**_decoded(columns, _STAGE))
+    histogram = _whole_histogram(stage, stage.histogram)
+    return str_in(name, "a stage"), replace(stage, histogram=histogram)
 
 
 def _whole_histogram(stage: StageReport, counts: Sequence[int]) -> tuple[int, ...]:
@@ -310,16 +315,3 @@ def _whole_histogram(stage: StageReport, counts: Sequence[int]) -> tuple[int, ..
     else:
         return ()
     return tuple(whole)
-
-
-def _slow(row: Sequence[Json], rank: int) -> SlowOperation:
-    stage, key, offset, nbytes, began_s, seconds = row
-    return SlowOperation(
-        stage=str_in(stage, "stage"),
-        key=str_in(key, "key"),
-        offset=int_in(offset, "offset"),
-        nbytes=int_in(nbytes, "nbytes"),
-        rank=rank,
-        began_s=_time_in(began_s, "began_s"),
-        seconds=_time_in(seconds, "seconds"),
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -241,18 +241,17 @@ class ArchiveReader(_Archive):
         start = (await self._begins([name]))[name]
         return await self._bytes(start, start + nbytes)
 
-    async def _begins(self, names: Iterable[str]) -> dict[str, int]:
+    async def _begins(self, names: Collection[str]) -> dict[str, int]:
         """Return the positions of records' bytes. Raises DamagedError if they are not in the
         file."""
-        found: dict[str, int] = {}
 
-        async def find(name: str) -> None:
+        async def find(name: str) -> int:
             start = self._record(name).start
             header = await self._bytes(start, min(start + LOCAL_NBYTES, self._nbytes))
-            found[name] = self._begin(name, header, self._nbytes)
+            return self._begin(name, header, self._nbytes)
 
-        await at_most(self._driver.traits.concurrency, map(find, names))
-        return found
+        begins = await at_most(self._driver.traits.concurrency, map(find, names))
+        return dict(zip(names, begins, strict=True))
 
     async def _keep(self, start: int, stop: int) -> None:
         self._read.append((start, await self._bytes(start, stop)))

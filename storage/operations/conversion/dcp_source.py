@@ -91,19 +91,18 @@ def _check_within(driver: Driver, places: Iterable[FilePart], sizes: dict[str, i
 
 
 async def _read_values(driver: Driver, places: dict[str, FilePart]) -> dict[str, object]:
-    found: dict[str, object] = {}
 
-    async def read(name: str, place: FilePart) -> None:
+    async def read(name: str, place: FilePart) -> Value:
         archive = _archive(driver, place)
         try:
             value = await archive.value()
             await offload(check_plain, value)
         except (UnsupportedFormatError, ValueError) as error:
             raise no_plain_value(driver, place.key, name, error) from error
-        found[name] = value
+        return value
 
-    await at_most(driver.traits.concurrency, (read(*item) for item in places.items()))
-    return {name: found[name] for name in places}
+    found = await at_most(driver.traits.concurrency, map(read, places, places.values()))
+    return dict(zip(places, found, strict=True))
 
 
 def no_plain_value(driver: Driver, key: str, name: str, error: Exception) -> UnsupportedFormatError:
@@ -134,18 +133,18 @@ async def _locate(driver: Driver, tensors: dict[str, StoredParts]) -> list[Sourc
         for name, stored in tensors.items()
         for box, place in stored.boxes
     ]
-    found: dict[int, Stretch | Enclosed] = {}
 
-    async def locate(number: int) -> None:
+    async def locate(number: int) -> Stretch:
         name, stored, box, place = boxes[number]
         archive = _archive(driver, place)
         tensor = _checked(archive, await archive.value(), name, stored.dtype, box)
-        found[number] = (await archive.places({name: tensor}))[name]
+        return (await archive.places({name: tensor}))[name]
 
     large = [
         number for number, (*_, place) in enumerate(boxes) if place.nbytes > ENCLOSED_NBYTES_MAX
     ]
-    await at_most(driver.traits.concurrency, map(locate, large))
+    located = await at_most(driver.traits.concurrency, map(locate, large))
+    found = dict(zip(large, located, strict=True))
     known: dict[bytes, Value] = {}
     with collector_paused():
         return [

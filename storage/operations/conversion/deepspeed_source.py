@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ....core.aio import at_most
@@ -75,16 +76,11 @@ async def read_deepspeed_model(driver: Driver, folder: str) -> Model:
             key=folder,
             advice="Without ZeRO, import the file mp_rank_00_model_states.pt itself.",
         )
-    files: dict[str, _File] = {}
-
-    async def read(key: str) -> None:
-        files[key] = await _read_file(driver, prefix + key)
-
-    keys = [*optim_keys, *model_keys]
-    stamps = await stamps_of(driver, [prefix + key for key in keys])
-    await at_most(driver.traits.concurrency, map(read, keys))
+    keys = [prefix + key for key in (*optim_keys, *model_keys)]
+    stamps = await stamps_of(driver, keys)
+    files = await at_most(driver.traits.concurrency, map(partial(_read_file, driver), keys))
     try:
-        zero = _Zero([files[key] for key in optim_keys], [files[key] for key in model_keys])
+        zero = _Zero(files[: len(optim_keys)], files[len(optim_keys) :])
         return zero.model(stamps)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"its files do not follow ZeRO's format: {error}"

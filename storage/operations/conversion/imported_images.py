@@ -270,19 +270,14 @@ class _Images:
 
         Samples suffice to detect another version of a model: training changes most weights.
         """
-        wanted = _samples(place for places in self._places for place in places)
-        found = [""] * len(wanted)
 
-        async def sample(number: int, where: Stretch) -> None:
+        async def sample(where: Stretch) -> str:
             content = bytearray(where.nbytes)
             await self._theirs.read(where.key, where.start, memoryview(content))
-            found[number] = digest(bytes(content)).hex()
+            return digest(bytes(content)).hex()
 
-        await at_most(
-            self._theirs.traits.concurrency,
-            (sample(number, where) for number, where in enumerate(wanted)),
-        )
-        return found
+        wanted = _samples(place for places in self._places for place in places)
+        return await at_most(self._theirs.traits.concurrency, map(sample, wanted))
 
     def _digest(self, samples: Sequence[str]) -> str:
         rows: list[object] = []

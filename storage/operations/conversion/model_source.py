@@ -7,6 +7,7 @@ must cover its bytes exactly.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -214,17 +215,15 @@ async def read_model(driver: Driver, files: Files) -> Model:
     StorageError.
     """
     stamps = await stamps_of(driver, files.keys)
-    found: dict[str, list[SourceTensor]] = {}
-    said: dict[str, Mapping[str, str]] = {}
-
-    async def read(key: str) -> None:
-        found[key], said[key] = await _read_header(driver, key, stamps[key][0])
-
-    await at_most(driver.traits.concurrency, map(read, stamps))
+    headers = await at_most(
+        driver.traits.concurrency,
+        (_read_header(driver, key, nbytes) for key, (nbytes, _) in stamps.items()),
+    )
+    found = {key: tensors for key, (tensors, _) in zip(stamps, headers, strict=True)}
     if files.by_name is not None:
         _check_index(driver, found, files.by_name)
-    tensors = tuple(tensor for key in stamps for tensor in found[key])
-    return Model(tensors, stamps, metadata=_united(driver, {key: said[key] for key in stamps}))
+    metadata = _united(driver, dict(zip(stamps, (said for _, said in headers), strict=True)))
+    return Model(tuple(itertools.chain(*found.values())), stamps, metadata=metadata)
 
 
 def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -250,14 +249,9 @@ def _united(driver: Driver, said: Mapping[str, Mapping[str, str]]) -> dict[str, 
 
 async def stamps_of(driver: Driver, keys: Collection[str]) -> dict[str, tuple[int, float]]:
     """Return (size, modification time) of each file, in order. Raises NotFoundError."""
-    stamps: dict[str, tuple[int, float]] = {}
-
-    async def look(key: str) -> None:
-        info = await driver.stat(key)
-        stamps[key] = (info.nbytes, info.modified_s)
-
-    await at_most(driver.traits.concurrency, map(look, keys))
-    return {key: stamps[key] for key in keys}
+    infos = await at_most(driver.traits.concurrency, map(driver.stat, keys))
+    stamps = [(info.nbytes, info.modified_s) for info in infos]
+    return dict(zip(keys, stamps, strict=True))
 
 
 async def check_unchanged(driver: Driver, model: Model) -> None:

@@ -250,21 +250,19 @@ async def _look_at_all(
     source: Place, target: Place, paths: Sequence[str], orders: Orders, recursive: bool
 ) -> list[CopiedCheckpoint]:
     """Return the checkpoints at ``paths`` by step; with ``recursive``, some with a ``problem``."""
-    looked: list[CopiedCheckpoint] = []
 
-    async def look(path: str) -> None:
+    async def look(path: str) -> CopiedCheckpoint:
         try:
             async with source.opened(path) as theirs, target.opened(path) as ours:
                 pair = await _look(theirs, ours, orders)
         except CheckpointError as error:
             if not recursive:
                 raise
-            looked.append(CopiedCheckpoint(path, None, 0, 0, 0, 0.0, str(error)))
-        else:
-            m = pair.manifest
-            looked.append(CopiedCheckpoint(path, m.step, len(m.images), pair.nbytes, 0, 0.0))
+            return CopiedCheckpoint(path, None, 0, 0, 0, 0.0, str(error))
+        m = pair.manifest
+        return CopiedCheckpoint(path, m.step, len(m.images), pair.nbytes, 0, 0.0)
 
-    await at_most(_LOOKS, map(look, paths))
+    looked = await at_most(_LOOKS, map(look, paths))
     return sorted(looked, key=lambda c: (c.step is None, c.step or 0, c.path))
 
 

@@ -183,18 +183,19 @@ class Listing:
 
     async def _hidden(self) -> list[ListedCheckpoint]:
         """Return a line for each folder that may hold an attempt but has no readable manifest."""
-        found: list[ListedCheckpoint] = []
 
-        async def look(folder: str) -> None:
-            problem = await unreadable(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
-            if problem is not None:
-                found.append(_problem(folder, f"the manifest cannot be read: {problem}"))
+        async def look(folder: str) -> str | None:
+            return await unreadable(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
 
         matches = filter(None, map(_OF_ATTEMPT.fullmatch, self._files))
         with_attempts = {match["folder"] or "" for match in matches}
-        suspects = with_attempts.difference(self.folders())
-        await at_most(self._driver.traits.concurrency, map(look, sorted(suspects)))
-        return found
+        suspects = sorted(with_attempts.difference(self.folders()))
+        problems = await at_most(self._driver.traits.concurrency, map(look, suspects))
+        return [
+            _problem(folder, f"the manifest cannot be read: {problem}")
+            for folder, problem in zip(suspects, problems, strict=True)
+            if problem is not None
+        ]
 
     def folders(self) -> list[str]:
         """Return the folders that contain a manifest."""
@@ -203,27 +204,17 @@ class Listing:
         ]
 
     async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        """Return the checkpoints in these folders, in no order; reads several at a time."""
-        found: list[ListedCheckpoint] = []
-
-        async def look(folder: str) -> None:
-            found.append(await self._line(folder))
-
-        await at_most(self._driver.traits.concurrency, map(look, folders))
-        return await self._marked(found)
-
-    async def _marked(self, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-        runs: dict[str, Lineage] = {}
-
-        async def read(run: str) -> None:
-            runs[run] = await self._lineage(run)
+        """Return the checkpoints in these folders, in order; reads several at a time."""
+        concurrency = self._driver.traits.concurrency
+        found = await at_most(concurrency, map(self._line, folders))
+        runs = sorted({c.folder for c in found if _is_in_run(c)})
+        read = await at_most(concurrency, map(self._lineage, runs))
+        lineages = dict(zip(runs, read, strict=True))
 
         def is_abandoned(c: ListedCheckpoint) -> bool:
-            return _is_in_run(c) and not runs[c.folder].is_live(c.branch, c.step)
+            return _is_in_run(c) and not lineages[c.folder].is_live(c.branch, c.step)
 
-        folders = {c.folder for c in checkpoints if _is_in_run(c)}
-        await at_most(self._driver.traits.concurrency, map(read, sorted(folders)))
-        return [replace(c, abandoned=is_abandoned(c)) for c in checkpoints]
+        return [replace(c, abandoned=is_abandoned(c)) for c in found]
 
     async def _lineage(self, folder: str) -> Lineage:
         """Return a run's lineage; one that is unreadable is noted, and counts as never left."""

@@ -10,6 +10,7 @@ written to recently.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -292,12 +293,12 @@ async def _all_leftovers(
     idle_s: float,
     errors: dict[str, HoldfastError],
 ) -> list[Leftover]:
-    found: list[Leftover] = []
 
-    async def look(path: str) -> None:
+    async def look(path: str) -> list[Leftover]:
         with _noting(errors, path):
             async with root.opened(path) as driver:
-                found.extend(await _leftovers(driver, path, current.get(path), idle_s))
+                return await _leftovers(driver, path, current.get(path), idle_s)
+        return []
 
     # A checkpoint without leftovers, the common case, has one attempt and needs no inspection.
     suspects = []
@@ -307,8 +308,8 @@ async def _all_leftovers(
             expected.add(current[path].attempt)
         if nbytes.keys() - expected:
             suspects.append(path)
-    await at_most(_FOLDERS, map(look, suspects))
-    return sorted(found, key=_by_path)
+    found = await at_most(_FOLDERS, map(look, suspects))
+    return sorted(itertools.chain(*found), key=_by_path)
 
 
 def _by_path(leftover: Leftover) -> tuple[str, str]:

@@ -4,8 +4,9 @@ interprets it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ....core.aio import at_most
 from ....errors import TelemetryError
@@ -34,17 +35,8 @@ def recorded_saves(
     """Return all checkpoints at and below ``uri``, in the order of a listing. Raises UriError and
     StorageError; an unreadable checkpoint gets a ``problem``."""
     listed = list_checkpoints(uri, storage_options=storage_options)
-    return run(_read_all(Place.of(uri, storage_options), listed))
-
-
-async def _read_all(root: Place, listed: Sequence[ListedCheckpoint]) -> list[RecordedSave]:
-    found: dict[str, RecordedSave] = {}
-
-    async def read(checkpoint: ListedCheckpoint) -> None:
-        found[checkpoint.path] = await _read(root, checkpoint)
-
-    await at_most(_READ, map(read, listed))
-    return [found[checkpoint.path] for checkpoint in listed]
+    read = partial(_read, Place.of(uri, storage_options))
+    return run(at_most(_READ, map(read, listed)))
 
 
 async def _read(root: Place, checkpoint: ListedCheckpoint) -> RecordedSave:
