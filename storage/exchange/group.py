@@ -114,17 +114,6 @@ class ExchangeGroup:
         )
 
 
-def by_path(
-    connections: Mapping[int, Connection],
-) -> tuple[dict[int, Connection], dict[int, Connection]]:
-    """Split connections into those to members of this host, and those to other hosts."""
-    local: dict[int, Connection] = {}
-    remote: dict[int, Connection] = {}
-    for member, connection in connections.items():
-        (remote if connection.over_network else local)[member] = connection
-    return local, remote
-
-
 @contextlib.contextmanager
 def naming_member(member: int) -> Iterator[None]:
     """In a thread, raise an error that names ``member`` if its connection is lost in the body."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 import holdfast
-from holdfast.storage.exchange import broadcast, setup
+from holdfast.storage.exchange import broadcast, exchange
 from holdfast.storage.operations import rounds
 from holdfast.storage.ranks import calls, failures, messages, rendezvous
 from holdfast.storage.ranks.messages import Nothing, codec
@@ -25,8 +25,8 @@ MODULES = [rounds, decisions, resume, load_attempts, keeper_inventory]
 KINDS: list[Any] = [
     Nothing,
     broadcast.Offer,
-    setup.Connected,
-    setup.Request,
+    exchange.Connected,
+    exchange.Request,
     calls.RankStatus,
     failures.Failure,
     rendezvous.AnswerMessage,

@@ -21,9 +21,8 @@ from ....planner.columns import Ints
 from ....planner.image import DIGEST_NBYTES
 from ....planner.loading import LoadPlan, Targets
 from ...exchange.broadcast import read_once
-from ...exchange.exchange import Exchange
+from ...exchange.exchange import LEAST_NBYTES, Exchange, begin_exchange
 from ...exchange.group import ExchangeGroup, ExchangeLimits
-from ...exchange.setup import LEAST_NBYTES, begin_exchange
 from ...format.manifest import Manifest, VerifiedManifest
 from ...format.part import Part
 from ...format.tree import Key, dotted, format_path
