@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...planner.box import Box
-from .torch_pickle import NEW_DTYPES, Name, Record, Value, read_pickle
+from .torch_pickle import COUNT_MAX, NEW_DTYPES, Record, Value, counts, dtype_in, read_pickle
 
 DCP_METADATA_KEY = ".metadata"
 DCP_FILE = re.compile(r"holdfast-[0-9]+\.distcp")
@@ -59,8 +59,6 @@ _KNOWN = {
 _MEMORY_FORMATS = (0, 1, 2)
 """Contiguous, channels last, preserve. None affects values: each part records its own strides."""
 _FILE_NAME = re.compile(r"(?!\.\.?$)[^/\\\0]+")
-_NBYTES_MAX = 1 << 62
-_DIMS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def _places(storage_data: Value) -> _Places:
         if not isinstance(name, str):
             raise ValueError("a part has no name")
         if offset is not None:
-            offset = _counts(offset)
+            offset = counts(offset)
         places[name, offset] = _file_part(name, _fields(info, _STORAGE_INFO))
     return places
 
@@ -135,15 +133,15 @@ def _file_part(name: str, info: Mapping[Value, Value]) -> FilePart:
     file = info.get("relative_path")
     if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
         raise ValueError(f"{name!r} is in {file!r:.200}, which is not a file in its folder")
-    start, nbytes = _counts((info.get("offset"), info.get("length")))
+    start, nbytes = counts((info.get("offset"), info.get("length")))
     return FilePart(file, start, nbytes)
 
 
 def _tensor(name: str, item: Value, places: _Places) -> StoredParts:
     fields = _fields(item, _METADATA + "TensorStorageMetadata")
     dtype = _dtype(name, _state(fields.get("properties"), _PROPERTIES))
-    shape = _counts(fields.get("size"))
-    if math.prod(shape) * NEW_DTYPES[dtype] >= _NBYTES_MAX:
+    shape = counts(fields.get("size"))
+    if math.prod(shape) * NEW_DTYPES[dtype] >= COUNT_MAX:
         raise ValueError(f"{name!r} is larger than any tensor")
     chunks = fields.get("chunks")
     if not isinstance(chunks, list):
@@ -161,8 +159,8 @@ def _dtype(name: str, properties: Value) -> str:
     if not isinstance(properties, tuple) or len(properties) != 5:
         raise ValueError(f"{name!r} has unknown properties")
     dtype, layout, requires_grad, memory_format, pin_memory = properties
-    text = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
-    if text not in NEW_DTYPES:
+    text = dtype_in(dtype)
+    if text is None:
         raise ValueError(f"{name!r} has an unknown dtype")
     if _argument(layout, _LAYOUT) != "torch.strided":
         raise ValueError(f"{name!r} has the layout {_argument(layout, _LAYOUT)!r:.100}")
@@ -182,8 +180,8 @@ def _argument(value: Value, name: str) -> Value:
 
 def _box(name: str, chunk: Value, shape: tuple[int, ...]) -> Box:
     fields = _fields(chunk, _METADATA + "ChunkStorageMetadata")
-    offsets = _counts(fields.get("offsets"))
-    lengths = _counts(fields.get("sizes"))
+    offsets = counts(fields.get("offsets"))
+    lengths = counts(fields.get("sizes"))
     if not len(offsets) == len(lengths) == len(shape) or any(
         offset + length > size for offset, length, size in zip(offsets, lengths, shape, strict=True)
     ):
@@ -237,12 +235,3 @@ def _dict(value: Value) -> Mapping[Value, Value]:
     if not isinstance(value, dict):
         raise ValueError("it lists no items")
     return value
-
-
-def _counts(value: Value) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > _DIMS_MAX:
-        raise ValueError("a shape or an offset is invalid")
-    for number in value:
-        if type(number) is not int or not 0 <= number < _NBYTES_MAX:
-            raise ValueError("a shape or an offset is invalid")
-    return tuple(value)

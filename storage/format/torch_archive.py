@@ -32,8 +32,9 @@ _END = struct.Struct("<4sHHHHIIH")
 _NEEDS_64 = 45
 _FULL16 = 0xFFFF
 _FULL32 = 0xFFFF_FFFF
-_FULL32_FROM = _FULL32  # sizes and offsets from here on take 64 bits
+"""Placeholders for numbers that follow as 64 bits, as all sizes and offsets do here."""
 _DATE = (1 << 5) | 1  # 1 January 1980, so that equal tensors make equal files
+_EXTRA64_ID = 1
 _PADDING_ID = 0x4246
 
 
@@ -48,14 +49,7 @@ def torch_file(key: str, tensors: Sequence[ModelTensor], tied: Mapping[str, str]
     by_name = {tensor.name: tensor for tensor in tensors}
     items = [(tensor.name, tensor) for tensor in tensors]
     items += [(name, by_name[first]) for name, first in tied.items()]
-    archive = _Archive()
-    archive.add("data.pkl", _pickle(items, records))
-    archive.add("byteorder", b"little")
-    for number, tensor in enumerate(ordered):
-        archive.add(f"data/{number}", tensor)
-    archive.add("version", b"3\n")
-    archive.end()
-    return ModelFile(key, joined(archive.pieces))
+    return ModelFile(key, joined(_Archive(_pickle(items, records), ordered).pieces))
 
 
 def alignment_of(nbytes: int) -> int:
@@ -85,24 +79,25 @@ def _pieces(dtype: str, itemsize: int, shape: tuple[int, ...]) -> tuple[Pieces, 
     """Return :func:`torch_pieces` of an unnamed tensor. Cached: a model's tensors have few
     shapes."""
     tensor = ModelTensor("", dtype, itemsize, shape)
-    archive = _Archive()
-    archive.add("data.pkl", b"\x80\x02" + _tensor(tensor, "0") + b".")
-    archive.add("byteorder", b"little")
-    archive.add("data/0", tensor)
-    archive.add("version", b"3\n")
-    archive.end()
+    archive = _Archive(b"\x80\x02" + _tensor(tensor, "0") + b".", [tensor])
     return joined(archive.pieces), archive.nbytes
 
 
 class _Archive:
-    """The consecutive pieces of a zip file."""
+    """The consecutive pieces of a zip file: a pickle, and a record for each tensor in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pickle: bytes, tensors: Sequence[ModelTensor]) -> None:
         self.pieces: list[bytes | ModelTensor] = []
         self._central: list[bytes] = []
         self.nbytes = 0
+        self._add("data.pkl", pickle)
+        self._add("byteorder", b"little")
+        for number, tensor in enumerate(tensors):
+            self._add(f"data/{number}", tensor)
+        self._add("version", b"3\n")
+        self._end()
 
-    def add(self, name: str, content: bytes | ModelTensor) -> None:
+    def _add(self, name: str, content: bytes | ModelTensor) -> None:
         nbytes = len(content) if isinstance(content, bytes) else content.nbytes
         path = f"{_ROOT}/{name}".encode()
         self._central.append(_central(path, nbytes, self.nbytes))
@@ -110,7 +105,7 @@ class _Archive:
         if nbytes:
             self._put(content)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         start = self.nbytes
         self._put(b"".join(self._central))
         count = len(self._central)
@@ -121,17 +116,7 @@ class _Archive:
             b"PK\x06\x06", _END64.size - 12, *versions, 0, 0, count, count, directory_nbytes, start
         )
         ends += _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
-        short = min(count, _FULL16)
-        ends += _END.pack(
-            b"PK\x05\x06",
-            0,
-            0,
-            short,
-            short,
-            min(directory_nbytes, _FULL32),
-            min(start, _FULL32),
-            0,
-        )
+        ends += _END.pack(b"PK\x05\x06", 0, 0, _FULL16, _FULL16, _FULL32, _FULL32, 0)
         self._put(ends)
 
     def _put(self, piece: bytes | ModelTensor) -> None:
@@ -141,44 +126,20 @@ class _Archive:
 
 def _local(path: bytes, nbytes: int, at: int) -> bytes:
     """Return the header before a record, padded so that the record is aligned."""
-    extra = b""
-    short = nbytes
-    if nbytes >= _FULL32_FROM:
-        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
-        short = _FULL32
+    extra = struct.pack("<HHQQ", _EXTRA64_ID, 16, nbytes, nbytes)
     unpadded = at + _LOCAL.size + len(path) + len(extra) + 4
     padding = -unpadded % alignment_of(nbytes)
     extra += struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-    return (
-        _LOCAL.pack(
-            b"PK\x03\x04", _NEEDS_64, 0, 0, 0, _DATE, 0, short, short, len(path), len(extra)
-        )
-        + path
-        + extra
-    )
+    sizes = (0, _FULL32, _FULL32, len(path), len(extra))
+    return _LOCAL.pack(b"PK\x03\x04", _NEEDS_64, 0, 0, 0, _DATE, *sizes) + path + extra
 
 
 def _central(path: bytes, nbytes: int, at: int) -> bytes:
-    large = b""
-    short = nbytes
-    short_at = at
-    if nbytes >= _FULL32_FROM:
-        large += struct.pack("<QQ", nbytes, nbytes)
-        short = _FULL32
-    if at >= _FULL32_FROM:
-        large += struct.pack("<Q", at)
-        short_at = _FULL32
-    extra = b""
-    if large:
-        extra = struct.pack("<HH", 1, len(large)) + large
-    sizes = (0, short, short, len(path), len(extra))
-    return (
-        _CENTRAL.pack(
-            b"PK\x01\x02", _NEEDS_64, _NEEDS_64, 0, 0, 0, _DATE, *sizes, 0, 0, 0, 0, short_at
-        )
-        + path
-        + extra
-    )
+    extra = struct.pack("<HHQQQ", _EXTRA64_ID, 24, nbytes, nbytes, at)
+    versions = (_NEEDS_64, _NEEDS_64)
+    sizes = (0, _FULL32, _FULL32, len(path), len(extra))
+    head = _CENTRAL.pack(b"PK\x01\x02", *versions, 0, 0, 0, _DATE, *sizes, 0, 0, 0, 0, _FULL32)
+    return head + path + extra
 
 
 def _pickle(items: Sequence[tuple[str, ModelTensor]], records: Mapping[str, str]) -> bytes:

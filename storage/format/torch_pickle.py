@@ -53,6 +53,9 @@ _BYTE = ord("K")
 _STOP = ord(".")
 _NODES_MAX = 2_000_000
 _DEPTH_MAX = 200
+_DIMS_MAX = 64
+COUNT_MAX = 1 << 62
+"""Limit of sizes and offsets."""
 
 Value = object
 Values = tuple[Value, ...]
@@ -114,11 +117,12 @@ class StoredTensor:
 _MARK = object()
 
 
-def _nothing(name: str) -> bool:
+def no_record(name: str) -> bool:
+    """Accept no class; see :func:`read_pickle`."""
     return False
 
 
-def read_pickle(data: bytes, is_record: Callable[[str], bool] = _nothing) -> Value:
+def read_pickle(data: bytes, is_record: Callable[[str], bool] = no_record) -> Value:
     """Return the contents of the pickle: nested dicts, lists and tuples of tensors and small
     values.
 
@@ -265,13 +269,6 @@ class _Machine:
         else:
             self._push(self._record(function, arguments))
 
-    def new(self) -> None:
-        arguments = self._stack.pop()
-        kind = self._stack.pop()
-        if not isinstance(kind, Name) or not isinstance(arguments, tuple):
-            raise ValueError("the pickle makes an object of something that is not a class")
-        self._push(self._record(kind, arguments))
-
     def _record(self, name: Name, arguments: Values) -> Record:
         if not self._is_record(name.text):
             raise ValueError(f"the pickle makes an object of {name.text}")
@@ -323,7 +320,7 @@ _OPCODES: dict[bytes, _Handler] = {
     b"u": _Machine.set_items,
     b"Q": lambda m: m._push(_storage_of(m._stack.pop())),
     b"R": _Machine.reduce,
-    b"\x81": _Machine.new,
+    b"\x81": _Machine.reduce,  # a new object, without a call of its constructor
     b"b": _Machine.build,
 }
 
@@ -376,7 +373,7 @@ def _storage_of(identity: Value) -> _Storage:
     dtype = STORAGES.get(kind.text.removeprefix("torch."))
     if dtype is None and kind.text != _UNTYPED:
         raise ValueError(f"a storage is a {kind.text:.100}, which is not known")
-    _counts((numel,))  # only checked: the record's own size is used
+    counts((numel,))  # only checked: the record's own size is used
     return _Storage(key, dtype)
 
 
@@ -392,24 +389,27 @@ def _tensor(
     if not isinstance(storage, _Storage) or storage.dtype is None:
         raise ValueError("a tensor has a storage of unknown dtype")
     _check_no_autograd(requires_grad, hooks)
-    return _made(storage, storage.dtype, (offset, shape, strides), _bits(*metadata))
+    (first,) = counts((offset,))
+    lengths = counts(shape)
+    steps = counts(strides)
+    if len(lengths) != len(steps):
+        raise ValueError("a tensor has an invalid shape")
+    return StoredTensor(storage.key, *storage.dtype, first, lengths, steps, _bits(*metadata))
 
 
-def _tensor_of_dtype(
-    storage: Value,
-    offset: Value,
-    shape: Value,
-    strides: Value,
-    requires_grad: Value,
-    hooks: Value,
-    dtype: Value,
-    *metadata: Value,
-) -> StoredTensor:
-    name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
-    if not isinstance(storage, _Storage) or name not in NEW_DTYPES:
+def _tensor_of_dtype(storage: Value, *arguments: Value) -> StoredTensor:
+    """Return a tensor whose dtype is named by an argument, before the metadata."""
+    name = dtype_in(arguments[5])
+    if not isinstance(storage, _Storage) or name is None:
         raise ValueError("a tensor has an unknown dtype")
-    _check_no_autograd(requires_grad, hooks)
-    return _made(storage, (name, NEW_DTYPES[name]), (offset, shape, strides), _bits(*metadata))
+    typed = _Storage(storage.key, (name, NEW_DTYPES[name]))
+    return _tensor(typed, *arguments[:5], *arguments[6:])
+
+
+def dtype_in(value: Value) -> str | None:
+    """Return torch's name of the dtype that ``value`` names; None if it names none."""
+    name = value.text.removeprefix("torch.") if isinstance(value, Name) else ""
+    return name if name in NEW_DTYPES else None
 
 
 def _check_no_autograd(requires_grad: Value, hooks: Value) -> None:
@@ -419,20 +419,6 @@ def _check_no_autograd(requires_grad: Value, hooks: Value) -> None:
         raise ValueError(f"requires_grad of a tensor is {requires_grad!r:.100}")
     if hooks is not None and (not isinstance(hooks, dict) or hooks):
         raise ValueError("a tensor has backward hooks")
-
-
-def _made(
-    storage: _Storage,
-    dtype: tuple[str, int],
-    form: tuple[Value, Value, Value],
-    bits: tuple[str, ...],
-) -> StoredTensor:
-    (first,) = _counts((form[0],))
-    shape = _counts(form[1])
-    strides = _counts(form[2])
-    if len(shape) != len(strides) or len(shape) > _DEPTH_MAX:
-        raise ValueError("a tensor has an invalid shape")
-    return StoredTensor(storage.key, *dtype, first, shape, strides, bits)
 
 
 def _bits(metadata: Value = None) -> tuple[str, ...]:
@@ -447,12 +433,13 @@ def _bits(metadata: Value = None) -> tuple[str, ...]:
     return tuple(_BITS[key] for key, is_set in metadata.items() if is_set)
 
 
-def _counts(value: Value) -> tuple[int, ...]:
-    if not isinstance(value, tuple):
-        raise ValueError("a tensor has an invalid shape")
+def counts(value: Value) -> tuple[int, ...]:
+    """Return a tuple of non-negative integers, such as a shape. Raises ValueError."""
+    if not isinstance(value, tuple) or len(value) > _DIMS_MAX:
+        raise ValueError("there is an invalid shape or offset")
     for number in value:
-        if type(number) is not int or not 0 <= number < 1 << 62:
-            raise ValueError("a tensor has an invalid shape")
+        if type(number) is not int or not 0 <= number < COUNT_MAX:
+            raise ValueError("there is an invalid shape or offset")
     return tuple(value)
 
 
@@ -485,7 +472,7 @@ def _dict(*arguments: Value) -> dict[Value, Value]:
 def _size(items: Value = ()) -> Value:
     import torch
 
-    return torch.Size(_counts(items))
+    return torch.Size(counts(items))
 
 
 def _bytes(text: Value, encoding: Value) -> bytes:

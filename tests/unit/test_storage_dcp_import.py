@@ -173,7 +173,7 @@ OUTSIDE = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([7, 5]))
         ({"w_size": torch.Size([1 << 40, 1 << 40])}, "larger than any tensor"),
         ({"state_dict_metadata": {"w": 1}}, "has a int in the place"),
         ({"at_transform_descriptors": ["zstd"]}, "extension"),
-        ({"at_offset": -1}, "is invalid"),
+        ({"at_offset": -1}, "invalid shape"),
     ],
 )
 def test_impossible_metadata_is_refused(

@@ -16,7 +16,7 @@ from ....core.aio import at_most, side_by_side
 from ....core.garbage import collector_paused
 from ....drivers.contract import Driver
 from ....errors import DamagedError, UnsupportedFormatError
-from ...format.torch_pickle import StoredTensor, Value, read_pickle
+from ...format.torch_pickle import StoredTensor, Value, no_record, read_pickle
 from ...format.torch_records import (
     LOCAL_NBYTES,
     EarlierError,
@@ -45,10 +45,6 @@ _KNOWN_NBYTES_MAX = 4096
 """Limits for caching decoded pickles: their number and size."""
 
 
-def _no_record(name: str) -> bool:
-    return False
-
-
 def any_record(name: str) -> bool:
     """Accept a class of any name; see :func:`read_pickle`."""
     return True
@@ -58,7 +54,7 @@ async def read_archive(
     driver: Driver,
     key: str,
     read: Callable[[Value], T],
-    is_record: Callable[[str], bool] = _no_record,
+    is_record: Callable[[str], bool] = no_record,
 ) -> tuple[ArchiveReader, T]:
     """Return a file, and what ``read`` makes of its contents.
 
@@ -155,7 +151,7 @@ class ArchiveReader(_Archive):
         self._read: list[tuple[int, bytes]] = []
         """Cached ranges: (position, bytes)."""
 
-    async def value(self, is_record: Callable[[str], bool] = _no_record) -> Value:
+    async def value(self, is_record: Callable[[str], bool] = no_record) -> Value:
         """Return the contents of the pickle; see :func:`read_pickle`.
 
         Raises DamagedError for an incomplete file, UnsupportedFormatError naming content that is
