@@ -17,7 +17,9 @@ from ....core.garbage import collector_paused
 from ....drivers.contract import Driver
 from ....errors import DamagedError, UnsupportedFormatError
 from ...format.torch_pickle import StoredTensor, Value, no_record, read_pickle
-from ...format.torch_records import (
+from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
+from ...runtime.engine import offload
+from .torch_records import (
     LOCAL_NBYTES,
     EarlierError,
     ZipError,
@@ -25,8 +27,6 @@ from ...format.torch_records import (
     content_start,
     directory,
 )
-from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
-from ...runtime.engine import offload
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from holdfast.storage.format.torch_records import (
+from holdfast.storage.operations.conversion.torch_records import (
     EarlierError,
     ZipError,
     ZipRecord,
