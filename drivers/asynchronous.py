@@ -1,9 +1,9 @@
-"""Base classes for drivers whose client library is asynchronous.
+"""Base classes that handle cancellation, closing and errors for drivers.
 
 Each public method of the contract has an abstract counterpart with a leading underscore, which the
 driver implements with plain client calls. The public method checks the key, rejects calls after
-close(), runs the call to completion and translates the client's errors (:class:`Tasks`). Drivers
-with blocking clients use :class:`Threads` instead.
+close(), runs the call to completion and translates the client's errors (:class:`Tasks`). Calls of
+blocking clients run through :class:`Threads`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fsspec's own file systems on servers, sftp and s3fs, and the example of a driver for SFTP."""
+"""fsspec's own file systems on servers, sftp and s3fs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.conformance_run import run_conformance
-from support.examples import install
 from support.servers.radosgw import Radosgw
 
 import holdfast
@@ -100,52 +99,3 @@ def test_errors_of_s3fs_are_ours(url: str, monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(run(url.replace("//holdfast/", "//nonesuch/"), NotFoundError))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     asyncio.run(run(url, AccessError))
-
-
-# The example of a driver for an asynchronous client
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the example."""
-    return install("holdfast-sftp", tmp_path_factory.mktemp("example"))
-
-
-@pytest.fixture
-def example_url(sftp: SftpServer) -> str:
-    """The URI of an empty folder on the server."""
-    return f"sftp://{sftp.username}@{sftp.host}:{sftp.port}{sftp.root}/{uuid.uuid4().hex}"
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(920)
-def test_the_example_keeps_the_contract(installed: Path, example_url: str, tmp_path: Path) -> None:
-    """Every trial of the conformance kit passes that is not about streams or small objects."""
-    probe = ["--driver-probe", "support.servers.sftp:SftpProbe"]
-    output = run_conformance(example_url, *probe, cwd=tmp_path, path=[installed], timeout_s=900)
-    assert "1 × an upload is one stream" in output
-    assert "1 × objects may be larger than 64 MiB" in output
-    assert "deviations      0 declared, 0 cases deviated" in output
-
-
-@pytest.mark.drill
-def test_a_lost_connection_is_made_again(
-    installed: Path, example_url: str, sftp: SftpServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lost connection fails the call that meets it as temporary; the next one reconnects."""
-    monkeypatch.syspath_prepend(installed)
-    from holdfast_sftp.driver import SftpDriver
-
-    async def main() -> None:
-        driver = SftpDriver.open(parse(example_url))
-        await driver.put("a/x", b"content")
-        upload = await driver.create("a/y", 4)
-        sftp.kill_sessions()
-        with pytest.raises(StorageDownError) as caught:
-            await upload.write(0, memoryview(b"lost"))
-        assert caught.value.temporary
-        assert await driver.get("a/x") == b"content"
-        sftp.kill_sessions()
-        await driver.close()
-
-    asyncio.run(main())

@@ -13,7 +13,15 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-from holdfast.errors import AccessError, BusyError, FullError, NotFoundError, StorageDownError, StorageError
+from holdfast.errors import (
+    AccessError,
+    BusyError,
+    FullError,
+    HoldfastError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
 
 __all__ = ["Store", "sqlite_errors"]
 
@@ -144,6 +152,8 @@ def sqlite_errors(doing: str, uri: str, key: str) -> Iterator[None]:
     """Turn SQLite's errors in the block into the matching StorageError, with URI, key and cause."""
     try:
         yield
+    except HoldfastError:  # some are OSErrors as well
+        raise
     except FileNotFoundError as error:
         raise NotFoundError("no such object, nor the file it would be in", uri=uri, key=key) from error
     except sqlite3.Error as error:
