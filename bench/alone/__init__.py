@@ -1,5 +1,4 @@
-"""Measurements of a driver alone, without checkpoints: ``holdfast bench URI --workload raw`` and
-``meta``.
+"""Measurements of a driver alone, without checkpoints: ``holdfast bench URI --workload raw``.
 
 ``transfer`` is the loop that moves one object. ``plan`` lists the part sizes and concurrencies, and
 refuses impossible measurements before any I/O. ``run`` measures.

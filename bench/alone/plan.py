@@ -33,7 +33,6 @@ _PARTS = (4 << 20, 8 << 20, 64 << 20)
 these that it takes."""
 _COPIES_STORED = 3
 """Stored copies at most: an object to read, an object being replaced, and its replacement."""
-_OBJECTS_MAX = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,6 @@ class RawPlan(Plan):
     def object_nbytes(self) -> int:
         """Size of the object, a multiple of 4096."""
         return round_up(self.nbytes, ALIGN_NBYTES)
-
-
-@dataclass(frozen=True)
-class MetaPlan(Plan):
-    """Plan of ``meta``: ``objects`` objects of ``nbytes`` each."""
-
-    objects: int = 1000
 
 
 @dataclass(frozen=True)
@@ -97,18 +89,6 @@ def check_raw(plan: RawPlan, free: Callable[[str], int] = free_nbytes) -> list[P
     )
     check_storage(uri, _COPIES_STORED * plan.object_nbytes, free)
     return points
-
-
-def check_meta(plan: MetaPlan, free: Callable[[str], int] = free_nbytes) -> None:
-    """Check a plan. Raises the same errors as :func:`check_raw`."""
-    check_runs(plan.runs)
-    if not 1 <= plan.objects <= _OBJECTS_MAX:
-        raise UsageError(
-            f"--objects {plan.objects} cannot be measured",
-            advice=f"Give a number from 1 to {_OBJECTS_MAX:,}.",
-        )
-    # On a file system each object takes at least one block. Half of them exist twice.
-    check_storage(plan.parsed, 2 * plan.objects * round_up(plan.nbytes, ALIGN_NBYTES), free)
 
 
 def memory_nbytes(plan: RawPlan, points: Sequence[Point]) -> int:

@@ -20,7 +20,6 @@ from ..report import Series
 from .plan import Plan, local_folder
 from .ranks import Ranks
 from .result import (
-    LEAST_S,
     NOTHING,
     Measurement,
     Operations,
@@ -209,13 +208,11 @@ def measured_by(
     *,
     ranks: Ranks | None = None,
     place: Uri | None = None,
-    least_s: float = LEAST_S,
 ) -> Measurement:
     """Run ``work`` with a course and a place, and return its findings as a measurement.
 
     The place is by default a new folder below the URI, and is deleted afterwards, also on
-    interruption. Rounds shorter than ``least_s`` are marked as invalid. Raises the errors of
-    ``work``.
+    interruption. Raises the errors of ``work``.
     """
     if ranks is None:
         ranks = Ranks()
@@ -231,9 +228,7 @@ def measured_by(
         if ranks.rank == 0:
             clear(place)
         holdfast.release_memory()
-    against = reasons_against(
-        found.phases, busy_before=busy_before, cold_shares=course.cold_shares, least_s=least_s
-    )
+    against = reasons_against(found.phases, busy_before=busy_before, cold_shares=course.cold_shares)
     return Measurement(
         uri=plan.parsed.redacted,
         created_s=began_s,

@@ -139,11 +139,8 @@ class Phase:
 
     @property
     def data_operations(self) -> Operations | None:
-        """The operations that moved most of the bytes: writes of parts, or reads of ranges. If a
-        phase has operations of one kind only, these."""
+        """The operations that moved most of the bytes: writes of parts, or reads of ranges."""
         found = [self.operations[name] for name in ("write", "read") if name in self.operations]
-        if not found and len(self.operations) == 1:
-            found = list(self.operations.values())
         return max(found, key=lambda operations: operations.nbytes, default=None)
 
     @property
@@ -294,16 +291,15 @@ def reasons_against(
     *,
     busy_before: float,
     cold_shares: Mapping[str, float],
-    least_s: float = LEAST_S,
 ) -> dict[str, tuple[str, ...]]:
     """Return the reasons why figures are invalid, by phase, or under ``""`` for all.
 
     ``busy_before`` is the share of processors that were busy before the measurement.
     ``cold_shares`` maps reading phases to the smallest share that came from the device in a round,
-    where that is known. Rounds shorter than ``least_s`` are too short.
+    where that is known.
     """
     found = {
-        phase.name: tuple(_reasons_against_phase(phase, least_s))
+        phase.name: tuple(_reasons_against_phase(phase))
         for phase in phases
         if phase.name not in DELETING
     }
@@ -315,10 +311,10 @@ def reasons_against(
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
-def _reasons_against_phase(phase: Phase, least_s: float) -> Iterator[str]:
+def _reasons_against_phase(phase: Phase) -> Iterator[str]:
     seconds = phase.seconds
-    if phase.median_s < least_s:
-        yield f"shorter than {least_s:g} s, which is too short; give a larger --size"
+    if phase.median_s < LEAST_S:
+        yield f"shorter than {LEAST_S:g} s, which is too short; give a larger --size"
     if len(seconds) < 3:
         yield f"only {len(seconds)} rounds"
         return

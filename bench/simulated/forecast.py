@@ -1,4 +1,4 @@
-"""Forecasts of a save and a load of a whole job: bytes, balance, requests, memory and time.
+"""Forecasts of a save and a load of a whole job: bytes, balance, requests and memory.
 
 Object stores charge for requests and limit their rate. Requests for images and manifests are
 counted. The save protocol adds about twenty at any size. No storage is touched.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
-from ...core.units import ceil_div, parse_size
+from ...core.units import ceil_div
 from ...drivers.contract import Traits
 from ...drivers.objects.driver import ObjectDriver
 from ...drivers.objects.uploads import part_nbytes_for
@@ -21,7 +21,6 @@ from ...errors import UsageError
 from ...planner.image import CHUNK_NBYTES
 from ...storage.operations.options import BUDGET_NBYTES
 from ...storage.pipeline.image_writer import chunks_nbytes
-from ..measured.result import Measurement
 from ..place import traits_of
 from ..workloads.mlperf import Mlperf, subset_note
 from ..workloads.spec import Workload
@@ -37,65 +36,6 @@ class Requests:
 
     puts: int
     gets: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes per second of one rank, of a host's ranks together and of the whole job. None: no known
-    limit."""
-
-    rank: float | None = None
-    host: float | None = None
-    total: float | None = None
-
-    def seconds(self, rank_nbytes: Sequence[int], host_ranks: int) -> float | None:
-        """Return the time for moving these bytes of each rank, with ``host_ranks`` on each host.
-        The slowest rank, host or storage decides. None if no limit is known."""
-        hosts = [
-            sum(rank_nbytes[first : first + host_ranks])
-            for first in range(0, len(rank_nbytes), host_ranks)
-        ]
-        pairs = (
-            (max(rank_nbytes), self.rank),
-            (max(hosts), self.host),
-            (sum(rank_nbytes), self.total),
-        )
-        return max((nbytes / rate for nbytes, rate in pairs if rate is not None), default=None)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Limits of saves and of loads."""
-
-    save: Limits = Limits()
-    load: Limits = Limits()
-
-
-def parse_rate(option: str, text: str) -> float:
-    """Return the bytes per second of a text such as ``2GB/s``, ``2500MiB/s`` or ``2GB``. Raises
-    UsageError, which names ``option``."""
-    try:
-        rate = float(parse_size(text.strip().removesuffix("/s")))
-    except ValueError:
-        rate = 0.0
-    if rate <= 0:
-        raise UsageError(
-            f"{option} {text!r} is not a rate", advice="Give one such as 2GB/s or 2500MiB/s."
-        )
-    return rate
-
-
-def measured_rates(found: Measurement, name: str) -> Rates:
-    """Return the rates of one rank in a result of ``holdfast bench``. Raises UsageError, which
-    names ``name``, if it has no saves or no loads."""
-    limits = {}
-    for phase in ("save", "load"):
-        if phase not in found.by_name:
-            raise UsageError(
-                f"{name} has no phase {phase!r}", advice="Measure again, with all phases."
-            )
-        limits[phase] = Limits(rank=found.by_name[phase].rate)
-    return Rates(limits["save"], limits["load"])
 
 
 @dataclass(frozen=True)
@@ -157,9 +97,9 @@ class Forecast:
     ``balance`` is the bytes of the largest rank divided by the mean; 1 is perfect.
     ``save_memory_nbytes`` is the host memory of ``holdfast.save`` on the rank that needs most, in
     addition to its state; ``capture_memory_nbytes`` is for an ``async_save`` that copies the
-    state at once. ``save_s`` and ``load_s`` are None if no rate is known. ``plan_s`` is the
-    processor time of the slowest rank's plan, and ``merge_s`` that of the leader's merge. On a
-    storage without requests, writes and reads are counted. ``notes`` lists limits of comparison.
+    state at once. ``plan_s`` is the processor time of the slowest rank's plan, and ``merge_s`` that
+    of the leader's merge. On a storage without requests, writes and reads are counted. ``notes``
+    lists limits of comparison.
     """
 
     uri: str
@@ -177,14 +117,12 @@ class Forecast:
     load_requests: Requests
     save_memory_nbytes: int
     capture_memory_nbytes: int
-    save_s: float | None
-    load_s: float | None
     plan_s: float
     merge_s: float
     notes: tuple[str, ...]
 
 
-def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int, rates: Rates) -> Forecast:
+def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int) -> Forecast:
     """Forecast a save and a load. Nothing at ``uri`` is read or written; only its driver's traits
     matter. Raises UriError, and UsageError for no ranks and as :func:`.fleet.planned_fleet`."""
     if world < 1 or host_ranks < 1:
@@ -213,8 +151,6 @@ def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int, rates: R
         load_requests=loads,
         save_memory_nbytes=_memory_nbytes(fleet.ranks, traits, BUDGET_NBYTES),
         capture_memory_nbytes=_memory_nbytes(fleet.ranks, traits, None),
-        save_s=rates.save.seconds(sizes, host_ranks),
-        load_s=rates.load.seconds(sizes, host_ranks),
         plan_s=max(rank.plan_s for rank in fleet.ranks),
         merge_s=fleet.merge_s,
         notes=() if subset is None else (subset,),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from ..commands import argument
 
 DEFAULT_SIZE = "1GiB"
-DEFAULT_HOST_RANKS = 8
 
 GROUPS = {
     "workload": (
@@ -18,8 +17,8 @@ GROUPS = {
             "--workload",
             "NAME",
             "a checkpoint of MLPerf Storage: llama3-8b, llama3-70b, llama3-405b or "
-            "llama3-1t; or the driver without checkpoints: raw, one object over a grid "
-            "of part size × concurrency, or meta, many small objects",
+            "llama3-1t; or raw: the driver without checkpoints, over a grid of part size × "
+            "concurrency",
         ),
         argument(
             "--model", "NAME", "the real tensors of a model: llama3-8b, llama3-70b or llama3-405b"
@@ -91,7 +90,6 @@ GROUPS = {
             "for compare: how much slower B may be (default: %(default)s)",
             default="5%",
         ),
-        argument("--csv", "FILE", "write a CSV line for each round of each phase"),
         argument("--html", "FILE", "also write the result as an HTML page"),
     ),
     "driver alone": (
@@ -104,13 +102,6 @@ GROUPS = {
             "--concurrencies",
             "N,…",
             "for raw, such as 1,8,32 (default: around the driver's preference)",
-        ),
-        argument(
-            "--objects",
-            "N",
-            "number of objects for meta (default: %(default)s)",
-            type=int,
-            default=1000,
         ),
     ),
     "tuning": (
@@ -130,11 +121,7 @@ GROUPS = {
             "plan a save and a load of all ranks of a job in this process, without data",
         ),
         argument(
-            "--ranks-per-host", "N", f"for --simulate (default: {DEFAULT_HOST_RANKS})", type=int
+            "--ranks-per-host", "N", "for --simulate (default: %(default)s)", type=int, default=8
         ),
-        argument("--rate", "RATE", "throughput of one rank, such as 2GB/s"),
-        argument("--host-rate", "RATE", "limit of all ranks of a host together"),
-        argument("--total-rate", "RATE", "limit of the storage"),
-        argument("--rates-from", "FILE", "take rates from a result of holdfast bench --json"),
     ),
 }

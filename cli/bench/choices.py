@@ -29,9 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Output:
-    """Destinations of a result: files, and whether stdout gets JSON instead of tables."""
+    """Destinations of a result: a file, and whether stdout gets JSON instead of tables."""
 
-    csv: str | None
     html: str | None
     json: bool
 

@@ -27,7 +27,7 @@ from .choices import (
     runs_of,
     size_of,
 )
-from .simulation import check_simulation, run_simulation
+from .simulation import run_simulation
 from .tuning import run_tuning
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
 
 COMPARE = "compare"
-DRIVER_WORKLOADS = ("raw", "meta")
-OBJECT_NBYTES = 4096
-"""Size of the objects of ``meta``."""
+RAW = "raw"
+"""Workload of a driver alone."""
 _RANK = "holdfast.cli.bench.rank"
 
 
@@ -46,7 +45,6 @@ def run(
     targets: Sequence[str],
     *,
     slower: str,
-    csv: str | None,
     html: str | None,
     json_output: bool,
     **asked: Any,
@@ -54,7 +52,7 @@ def run(
     """Measure, tune, simulate or compare, and return the exit status. ``asked`` holds the other
     arguments by name."""
     with _interrupted_by_signals():
-        return _run(targets, asked, slower, Output(csv, html, json_output))
+        return _run(targets, asked, slower, Output(html, json_output))
 
 
 def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: Output) -> int:
@@ -68,16 +66,15 @@ def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: 
         )
     uri = targets[0]
     tuning = asked["tune"] or asked["forget"]
-    if asked["ranks"] is not None and (tuning or asked["workload"] in DRIVER_WORKLOADS):
+    if asked["ranks"] is not None and (tuning or asked["workload"] == RAW):
         raise UsageError(
-            "--tune, --forget and the workloads of a driver use one process",
+            "--tune, --forget and --workload raw use one process",
             advice="Leave --ranks out.",
         )
     if tuning:
         return run_tuning(uri, asked, output)
-    check_simulation(asked)
-    if asked["workload"] in DRIVER_WORKLOADS:
-        return _deliver(_driver_alone(asked["workload"], uri, asked), output)
+    if asked["workload"] == RAW:
+        return _deliver(_driver_alone(uri, asked), output)
     if asked["simulate"]:
         return run_simulation(uri, chosen_workload(asked), asked, json_output=output.json)
     found = _checkpoints(uri, asked)
@@ -108,10 +105,8 @@ def _deliver(found: Measurement, output: Output) -> int:
     INVALID. With JSON on stdout, stderr says why; the tables say so themselves."""
     from ...bench.measured.result import encoded
     from .page import measurement_page
-    from .tables import csv_text, invalid_lines, print_measurement
+    from .tables import invalid_lines, print_measurement
 
-    if output.csv is not None:
-        write_text(output.csv, csv_text(found))
     if output.html is not None:
         write_text(output.html, measurement_page(found))
     if output.json:
@@ -172,28 +167,22 @@ def _by_a_job(plan: Plan) -> Measurement | None:
     return None if ranks.rank else found
 
 
-def _driver_alone(workload: str, uri: str, asked: Mapping[str, Any]) -> Measurement:
-    from ...bench.alone.plan import MetaPlan, RawPlan, check_meta, check_raw
+def _driver_alone(uri: str, asked: Mapping[str, Any]) -> Measurement:
+    from ...bench.alone.plan import RawPlan, check_raw
 
-    if workload == "meta":
-        meta = MetaPlan(uri, OBJECT_NBYTES, runs_of(asked), objects=asked["objects"])
-        check_meta(meta)
-    else:
-        raw = RawPlan(
-            uri,
-            size_of("--size", asked["size"] or DEFAULT_SIZE),
-            runs_of(asked),
-            part_sizes=list_of("--part-sizes", asked["part_sizes"], size_of),
-            concurrencies=list_of("--concurrencies", asked["concurrencies"], number_of),
-        )
-        points = check_raw(raw)
+    plan = RawPlan(
+        uri,
+        size_of("--size", asked["size"] or DEFAULT_SIZE),
+        runs_of(asked),
+        part_sizes=list_of("--part-sizes", asked["part_sizes"], size_of),
+        concurrencies=list_of("--concurrencies", asked["concurrencies"], number_of),
+    )
+    points = check_raw(plan)
 
-    from ...bench.alone.run import measured_meta, measured_raw
+    from ...bench.alone.run import measured_raw
 
     with last_line() as say:
-        if workload == "meta":
-            return measured_meta(meta, say)
-        return measured_raw(raw, points, say)
+        return measured_raw(plan, points, say)
 
 
 def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
@@ -226,8 +215,7 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
 
 
 def _measured_what(found: Measurement) -> str:
-    workload = found.config.get("workload")
-    return workload if workload in DRIVER_WORKLOADS else "checkpoints"
+    return "raw" if found.config.get("workload") == RAW else "checkpoints"
 
 
 def _part(text: str) -> float:

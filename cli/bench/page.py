@@ -34,7 +34,7 @@ def measurement_page(found: Measurement) -> str:
         *_rates(found),
         *shown_table(phases_table(found)),
         *shown_table(costs_table(found)),
-        *_rounds(found),
+        *_charts(found, "Rounds", "GB/s of all ranks together, by round.", _rates_over_time),
         *_charts(
             found,
             "Latency of operations",
@@ -69,14 +69,14 @@ def _cell(phase: Phase, heat: float) -> Cell:
 
 
 def _rates(found: Measurement) -> Iterator[Element]:
-    if found.config.get("points") or found.config.get("objects"):
+    if found.config.get("points"):
         return
     values = []
     for phase in found.phases:
         if phase.name in DELETING:
             continue
         share = found.share(phase.name)
-        tip = f"{phase.name}: {rate_text(found, phase)}"
+        tip = f"{phase.name}: {rate_text(phase)}"
         if share is not None:
             tip += f", {share:.0%} of the {limit_of_phase(phase.name)}"
         values.append((phase.name, phase.rate / 1e9, tip))
@@ -86,12 +86,6 @@ def _rates(found: Measurement) -> Iterator[Element]:
         note="Bytes per second over all rounds. The limit is measured with a bare client; alone is "
         "our driver without checkpoints.",
     )
-
-
-def _rounds(found: Measurement) -> Iterator[Element]:
-    if found.config.get("objects") is None:
-        note = "GB/s of all ranks together, by round."
-        yield from _charts(found, "Rounds", note, _rates_over_time)
 
 
 def _rates_over_time(phase: Phase) -> Element | None:

@@ -7,24 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.units import size_text
 from ...errors import UsageError
-from ..tables import NONE, Table
+from ..tables import Table
 from ..text import one_of, paint, printable
-from .arguments import DEFAULT_HOST_RANKS
-from .choices import read_measurement
 
 if TYPE_CHECKING:
-    from ...bench.simulated.forecast import Forecast, Rates
+    from ...bench.simulated.forecast import Forecast
     from ...bench.workloads.spec import Workload
-
-
-def check_simulation(asked: Mapping[str, Any]) -> None:
-    """Raise UsageError for arguments that exclude each other, or that need ``--simulate``."""
-    if asked["rates_from"] is not None and asked["rate"] is not None:
-        raise UsageError("--rates-from and --rate exclude each other", advice="Give one of them.")
-    for name in ("ranks_per_host", "host_rate", "total_rate", "rate", "rates_from"):
-        if asked[name] is not None and not asked["simulate"]:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} goes with --simulate", advice="Give --simulate too.")
 
 
 def run_simulation(
@@ -41,29 +29,12 @@ def run_simulation(
         raise UsageError(
             f"{workload.name} has no number of ranks of its own", advice="Give --ranks 8."
         )
-    host_ranks = asked["ranks_per_host"]
-    if host_ranks is None:
-        host_ranks = DEFAULT_HOST_RANKS
-    found = forecast(workload, parse(uri), world, host_ranks, _rates(asked))
+    found = forecast(workload, parse(uri), world, asked["ranks_per_host"])
     if json_output:
         print(encoded(found))
     else:
         _print_forecast(found)
     return 0
-
-
-def _rates(asked: Mapping[str, Any]) -> Rates:
-    from ...bench.simulated.forecast import Limits, Rates, measured_rates, parse_rate
-
-    rank, host, total = (
-        None if asked[name] is None else parse_rate(f"--{name.replace('_', '-')}", asked[name])
-        for name in ("rate", "host_rate", "total_rate")
-    )
-    path = asked["rates_from"]
-    if path is None:
-        return Rates(Limits(rank, host, total), Limits(rank, host, total))
-    measured = measured_rates(read_measurement(path), path)
-    return Rates(Limits(measured.save.rank, host, total), Limits(measured.load.rank, host, total))
 
 
 def _print_forecast(found: Forecast) -> None:
@@ -94,16 +65,9 @@ def _print_forecast(found: Forecast) -> None:
     ]
     Table("the job", ("figure", "value"), figures, ("figure",)).print()
     moves = [
-        (name, f"{requests.puts:,}", f"{requests.gets:,}", _seconds(seconds))
-        for name, requests, seconds in (
-            ("save", found.save_requests, found.save_s),
-            ("load", found.load_requests, found.load_s),
-        )
+        (name, f"{requests.puts:,}", f"{requests.gets:,}")
+        for name, requests in (("save", found.save_requests), ("load", found.load_requests))
     ]
-    Table("requests", ("", "writes", "reads", "time"), moves, ("",)).print()
+    Table("requests", ("", "writes", "reads"), moves, ("",)).print()
     for note in found.notes:
         print(f"NOTE: {printable(note)}")
-
-
-def _seconds(seconds: float | None) -> str:
-    return NONE if seconds is None else f"{seconds:.2f} s"

@@ -1,9 +1,7 @@
-"""Results of ``holdfast bench`` as tables, CSV and JSON."""
+"""Results of ``holdfast bench`` as tables and JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
@@ -48,9 +46,7 @@ def print_measurement(found: Measurement) -> None:
 
 def _what(found: Measurement) -> str:
     size = size_text(found.config["nbytes"])
-    objects, ranks = found.config.get("objects"), found.config.get("ranks", 1)
-    if objects is not None:
-        return f"{objects:,} objects of {size}"
+    ranks = found.config.get("ranks", 1)
     return size if ranks == 1 else f"{size} of {ranks} ranks"
 
 
@@ -92,18 +88,14 @@ def _phase_rows(found: Measurement) -> Iterator[tuple[str, ...]]:
             f"{min(phase.seconds):.3f} s",
             f"{max(phase.seconds):.3f} s",
             f"{phase.first_s:.3f} s",
-            NONE if phase.name in DELETING else rate_text(found, phase),
+            NONE if phase.name in DELETING else rate_text(phase),
             NONE if share is None else f"{share:.0%}",
         )
 
 
-def rate_text(found: Measurement, phase: Phase) -> str:
-    """Return a rate as text: bytes per second, or for many small objects objects per second."""
-    objects = found.config.get("objects")
-    if objects is None:
-        return f"{phase.rate / 1e9:.3f} GB/s"
-    unit = "keys/s" if phase.name.startswith("list ") else "/s"
-    return f"{objects * len(phase.seconds) / sum(phase.seconds):,.0f} {unit}"
+def rate_text(phase: Phase) -> str:
+    """Return the rate of a phase as text."""
+    return f"{phase.rate / 1e9:.3f} GB/s"
 
 
 def costs_table(found: Measurement) -> Table:
@@ -146,19 +138,6 @@ def _some(names: Sequence[str]) -> str:
     if len(names) < 4:
         return ", ".join(names)
     return f"{names[0]} and {len(names) - 1} others"
-
-
-def csv_text(found: Measurement) -> str:
-    """Return a CSV line for each round of each phase, below a line of titles."""
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(("phase", "round", "nbytes", "seconds", "cpu_s", "peak_nbytes"))
-    for phase in found.phases:
-        for number, seconds in enumerate(phase.seconds):
-            cpu_s = phase.cpu_s[number] if phase.cpu_s else ""
-            peak = phase.peak_nbytes[number] if phase.peak_nbytes else ""
-            lines.writerow((phase.name, number + 1, phase.nbytes, seconds, cpu_s, peak))
-    return text.getvalue()
 
 
 def print_comparison(found: Sequence[Compared], part: float, *, json_output: bool) -> None:

@@ -30,9 +30,9 @@ def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
         raise UsageError(
             "--tune and --forget exclude each other", advice="--tune replaces an earlier profile."
         )
-    if output.csv is not None or output.html is not None or given["workload"] is not None:
+    if output.html is not None or given["workload"] is not None:
         raise UsageError(
-            "--tune and --forget go with none of --csv, --html and --workload",
+            "--tune and --forget go with neither --html nor --workload",
             advice="--json prints the full result.",
         )
     if given["forget"]:

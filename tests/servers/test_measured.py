@@ -10,7 +10,7 @@ from support.servers.proxy import FaultProxy
 from support.servers.radosgw import Radosgw
 
 import holdfast
-from holdfast.bench.simulated.forecast import Rates, forecast
+from holdfast.bench.simulated.forecast import forecast
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.sized import sized
 from holdfast.cli import app
@@ -68,7 +68,7 @@ def test_requests_are_as_many_as_forecast(mib: int, radosgw: Radosgw) -> None:
     state = materialise(workload.specs(0, 1), 0, 1)
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         uri = f"s3://holdfast/forecast-{mib}?endpoint={proxy.endpoint}"
-        found = forecast(workload, parse(uri), 1, 1, Rates())
+        found = forecast(workload, parse(uri), 1, 1)
         holdfast.save(uri, state)
         of_files = [asked for asked in proxy.asked if "0.safetensors" in asked]
         puts = [asked for asked in of_files if asked.startswith(("PUT", "POST"))]

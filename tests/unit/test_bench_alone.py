@@ -1,8 +1,7 @@
-"""A driver alone: ``holdfast bench URI --workload raw`` and ``meta``."""
+"""A driver alone: ``holdfast bench URI --workload raw``."""
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from holdfast.bench.alone.plan import Point, grid
-from holdfast.bench.alone.run import META_OPERATIONS
 from holdfast.bench.alone.transfer import Shape, Transfer, parts
 from holdfast.bench.measured.result import (
     Measurement,
@@ -104,21 +102,19 @@ def test_results_are_compared_with_their_like(
 ) -> None:
     """Results of different workloads are refused by name."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
-    for config, name in (({"workload": "raw"}, "raw"), ({}, "checkpoints")):
-        a.write_text(encoded(Measurement("file:///x", 1.9e9, config, {}, (WRITE,))))
-        b.write_text(encoded(Measurement("file:///x", 1.9e9, {"workload": "meta"}, {}, (WRITE,))))
-        assert app.run(["bench", "compare", str(a), str(b)]) == 2
-        assert f"a.json measures {name}, {b} measures meta" in capsys.readouterr().err
+    a.write_text(encoded(Measurement("file:///x", 1.9e9, {}, {}, (WRITE,))))
+    b.write_text(encoded(Measurement("file:///x", 1.9e9, {"workload": "raw"}, {}, (WRITE,))))
+    assert app.run(["bench", "compare", str(a), str(b)]) == 2
+    assert f"a.json measures checkpoints, {b} measures raw" in capsys.readouterr().err
 
 
 @pytest.mark.nightly(4)
 def test_raw_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every operation at every point is in the document, the lines and the page; nothing is
-    left."""
-    page, lines = tmp_path / "page.html", tmp_path / "lines.csv"
+    """Every operation at every point is in the document and the page; nothing is left."""
+    page = tmp_path / "page.html"
     arguments = ["bench", str(tmp_path / "s"), "--workload", "raw", "--size", "4MiB"]
     arguments += ["--runs", "1", "--part-sizes", "1MiB,2MiB", "--concurrencies", "1,3"]
-    assert app.run([*arguments, "--json", "--html", str(page), "--csv", str(lines)]) == 1
+    assert app.run([*arguments, "--json", "--html", str(page)]) == 1
     found = decoded(capsys.readouterr().out, "x")
     operations = ("write", "random write", "read", "random read")
     names = [f"{what} {part}MiB × {n}" for what in operations for part in (1, 2) for n in (1, 3)]
@@ -128,26 +124,7 @@ def test_raw_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(phase.nbytes == 4 * MIB for phase in found.phases)
     assert "the object has only 2 parts; give a larger --size" in found.invalid["read 2MiB × 3"]
     assert list((tmp_path / "s").iterdir()) == []
-    rows = list(csv.DictReader(lines.read_text().splitlines()))
-    assert [float(row["seconds"]) for row in rows] == [p.seconds[0] for p in found.phases]
     text = page.read_text()
     assert "INVALID" in text
     assert text.count("<svg") == 4 + len(names)
     assert "<script" not in text
-
-
-def test_meta_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every operation runs once per object, one and several at a time; nothing is left."""
-    uri = f"file://{tmp_path}/s?threads=4"
-    arguments = ["bench", uri, "--workload", "meta", "--objects", "20", "--runs", "3"]
-    assert app.run([*arguments, "--json"]) in (0, 1)
-    found = decoded(capsys.readouterr().out, "x")
-    names = [f"{what} × {n}" for n in (1, 4) for what in META_OPERATIONS]
-    assert [phase.name for phase in found.phases] == names
-    for phase in found.phases:
-        assert phase.data_operations is not None
-        assert phase.data_operations.count == (3 if phase.name.startswith("list") else 60)
-        assert len(phase.seconds) == 3
-    assert list((tmp_path / "s").iterdir()) == []
-    assert app.run(arguments) in (0, 1)
-    assert "keys/s" in capsys.readouterr().out

@@ -11,15 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import holdfast
-from holdfast.bench.measured.result import Measurement, Phase, encoded
 from holdfast.bench.simulated.fleet import FlatStates, fragment_told, planned_fleet
-from holdfast.bench.simulated.forecast import (
-    Rates,
-    UploadShape,
-    forecast,
-    measured_rates,
-    parse_rate,
-)
+from holdfast.bench.simulated.forecast import UploadShape, forecast
 from holdfast.bench.workloads.llama3 import llama3, training_specs
 from holdfast.bench.workloads.llama_dimensions import Llama
 from holdfast.bench.workloads.materialised import materialise
@@ -28,16 +21,13 @@ from holdfast.bench.workloads.spec import Listed, Spec, Workload
 from holdfast.cli import app
 from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.uri import parse
-from holdfast.errors import UsageError
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import Agreed, plan_image
 
 MIB = 1 << 20
-GB = 10**9
 _LLAMA = Llama(layers=2, hidden=64, ffn=96, kv=16, vocab=101)
 TINY = Listed("tiny", lambda: training_specs(_LLAMA, "adam+master"))
 READS = ("read", "read_pieces", "fetch", "get")
-NO_RATES = Rates()
 
 
 @pytest.mark.parametrize("workload", [TINY, sized(40 * MIB), equal_tensors(MIB, 50)])
@@ -85,7 +75,7 @@ def test_reads_are_as_many_as_forecast(nbytes: int, digests: int, tmp_path: Path
     workload = sized(nbytes)
     state = materialise(workload.specs(0, 1), 0, 1)
     holdfast.save(uri, state)
-    found = forecast(workload, parse(uri), 1, 1, NO_RATES)
+    found = forecast(workload, parse(uri), 1, 1)
 
     def reads() -> int:
         operations = [seen.operations for seen in snapshots().values()]
@@ -105,14 +95,13 @@ def test_the_largest_jobs_are_planned_in_seconds(
 ) -> None:
     """These are of MLPerf Storage: all ranks, to the byte."""
     began_s = time.process_time()
-    arguments = ["--workload", name, "--simulate", "--json", "--rate", "2GB/s"]
+    arguments = ["--workload", name, "--simulate", "--json"]
     assert app.run(["bench", "file:///nowhere", *arguments]) == 0
     assert time.process_time() - began_s < 20
     found = json.loads(capsys.readouterr().out)
     assert (found["world"], found["state_nbytes"]["total"]) == (ranks, total_nbytes)
     overhead = found["image_nbytes"]["total"] / total_nbytes - 1
     assert 16 / 65536 <= overhead < 0.0003  # the digests
-    assert found["save_s"] == found["image_nbytes"]["most"] / 2e9
     assert found["chunks"] > total_nbytes / (16 * MIB)
     assert found["manifest_nbytes"] > 16 * found["chunks"]
     assert not Path("/nowhere").exists()
@@ -121,25 +110,16 @@ def test_the_largest_jobs_are_planned_in_seconds(
 def test_a_sharded_model_is_divided_evenly() -> None:
     """Ranks beyond the rows of all tensors write nothing. Memory is that of the budget, or of the
     whole image if a save copies first."""
-    found = forecast(llama3("llama3-8b"), parse("memory://x"), 8, 4, NO_RATES)
+    found = forecast(llama3("llama3-8b"), parse("memory://x"), 8, 4)
     assert found.tensors == 291
     assert found.shards == 8 * 291
     assert found.state_nbytes.total == 16_060_522_496
     assert found.balance == pytest.approx(1, abs=1e-3)
-    assert (found.save_s, found.notes) == (None, ())
+    assert found.notes == ()
     assert found.capture_memory_nbytes >= found.image_nbytes.most
     assert 64 * MIB <= found.save_memory_nbytes <= 512 * MIB
     few = planned_fleet(equal_tensors(1 << 10, 2), 300, 8)
     assert [rank.image_nbytes == 0 for rank in few.ranks] == [False] * 256 + [True] * 44
-
-
-def test_rates_are_parsed() -> None:
-    """Errors name the option."""
-    assert parse_rate("--rate", "2GB/s") == 2e9
-    assert parse_rate("--rate", "100 MiB/s") == 100 * MIB
-    for text in ("fast", "0", "-1GB/s"):
-        with pytest.raises(UsageError, match=r"^--host-rate"):
-            parse_rate("--host-rate", text)
 
 
 def test_uploads_are_counted_in_parts() -> None:
@@ -151,24 +131,6 @@ def test_uploads_are_counted_in_parts() -> None:
     assert store.puts(160_001 * MIB) == 5_001 + 2
     assert [store.looks(n) for n in (0, 1, 17 * MIB)] == [0, 1, 2]
     assert [UploadShape().puts(n) for n in (0, 1, 17 * MIB)] == [0, 1, 2]
-
-
-def result(*phases: Phase) -> Measurement:
-    """Return a result of these phases."""
-    return Measurement("file:///x", 1.9e9, {}, {}, phases)
-
-
-def test_rates_come_from_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Saves and loads have different rates."""
-    file = tmp_path / "result.json"
-    file.write_text(encoded(result(Phase("save", GB, (2.0,)), Phase("load", GB, (0.5,)))))
-    arguments = ["--size", "64MiB", "--simulate", "--ranks", "2", "--rates-from", str(file)]
-    assert app.run(["bench", "file:///x", *arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["save_s"] == pytest.approx(4 * found["load_s"])
-    assert found["save_s"] == pytest.approx(found["image_nbytes"]["most"] / (GB / 2))
-    with pytest.raises(UsageError, match="here has no phase 'load'"):
-        measured_rates(result(Phase("save", GB, (1.0,))), "here")
 
 
 def test_a_forecast_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
