@@ -403,12 +403,10 @@ COMMANDS: tuple[Command, ...] = (
         needs=("aiohttp", "rich"),
         arguments=(
             argument("uri", "URI", "folder to save below (default: a folder in /tmp)", nargs="?"),
-            argument("--seed", "X", "seed of the weights (default: 0)", type=int, default=0),
-            JSON,
         ),
         examples={
             "holdfast keeper demo": "with storage in a temporary folder",
-            "holdfast keeper demo s3://bucket/demo --json": "on your storage, with JSON output",
+            "holdfast keeper demo s3://bucket/demo": "on your storage",
         },
         statuses={0: "every job resumed as expected", 1: "a loss or a step was wrong"},
     ),
@@ -455,21 +453,10 @@ COMMANDS: tuple[Command, ...] = (
                 "--steps", "X", "number of training steps (default: 40)", type=int, default=40
             ),
             argument(
-                "--kill-at",
-                "X",
-                "step during whose save a rank is killed (default: 24)",
-                type=int,
-                default=24,
-            ),
-            argument("--every", "X", "steps between two saves (default: 8)", type=int, default=8),
-            argument(
                 "--ranks-before", "X", "ranks before the kill (default: 4)", type=int, default=4
             ),
             argument(
                 "--ranks-after", "X", "ranks after the kill (default: 2)", type=int, default=2
-            ),
-            argument(
-                "--seed", "X", "seed of weights and batches (default: 0)", type=int, default=0
             ),
         ),
         examples={

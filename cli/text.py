@@ -6,24 +6,23 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import IO
 
 RUNS_SHOWN = 4
 _AGES = ((86400.0, "day"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _COLOURS = {"bold": "1", "dim": "2", "red": "31", "green": "32"}
 
 
-def is_terminal(file: IO[str] | None = None) -> bool:
-    """Return whether ``file``, by default stdout, is a terminal that accepts colours. NO_COLOR and
-    TERM=dumb refuse them."""
+def is_terminal() -> bool:
+    """Return whether stdout is a terminal that accepts colours. NO_COLOR and TERM=dumb refuse
+    them."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return (file or sys.stdout).isatty()
+    return sys.stdout.isatty()
 
 
-def paint(text: str, colour: str, file: IO[str] | None = None) -> str:
-    """Return ``text`` in a colour if ``file``, by default stdout, is a terminal, else unchanged."""
-    if not is_terminal(file):
+def paint(text: str, colour: str) -> str:
+    """Return ``text`` in a colour if stdout is a terminal, else unchanged."""
+    if not is_terminal():
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 

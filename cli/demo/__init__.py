@@ -1,10 +1,12 @@
 """Two demos: training that loses a rank, and training that loses hosts.
 
 ``holdfast demo`` trains a language model, kills a rank in the middle of a save, and resumes with
-fewer ranks. ``run`` tells the story by its ``plan``. ``train`` is the training script, with its
-``model`` and ``text``. ``jobs`` starts it under torchrun; ``journal`` collects its progress.
-``torn`` lists what a killed save leaves. ``account`` and ``picture`` present the results.
+fewer ranks. ``run`` tells the story by its ``plan``, and ``train`` is the training script. ``torn``
+lists what a killed save leaves, and ``picture`` draws the losses.
 
-``holdfast keeper demo`` loses hosts that keep steps in memory. ``keepers`` tells the story.
+``holdfast keeper demo`` loses hosts that keep steps in memory. ``keepers`` tells the story,
 ``train_kept`` is the training script, and ``hosts`` runs the keepers.
+
+Both train ``model`` on ``text``. ``jobs`` starts the scripts under torchrun, ``journal`` collects
+their progress, and ``account`` prints it.
 """

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import IO
-
 from ..text import paint, printable
 
 
 class Account:
-    """Writes to ``file``."""
+    """Writes to stdout."""
 
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
+    def __init__(self) -> None:
         self._chapter = 0
 
     def title(self, text: str) -> None:
         """Print the title."""
-        print(paint(text, "bold", self._file), file=self._file, flush=True)
+        print(paint(text, "bold"), flush=True)
 
     def chapter(self, text: str) -> None:
         """Start a numbered chapter."""
@@ -27,5 +24,5 @@ class Account:
         """Print one line."""
         line = f"   {printable(text)}"
         if colour:
-            line = paint(line, colour, self._file)
-        print(line, file=self._file, flush=True)
+            line = paint(line, colour)
+        print(line, flush=True)

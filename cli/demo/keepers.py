@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...core.units import size_text
 from ...drivers.uri import redact
 from ...errors import RankFailedError
-from ..commands import print_json
 from ..progress import last_line
 from ..tables import print_table
 from ..text import one_of
@@ -97,21 +94,6 @@ class Outcome:
             *(size_text(n) if n else "-" for n in nbytes),
         )
 
-    def document(self) -> dict[str, Any]:
-        """Return the outcome as a JSON object."""
-        step = self.step or 0
-        return {
-            "what": self.accident.title,
-            "hosts": list(self.accident.hosts),
-            "step": self.accident.step,
-            "resumed_step": self.step,
-            "lost_steps": self.accident.step - step,
-            "resume_s": self.resume_s,
-            "first_step_s": self.first_step_s,
-            "nbytes": {tier: self.tiers.get(tier, 0) for tier in TIERS},
-            "as_expected": self.as_expected,
-        }
-
 
 def outcome_of(accident: Accident, resumed: Sequence[Event], first_step_s: float) -> Outcome:
     """Combine the resume events of all ranks into an outcome."""
@@ -143,17 +125,13 @@ ACCIDENTS = (
 )
 
 
-def main(*, uri: str | None, seed: int, json_output: bool) -> int:
+def main(*, uri: str | None) -> int:
     """Run the demo from the main thread. Return 0 if each job resumed as expected and all losses
     equal those of an uninterrupted run, else 1. Raises a HoldfastError."""
-    stream = sys.stderr if json_output else sys.stdout
     with stopped_by_sigterm(), _folders() as (folder, hosts):
-        demo = _Demo(checkpoints_uri(uri, folder), seed, folder, hosts, Account(stream))
+        demo = _Demo(checkpoints_uri(uri, folder), folder, hosts)
         demo.run()
-    if json_output:
-        print_json(demo.document())
-    else:
-        demo.print_account()
+    demo.print_account()
     return int(not demo.as_expected)
 
 
@@ -170,12 +148,11 @@ def _folders() -> Iterator[tuple[Path, Hosts]]:
 
 
 class _Demo:
-    def __init__(self, root: str, seed: int, folder: Path, hosts: Hosts, account: Account) -> None:
+    def __init__(self, root: str, folder: Path, hosts: Hosts) -> None:
         self.root = root
-        self.seed = seed
         self.folder = folder
         self.hosts = hosts
-        self.account = account
+        self.account = Account()
         self.outcomes: list[Outcome] = []
         self.taken: list[tuple[int, float]] = []
         """Each step taken and its loss; some steps are taken more than once."""
@@ -230,17 +207,6 @@ class _Demo:
                 )
         self.account.say(f"{self.seconds:.0f} s in all")
 
-    def document(self) -> dict[str, object]:
-        """Return the results as a JSON object."""
-        return {
-            "uri": redact(self.root),
-            "seconds": self.seconds,
-            "accidents": [outcome.document() for outcome in self.outcomes],
-            "losses": self.uninterrupted,
-            "differing_steps": self.differing,
-            "as_expected": self.as_expected,
-        }
-
 
 class _RunningJob:
     """A job that resumes after the accident ``before`` (None for the first job) and runs until
@@ -253,8 +219,7 @@ class _RunningJob:
         self._before = before
         self._accident = accident
         until = STEPS if accident is None else accident.step
-        arguments = ["--uri", demo.root, "--seed", str(demo.seed)]
-        arguments += ["--every", str(EVERY), "--until", str(until)]
+        arguments = ["--uri", demo.root, "--every", str(EVERY), "--until", str(until)]
         if accident is None:
             arguments.append("--last")
         self._job = Job(

@@ -1,11 +1,23 @@
-"""A small decoder-only transformer over bytes: the smallest language model that still learns."""
+"""A small decoder-only transformer over bytes, the smallest language model that still learns, and
+its training on all ranks of a job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from .text import batch, part_of, read_text
+
+RATE = 2e-3
+RISING_STEPS = 8
+"""Steps in which the learning rate rises to :data:`RATE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +64,38 @@ class Transformer(nn.Module):
             x = block(x, src_mask=causal, is_causal=True)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
+
+
+class Learner:
+    """Trains a Transformer with FSDP2 and AdamW, with the same losses on any number of ranks except
+    for rounding. ``state`` goes into checkpoints; ``state["step"]`` is the last step."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        torch.manual_seed(0)
+        self._rank = dist.get_rank()
+        self._world = dist.get_world_size()
+        self._text = read_text()
+        self._model = Transformer(config)
+        mesh = init_device_mesh("cpu", (self._world,))
+        for block in self._model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self._optim = torch.optim.AdamW(self._model.parameters(), lr=RATE, betas=(0.9, 0.95))
+        self.state: dict[str, Any] = {"model": self._model, "optim": self._optim, "step": 0}
+
+    def take_step(self, step: int) -> float:
+        """Train one step and return the mean loss of all ranks."""
+        windows = part_of(batch(self._text, step), self._rank, self._world)
+        tokens = torch.from_numpy(windows)
+        logits = self._model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for group in self._optim.param_groups:
+            group["lr"] = RATE * min(1.0, step / RISING_STEPS)
+        self._optim.step()
+        self._optim.zero_grad()
+        self.state["step"] = step
+        total = loss.detach()
+        dist.all_reduce(total)
+        return float(total) / self._world

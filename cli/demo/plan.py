@@ -13,22 +13,19 @@ from ...drivers.uri import join, parse
 from ...errors import UsageError
 from .text import SEQUENCES
 
+SAVES = 5
 _MARKER = ".holdfast-demo"
 _OURS = ("checkpoints", "logs", "loss.svg")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Train ``steps`` steps on ``before`` ranks, save every ``every`` steps, kill a rank in the
-    save of ``kill_at``, and resume with ``after`` ranks. Raises UsageError for settings that cannot
-    work."""
+    """Train ``steps`` steps on ``before`` ranks, kill a rank in a save, and resume with ``after``
+    ranks. Raises UsageError for settings that cannot work."""
 
     steps: int
-    kill_at: int
-    every: int
     before: int
     after: int
-    seed: int
 
     def __post_init__(self) -> None:
         for ranks in (self.before, self.after):
@@ -36,21 +33,19 @@ class Plan:
                 raise UsageError(f"{ranks} ranks cannot share {SEQUENCES} sequences evenly")
         if self.before < 2:
             raise UsageError("with one rank, none survives the kill")
-        if self.seed < 0:
-            raise UsageError("a seed is not negative")
-        if (
-            self.every < 1
-            or self.kill_at % self.every
-            or not 2 * self.every <= self.kill_at <= self.steps
-        ):
-            raise UsageError(
-                f"no save can be torn at step {self.kill_at} of {self.steps} with a save every "
-                f"{self.every}",
-                advice=(
-                    "The kill falls on a save, and not on the first: one must be there to "
-                    "resume from."
-                ),
-            )
+        if self.steps < SAVES:
+            raise UsageError(f"{self.steps} steps are too few for {SAVES} saves")
+
+    @property
+    def every(self) -> int:
+        """Steps between two saves."""
+        return self.steps // SAVES
+
+    @property
+    def kill_at(self) -> int:
+        """The step in whose save a rank is killed: not the first, since one must be there to resume
+        from."""
+        return 3 * self.every
 
     @property
     def victim(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -33,15 +32,12 @@ def main(
     uri: str | None,
     out: str,
     steps: int,
-    kill_at: int,
-    every: int,
-    ranks_before: int = 4,
-    ranks_after: int = 2,
-    seed: int,
+    ranks_before: int,
+    ranks_after: int,
 ) -> int:
     """Run the demo. Return 0 if the loss continues as in the uninterrupted run, else 1. Raises a
     HoldfastError."""
-    plan = Plan(steps, kill_at, every, ranks_before, ranks_after, seed)
+    plan = Plan(steps, ranks_before, ranks_after)
     root = checkpoints_uri(uri, Path(out).absolute())
     demo = _Demo(plan, root, prepare(out))
     demo.run()
@@ -53,7 +49,7 @@ class _Demo:
         self.plan = plan
         self.root = root
         self.folder = folder
-        self.account = Account(sys.stdout)
+        self.account = Account()
         self.before = Record(plan.before)
         self.after = Record(plan.after)
         self.reference = Record(plan.before)
@@ -110,8 +106,7 @@ class _Demo:
 
     def _job(self, name: str, record: Record, *options: str, survives: bool = True) -> None:
         plan = self.plan
-        settings = {"--steps": plan.steps, "--every": plan.every, "--seed": plan.seed}
-        arguments = [str(part) for setting in settings.items() for part in setting]
+        arguments = ["--steps", str(plan.steps), "--every", str(plan.every)]
         with last_line(lines=False) as show:
             show("torchrun starts the ranks")
 

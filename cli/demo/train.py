@@ -18,26 +18,17 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
 from ...drivers.uri import join, parse
 from .journal import Journal
-from .model import ModelConfig, Transformer
+from .model import Learner, ModelConfig
 from .plan import checkpoint_uri
-from .text import batch, part_of, read_text
 from .torn import image_is_begun
 
-# the learning rate, and the steps of its warm-up
-RATE = 2e-3
-RISING_STEPS = 8
 DEADLINE_S = 6.0
 
 
@@ -48,12 +39,9 @@ class Training:
         self._job = job
         self._journal = journal
         self._rank = dist.get_rank()
-        self._world = dist.get_world_size()
-        self._text = read_text()
-        self._model, self._optim = sharded_model(job.seed)
-        self._state: dict[str, Any] = {
-            "model": self._model, "optim": self._optim, "step": 0, "rng": holdfast.RNGState()
-        }  # fmt: skip
+        self._learner = Learner(ModelConfig())
+        self._state = self._learner.state
+        self._state["rng"] = holdfast.RNGState()
         self._saving: tuple[int, holdfast.SaveHandle] | None = None
         self._stopping = False
         # torchrun sends SIGTERM to the other ranks as soon as one is dead. They first wait for the
@@ -70,8 +58,7 @@ class Training:
             if self._stopping:
                 raise InterruptedError("told to stop")
             began_s = time.perf_counter()
-            loss = self._train(step)
-            self._state["step"] = step
+            loss = self._learner.take_step(step)
             seconds = time.perf_counter() - began_s
             self._journal.write("step", step=step, loss=loss, seconds=seconds)
             if self._saving is not None and self._saving[1].done():
@@ -90,21 +77,6 @@ class Training:
 
     def _tell_loaded(self, report: holdfast.LoadReport) -> None:
         self._journal.write("loaded", **asdict(report))
-
-    def _train(self, step: int) -> float:
-        windows = part_of(batch(self._text, self._job.seed, step), self._rank, self._world)
-        tokens = torch.from_numpy(windows)
-        logits = self._model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        for group in self._optim.param_groups:
-            group["lr"] = RATE * min(1.0, step / RISING_STEPS)
-        self._optim.step()
-        self._optim.zero_grad()
-        total = loss.detach()
-        dist.all_reduce(total)
-        return float(total) / self._world
 
     def _save(self, step: int) -> None:
         """Start a save in the background."""
@@ -135,17 +107,6 @@ class Training:
             handle.wait()
             assert handle.report is not None
             self._journal.write("saved", step=step, **asdict(handle.report))
-
-
-def sharded_model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Build the same model on any number of ranks, with each block sharded over all of them."""
-    torch.manual_seed(seed)
-    model = Transformer(ModelConfig())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
 
 
 def main() -> None:
@@ -184,7 +145,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--uri", help="where the checkpoints go")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="steps between two checkpoints")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--kill-at", type=int, default=-1, help="in the save of which step a rank dies"
     )

@@ -16,13 +16,8 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import holdfast
 
@@ -30,55 +25,15 @@ from ...storage.arenas.client import status_of
 from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, keeper_folders
 from .hosts import HOSTS, LINGER, address_of, folder_of
 from .journal import Journal
+from .model import Learner, ModelConfig
 
-WIDTH = 256
-HIDDEN = 2048
-ROWS = 32
-"""Samples of a rank in a batch."""
-RATE = 1e-3
+CONFIG = ModelConfig(width=128)
 KEEPER_S = 30.0
 GUARD_S = 60.0
 """Long enough for a machine whose cores are all busy."""
 SETTLE_S = 10.0
 END_S = 120.0
 _LOOK_EVERY_S = 0.02
-
-
-class Training:
-    """A two-layer perceptron that learns the function of another one, sharded over all ranks. With
-    Adam's two moments it takes 12 MiB."""
-
-    def __init__(self, seed: int) -> None:
-        self._rank = dist.get_rank()
-        self._world = dist.get_world_size()
-        torch.manual_seed(seed)
-        self._teacher = _perceptron(64)
-        self._model = _perceptron(HIDDEN)
-        fully_shard(self._model, mesh=init_device_mesh("cpu", (self._world,)))
-        self._optim = torch.optim.Adam(self._model.parameters(), lr=RATE)
-        self.state: dict[str, Any] = {"model": self._model, "optim": self._optim, "step": 0}
-
-    def take_step(self, step: int) -> float:
-        """Train one step and return the mean loss of all ranks. The samples depend only on the step
-        and the rank."""
-        random = torch.Generator().manual_seed(step * self._world + self._rank)
-        samples = torch.randn(ROWS, WIDTH, generator=random)
-        with torch.no_grad():
-            wanted = self._teacher(samples)
-        loss = F.mse_loss(self._model(samples), wanted)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optim.step()
-        self._optim.zero_grad()
-        self.state["step"] = step
-        total = loss.detach()
-        dist.all_reduce(total)
-        return float(total) / self._world
-
-
-def _perceptron(hidden: int) -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, WIDTH)
-    )
 
 
 def main() -> None:
@@ -89,13 +44,12 @@ def main() -> None:
     journal = Journal(job.journal, rank)
     journal.write("ready", pid=os.getpid())
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    training = Training(job.seed)
     try:
-        _train(job, training, journal)
+        _train(job, Learner(CONFIG), journal)
     except Exception as error:
         journal.write("failed", message=f"{type(error).__name__}: {error}")
         raise
-    again = Training(job.seed)
+    again = Learner(CONFIG)
     for step in range(1, job.until + 1):
         journal.write("uninterrupted", step=step, loss=again.take_step(step))
     dist.destroy_process_group()
@@ -105,7 +59,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _train(job: argparse.Namespace, training: Training, journal: Journal) -> None:
+def _train(job: argparse.Namespace, learner: Learner, journal: Journal) -> None:
     rank = dist.get_rank()
     keeper = holdfast.Keeper(
         every=1,
@@ -118,13 +72,13 @@ def _train(job: argparse.Namespace, training: Training, journal: Journal) -> Non
     with holdfast.Checkpointer(
         job.uri, every=job.every, keeper=keeper, on_error="raise", grace_s=None
     ) as run:
-        begin = run.resume(training.state) + 1
+        begin = run.resume(learner.state) + 1
         assert run.resumed is not None
         journal.write("resumed", **asdict(run.resumed))
         for step in range(begin, job.until + 1):
-            loss = training.take_step(step)
+            loss = learner.take_step(step)
             journal.write("step", step=step, loss=loss)
-            saving = run.step(step, training.state)
+            saving = run.step(step, learner.state)
             if saving is not None:
                 _settle(saving)
         if not job.last:
@@ -167,7 +121,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--every", type=int, required=True, help="steps between two that go to storage"
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--last", action="store_true", help="end, after the whole training without interruption"
     )
