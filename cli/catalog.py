@@ -315,6 +315,10 @@ COMMANDS: tuple[Command, ...] = (
             argument("--key", "FILE", "private key of the certificate", default=""),
             argument("--max-bytes-per-s", "RATE", "limit of reads from other keepers, such as 1GB"),
             argument("--cpus", "LIST", "CPUs to run on, such as 0-3,8 (default: any)"),
+            argument(
+                "--history", "N", "older steps to keep, if memory suffices", type=int, default=0
+            ),
+            argument("--every", "N", "distance of kept steps (default: 1)", type=int, default=1),
         ),
         examples={
             "holdfast keeper run s3://bucket/run --memory 200GiB": "run the keeper of a run",

@@ -66,7 +66,7 @@ class Keeper:
         self.options = options
         self.name = name
         self._store = store
-        self.pool = SlotPool(options.budget_nbytes)
+        self.pool = SlotPool(*options.limits)
         self._generations = self.pool.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -250,8 +250,8 @@ class Keeper:
             confine(options, before)
             if (options.local, options.local_every) != (before.local, before.local_every):
                 self._set_local(options)
-            if options.budget_nbytes != before.budget_nbytes:
-                self.pool.limit(options.budget_nbytes)
+            if options.limits != before.limits:
+                self.pool.limit(*options.limits)
         except (TypeError, ValueError, OSError, HoldfastError) as error:
             _log.warning("the options of a trainer cannot be applied: %s", error)
             return ("options",)

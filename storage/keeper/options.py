@@ -41,6 +41,15 @@ class KeeperOptions:
     """Limit of all reads from other keepers. None: no limit."""
     cpus: str = ""
     """CPUs to run on, in the format of :func:`cpus_of`. Empty: any."""
+    history: int = 0
+    """Number of older generations to retain, at widening distances."""
+    every: int = 1
+    """Steps between generations, from which the distances follow."""
+
+    @property
+    def limits(self) -> tuple[int | None, int, int]:
+        """``budget_nbytes``, ``history`` and ``every``."""
+        return self.budget_nbytes, self.history, self.every
 
 
 def wanted_options(text: str, current: KeeperOptions) -> tuple[KeeperOptions, tuple[str, ...]]:

@@ -107,13 +107,14 @@ class PooledSlot:
 
 class SlotPool:
     """The slots of a keeper, by number. ``given_nbytes``: the limit that the user has set for all
-    of them; None: as much as the system can spare."""
+    of them; None: as much as the system can spare. For ``history`` and ``every``, see
+    :class:`.options.KeeperOptions`."""
 
-    def __init__(self, given_nbytes: int | None = None) -> None:
+    def __init__(self, given_nbytes: int | None = None, history: int = 0, every: int = 1) -> None:
         """Raise OSError if the system does not tell how much memory is available."""
         self.generations = Generations(0)
         self.slots: dict[int, PooledSlot] = {}
-        self.limit(given_nbytes)
+        self.limit(given_nbytes, history, every)
         self._making_nbytes = 0
         """Memory being allocated now, which the system may not report as used yet."""
 
@@ -122,9 +123,11 @@ class SlotPool:
         """Size of all slots."""
         return sum(slot.memory.nbytes for slot in self.slots.values())
 
-    def limit(self, given_nbytes: int | None) -> None:
-        """Set the limit that the user gives. Images beyond a smaller one stay until their memory is
+    def limit(self, given_nbytes: int | None, history: int, every: int) -> None:
+        """Set the limits that the user gives. Images beyond smaller ones stay until their memory is
         reused. Raises OSError as the constructor does."""
+        self.generations.history = history
+        self.generations.every = every
         self._given_nbytes = given_nbytes
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES + self.nbytes)
         self.generations.budget_nbytes = min(spare_nbytes, given_nbytes or spare_nbytes)

@@ -25,9 +25,13 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """Epochs that still matter, ascending, each with the step it resumed from (-1: none)."""
+    """Epochs that still matter, ascending, each with the step it resumed from (-1: none).
+    ``repeats``: number of epochs since one last resumed from a newer step than all earlier ones,
+    including that one; ``span``: the lowest and the highest step that these resumed from."""
 
     begun: tuple[tuple[int, int], ...] = ()
+    repeats: int = 0
+    span: tuple[int, int] = (-1, -1)
 
     @property
     def newest(self) -> int:
@@ -37,7 +41,18 @@ class Epochs:
     def with_next(self, epoch: int, chosen: int | None) -> Epochs:
         """Return the record after ``epoch`` begins at step ``chosen`` (None: from nothing)."""
         step = -1 if chosen is None else chosen
-        return Epochs((*[one for one in self.begun if one[1] < step], (epoch, step)))
+        begun = (*[one for one in self.begun if one[1] < step], (epoch, step))
+        lowest, highest = self.span
+        if not self.repeats or step > highest:
+            return Epochs(begun, 1, (step, step))
+        return Epochs(begun, self.repeats + 1, (min(lowest, step), highest))
+
+    def go_back_before(self, tries: int) -> int | None:
+        """Return the step before which the next epoch should resume, since ``tries`` epochs, or a
+        multiple, have brought no newer step; None if it should resume from the newest."""
+        lowest, _ = self.span
+        is_due = self.repeats > 0 and self.repeats % tries == 0
+        return lowest if is_due and lowest >= 0 else None
 
     def has_left(self, generation: GenerationId) -> bool:
         """Return whether a later epoch resumed before this generation's step."""
@@ -47,7 +62,9 @@ class Epochs:
 
     def encode(self, job: str) -> bytes:
         """Encode the record as JSON. ``job``: a unique name of the job that writes it."""
-        return json.dumps({"version": _VERSION, "job": job, "begun": self.begun}).encode()
+        repeats = [self.repeats, *self.span]
+        record = {"version": _VERSION, "job": job, "begun": self.begun, "repeats": repeats}
+        return json.dumps(record).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Epochs:
@@ -57,11 +74,13 @@ class Epochs:
             version = int_in(record["version"], "its version")
             rows = rows_in(record["begun"], 2, "epochs")
             begun = tuple((int_in(a, "an epoch"), int_in(b, "a step")) for a, b in rows)
+            found = rows_in([record.get("repeats", [0, -1, -1])], 3, "repeats")
+            repeats, lowest, highest = (int_in(number, "repeats") for number in found[0])
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise DamagedError(f"the record of epochs cannot be read: {error}") from error
         if version != _VERSION:
             raise UnsupportedFormatError(f"the record of epochs has version {version}")
-        return cls(begun)
+        return cls(begun, repeats, (lowest, highest))
 
 
 async def read_epochs(driver: Driver) -> Epochs:

@@ -17,6 +17,7 @@ from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ...planner.parity import GROUP_HOSTS, Mode
 from ..arenas.folder import KeeperFolder
+from ..keeper.decisions.history import LEVELS_MAX
 from ..keeper.detached import TAKE_OVER
 from ..keeper.options import KeeperOptions, cpus_of
 from ..keeper.serving.serve import interface_and_port
@@ -40,6 +41,11 @@ class Keeper:
     whether to start a keeper if none answers. ``gives_up_after``: how long a resume waits
     for keepers that do not answer, if it would otherwise lose a step that they may hold; ``"0"``:
     not at all.
+
+    ``history``: how many older steps to keep besides the newest, if memory suffices, so that
+    ``resume(before=…)`` can go further back: each needs one more image of each rank, and they are
+    about 4, 16, 64 and so on kept steps apart. ``goes_back_after``: after this many starts in a row
+    without a newer step, a resume takes the newest step before all those; None: never.
 
     ``local``: a folder on storage of the host, such as NVMe. The keeper writes its images there
     every ``local_every`` steps. After a reboot of the host, a new keeper loads them back into
@@ -78,11 +84,14 @@ class Keeper:
     group: int = GROUP_HOSTS
     max_bytes_per_s: int | str | None = None
     cpus: str | None = None
+    history: int = 0
+    goes_back_after: int | None = None
 
     def __post_init__(self) -> None:
         for name, steps in (("every", self.every), ("local_every", self.local_every)):
             if type(steps) is not int or steps < 1:
                 raise UsageError(f"Keeper: {name} is {steps!r}", advice="Give a number of steps.")
+        self._check_history()
         if self.local is not None:
             resolved_options(parse(self.local))
         if self.serve is not None:
@@ -104,6 +113,15 @@ class Keeper:
                     parsed(value)
             except ValueError as error:
                 raise UsageError(f"Keeper: {name} is {value!r}: {error}") from error
+
+    def _check_history(self) -> None:
+        if type(self.history) is not int or not 0 <= self.history <= LEVELS_MAX:
+            advice = f"Give a number of steps, at most {LEVELS_MAX}."
+            raise UsageError(f"Keeper: history is {self.history!r}", advice=advice)
+        tries = self.goes_back_after
+        if tries is not None and (type(tries) is not int or tries < 1):
+            advice = "Give a number of starts, or None."
+            raise UsageError(f"Keeper: goes_back_after is {tries!r}", advice=advice)
 
     def _check_protection(self) -> None:
         modes = get_args(Mode)
@@ -133,6 +151,8 @@ class Keeper:
             self.key,
             _parse_rate(rate) if isinstance(rate, str) else rate,
             self.cpus or "",
+            self.history,
+            self.every,
         )
 
 

@@ -93,6 +93,11 @@ class MemoryLevel:
         """Longest time that a resume waits for keepers that may hold a newer step."""
         return parse_duration(self._option.gives_up_after)
 
+    @property
+    def goes_back_after(self) -> int | None:
+        """Resumes without a newer step, after which one goes further back."""
+        return self._option.goes_back_after
+
     async def join(self, run_id: str, moved: Callable[[], None]) -> InMemory:
         """Find or start the keeper of the run; return its inventory. Calls ``moved()``."""
         self._run = run_id

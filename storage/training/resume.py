@@ -68,7 +68,7 @@ class Choices:
 class Candidates:
     """The leader's findings in the run's folder and in memory, for all ranks. ``broken``: how many
     checkpoints cannot be opened. ``refused``: why nothing can be resumed. ``epoch``: the epoch
-    about to begin; ``meeting``: its keepers."""
+    about to begin; ``meeting``: its keepers. ``gone_back``: why newer steps are not tried."""
 
     tried: tuple[Candidate, ...]
     broken: int
@@ -77,6 +77,7 @@ class Candidates:
     memory: Choices = field(default_factory=Choices)
     epoch: int = 0
     meeting: Meeting = field(default_factory=Meeting)
+    gone_back: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class Resumed:
     bytes read by this rank. ``seconds``: duration. ``tiers``: bytes by source: memory of this host
     (``own``) or of others (``peer``), or ``storage``; ``parity`` is the size of the images that
     this rank's keeper rebuilt. ``problem``: keepers that have not answered, so that a newer step in
-    memory may have been missed, or that steps are not kept in memory for now; "" if all is well.
+    memory may have been missed; that steps are not kept in memory for now; or that repeated resumes
+    without a newer step made this one go further back; "" if all is well.
     """
 
     step: int | None
@@ -148,7 +150,8 @@ class Back:
 
 class _Leader:
     """The leader's part of a resume. ``guards``: the protection; None without keepers.
-    ``patience_s``: how long to wait for keepers that do not answer but may hold a newer step."""
+    ``patience_s``: how long to wait for keepers that do not answer but may hold a newer step.
+    ``goes_back_after``: see :class:`.keeper_option.Keeper`."""
 
     def __init__(
         self,
@@ -157,12 +160,14 @@ class _Leader:
         back: Back,
         guards: GuardOption | None,
         patience_s: float = 0.0,
+        goes_back_after: int | None = None,
     ) -> None:
         self._lineage = lineage
         self._root = root
-        self._back = back
+        self._asked = self._back = back
         self._guards = guards
         self._patience_s = patience_s
+        self._goes_back_after = goes_back_after
         self._until_s: float | None = None
         self._awaited = ""
         self._epochs = Epochs()
@@ -181,14 +186,41 @@ class _Leader:
 
     async def look(self, statements: Sequence[InMemory]) -> Candidates:
         """Survey storage and memory, and return the candidates to resume."""
+        self._back = self._asked
         exact = self._back.step is not None
         survey = self._survey = await self._lineage.survey(may_be_unknown=exact)
-        tried = self._tried = self._back.among(survey)
-        candidates = _candidates(self._back, self._root, survey, tried)
         if self._guards is None:
-            return candidates
+            self._tried = self._back.among(survey)
+            return _candidates(self._back, self._root, survey, self._tried)
         async with self._root.opened() as driver:
             self._epochs = await read_epochs(driver)
+        return self._go_back(survey, statements) or self._candidates(survey, statements)
+
+    def _go_back(self, survey: Survey, statements: Sequence[InMemory]) -> Candidates | None:
+        """Return the candidates before the steps that epochs have repeatedly resumed from; None if
+        that is not due, or without any."""
+        if self._back.asked or self._goes_back_after is None:
+            return None
+        before = self._epochs.go_back_before(self._goes_back_after)
+        if before is None:
+            return None
+        self._back = Back(before=before)
+        candidates = self._candidates(survey, statements)
+        memory = candidates.memory
+        if not memory.waits and not memory.kept and (candidates.refused or not candidates.tried):
+            self._back = self._asked
+            return None
+        problem = (
+            f"the last {self._epochs.repeats} starts have brought no newer step, so this resume "
+            f"goes back to one before step {before}"
+        )
+        _log.warning("%s", problem)
+        return replace(candidates, gone_back=problem)
+
+    def _candidates(self, survey: Survey, statements: Sequence[InMemory]) -> Candidates:
+        assert self._guards is not None
+        tried = self._tried = self._back.among(survey)
+        candidates = _candidates(self._back, self._root, survey, tried)
         stocks, others = stocks_of(statements), self._others
         candidates = replace(
             candidates,
@@ -328,7 +360,8 @@ def resumed(
         look = ready(InMemory())
         candidates = held_round(LOOK, call, options.deadline_s, look, leader.look)
     else:
-        leader = _Leader(lineage, root, back, memory.guards, memory.gives_up_after_s)
+        limits = memory.gives_up_after_s, memory.goes_back_after
+        leader = _Leader(lineage, root, back, memory.guards, *limits)
         candidates = _survey(leader, memory, root, call, options.deadline_s)
     if candidates.refused is not None:
         raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
@@ -352,7 +385,7 @@ def resumed(
     else:
         tiers = {"own": loaded.own, "peer": loaded.peer, "parity": loaded.parity}
     seconds = time.perf_counter() - began_s
-    problems = [candidates.memory.problem, candidates.meeting.problem]
+    problems = [candidates.gone_back, candidates.memory.problem, candidates.meeting.problem]
     problem = "; ".join(filter(None, problems))
     return Resumed(taken.step, taken.tier, nbytes, seconds, tiers, problem)
 

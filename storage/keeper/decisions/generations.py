@@ -9,6 +9,7 @@ These are never overwritten:
 
 - the newest agreed generation, which a restart may need; before this epoch has one, the generation
   that it resumed from, which may be agreed without this keeper knowing
+- older generations of the history, unless steps need their memory
 - the newest generation that all keepers have encoded, which is needed after the loss of a host; and
   any generation being encoded now
 - an image that is being sealed, flushed, or read by a restarting trainer, even if it was dropped
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from ....core.units import size_text
 from ...arenas.label import GenerationId
 from ...arenas.messages import GenerationEntry
+from .history import level_of, retained
 from .slots import Content, Grant, Pin, Reason, Refusal, Slot
 
 SLOTS_PER_RANK = 3
@@ -42,6 +44,8 @@ class _Generation:
     was_agreed: bool = False
     """Agreed according to the previous keeper. It displaces no older generation, on which other
     keepers may rely, until this keeper learns of the agreement as well or its epoch ends."""
+    level: int = 0
+    """Level of the history that an agreed generation is a mark of, see :mod:`.history`."""
     lost: bool = False
     """True if the image of some rank is missing for good, so that it stays incomplete."""
 
@@ -49,9 +53,14 @@ class _Generation:
 class Generations:
     """The slots of one keeper. A *client* is a number that identifies one trainer process."""
 
-    def __init__(self, budget_nbytes: int, slots_per_rank: int = SLOTS_PER_RANK) -> None:
+    def __init__(self, budget_nbytes: int) -> None:
         self.budget_nbytes = budget_nbytes
-        self._slots_per_rank = slots_per_rank
+        self.history = 0
+        """Number of older generations to retain."""
+        self.every = 1
+        """Distance of kept steps."""
+        self._is_short = False
+        """True while steps need memory, so that the history protects none."""
         self._numbers = itertools.count()
         self._slots: dict[int, Slot] = {}
         self._generations: dict[GenerationId, _Generation] = {}
@@ -169,11 +178,12 @@ class Generations:
             return Refusal(Reason.NO_FREE_SLOT, f"another rank has no slot for step {step}")
         self._give_up_behind(rank, step)
         self._free_useless(rank, nbytes, world)
-        usable = self._by_loss(rank)
-        number = usable[0] if usable else None
+        number = next(iter(self._by_loss(rank)), None)
         fresh = False
         if number is None or self._slots[number].generation is not None:
             problem = self._make_room(rank, nbytes)
+            if problem is not None and number is None and self.history:
+                number, problem = self._instead_of_history(rank, nbytes, problem)
             if problem is None:
                 number = next(self._numbers)
                 self._slots[number] = Slot(rank, nbytes, made=False)
@@ -236,18 +246,31 @@ class Generations:
             and self._may_be_filled(slot)
         ]
         for of_rank in range(world):
-            freed += [number for number in self._surplus(of_rank) if number not in freed]
+            surplus = self._surplus(of_rank, SLOTS_PER_RANK + self.history)
+            freed += [number for number in surplus if number not in freed]
         self._remove(freed)
 
     def _free_foreign(self, rank: int, nbytes: int) -> None:
         """Free unprotected slots of ranks that another keeper serves now."""
         ranks = self._ranks_now(rank)
-        freed = [
-            number
-            for number, slot in self._slots.items()
-            if slot.rank not in ranks and not slot.mappers and self._may_be_filled(slot)
-        ]
-        self._remove(freed)
+        foreign = {n: s for n, s in self._slots.items() if s.rank not in ranks and not s.mappers}
+        self._remove([n for n, slot in foreign.items() if self._may_be_filled(slot)])
+
+    def _instead_of_history(
+        self, rank: int, nbytes: int, problem: Refusal
+    ) -> tuple[int | None, Refusal | None]:
+        """Return the oldest slot of ``rank`` that only the history needs, or free those of other
+        ranks. Return the ``problem`` as well, if there is still no room."""
+        self._is_short = True
+        try:
+            self._remove([n for n in self._by_loss(rank) if self._slots[n].nbytes != nbytes])
+            if len(self._of_rank(rank)) >= SLOTS_PER_RANK and self._no_room(rank, nbytes):
+                return next(iter(self._by_loss(rank)), None), problem
+            for other in sorted({slot.rank for slot in self._slots.values()}):
+                self._remove(self._surplus(other, SLOTS_PER_RANK))
+            return None, self._no_room(rank, nbytes)
+        finally:
+            self._is_short = False
 
     def _free_thirds(self, rank: int, nbytes: int) -> None:
         """Free third slots of other ranks if ``rank`` lacks its first or second: no step is agreed
@@ -255,13 +278,13 @@ class Generations:
         epoch resumed from is retained."""
         mine = sum(slot.nbytes == nbytes for slot in self._of_rank(rank).values())
         ranks = self._ranks_now(rank)
-        if mine >= self._slots_per_rank - 1 or self._wanted_nbytes(ranks, rank, nbytes) > (
+        if mine >= SLOTS_PER_RANK - 1 or self._wanted_nbytes(ranks, rank, nbytes) > (
             self.budget_nbytes
         ):
             return
         freed = []
         for other in sorted(ranks - {rank}):
-            if len(self._of_rank(other)) >= self._slots_per_rank:
+            if len(self._of_rank(other)) >= SLOTS_PER_RANK:
                 freed += self._by_loss(other)[:1]
         self._remove(freed)
 
@@ -270,12 +293,12 @@ class Generations:
             self._lose(self._slots[number])
             del self._slots[number]
 
-    def _surplus(self, rank: int) -> list[int]:
-        """Return the slots of ``rank`` beyond its share. They stood in for slots mapped by a
+    def _surplus(self, rank: int, share: int) -> list[int]:
+        """Return the slots of ``rank`` beyond its ``share``. They stood in for slots mapped by a
         process of an older epoch, which has ended since; other ranks may lack memory because of
         them."""
         count = sum(not self._is_mapped_by_stale(slot) for slot in self._of_rank(rank).values())
-        return self._by_loss(rank)[: max(0, count - self._slots_per_rank)]
+        return self._by_loss(rank)[: max(0, count - share)]
 
     def _of_rank(self, rank: int) -> dict[int, Slot]:
         return {number: slot for number, slot in self._slots.items() if slot.rank == rank}
@@ -296,12 +319,19 @@ class Generations:
         """Return whether a generation is the newest agreed one, is encoded, or may still be
         agreed."""
         newest = self._gone_on_from
-        if id == newest or id in self._guarding:
+        if id == newest or id in self._guarding or id in self._history():
             return True
         of = self._generations.get(id)
         if of is None or of.lost:
             return False
         return id.epoch == self.epoch and (newest is None or id > newest)
+
+    def _history(self) -> list[GenerationId]:
+        """Return the older generations to retain."""
+        if not self.history or self._is_short:
+            return []
+        levels = {id: of.level for id, of in self._generations.items() if self.is_restorable(id)}
+        return retained(levels, self._gone_on_from, self.history)
 
     @property
     def _gone_on_from(self) -> GenerationId | None:
@@ -321,7 +351,7 @@ class Generations:
             for slot in self._slots.values()
             if slot.rank == rank and not self._is_mapped_by_stale(slot)
         ]
-        if len(mine) >= self._slots_per_rank:
+        if len(mine) >= SLOTS_PER_RANK + self.history:
             text = f"all {len(mine)} images of rank {rank} are in use"
             return Refusal(Reason.NO_FREE_SLOT, text)
         ranks = self._ranks_now(rank)
@@ -331,7 +361,7 @@ class Generations:
             return None
         if wanted > self.budget_nbytes:
             text = (
-                f"{self._slots_per_rank} images of {size_text(nbytes)} for {len(ranks)} "
+                f"{SLOTS_PER_RANK} images of {size_text(nbytes)} for {len(ranks)} "
                 f"rank{'s' * (len(ranks) > 1)} take {size_text(wanted)}, and there is room for "
                 f"{size_text(self.budget_nbytes)}"
             )
@@ -349,13 +379,14 @@ class Generations:
         return entered | {rank}
 
     def _wanted_nbytes(self, ranks: Collection[int], rank: int, nbytes: int) -> int:
-        """Return the size of all slots of ``ranks``, given images of ``nbytes`` for ``rank``."""
+        """Return the size of the slots that ``ranks`` need, given images of ``nbytes`` for
+        ``rank``."""
         sizes = dict.fromkeys(ranks, nbytes)
         for slot in self._slots.values():
             of_epoch = slot.generation is not None and slot.generation.epoch == self.epoch
             if slot.rank in ranks and slot.rank != rank and of_epoch:
                 sizes[slot.rank] = slot.nbytes
-        return self._slots_per_rank * sum(sizes.values())
+        return SLOTS_PER_RANK * sum(sizes.values())
 
     def made(self, slot: int) -> None:
         """Record that a fresh slot has its memory, even if its client has given up meanwhile."""
@@ -414,7 +445,11 @@ class Generations:
         of = self._generations.get(id)
         if of is None or of.lost:
             return False
-        of.agreed = True
+        if not of.agreed:
+            of.agreed = True
+            known = [one for one in self._generations if one < id and self.is_restorable(one)]
+            before = max(known).step if known else None
+            of.level = level_of(id.step, before, self.every)
         return True
 
     def is_agreed(self, id: GenerationId) -> bool:

@@ -193,6 +193,7 @@ class HostKeeper:
         self.host = host
         self.alive = True
         self.generations = Generations(world.budget_nbytes)
+        self.generations.history = world.history
         self.slots: dict[int, Slot] = {}
         self.tasks: list[Task] = []
         self.adopted: set[GenerationId] = set()

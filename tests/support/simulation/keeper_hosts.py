@@ -103,6 +103,7 @@ class Hosts(Promises):
         self.loses = draw.choice([0.0, 0.1])
         self.doubles = draw.choice([0.0, 0.1])
         self.slow_memory = 0.3 * (seed % 2 == 0)
+        self.history = seed // 4 % 3 if seed % 4 == 3 else 0
         self.rests_at_end = seed % 3 == 0
         self.is_struck = seed % 4 == 1
         """Whether bits of the protected step flip again and again."""
