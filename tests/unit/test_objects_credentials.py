@@ -1,27 +1,31 @@
-"""Credentials in shared files: read again when they were written, by a process that goes on."""
+"""Credentials of AWS that are renewed in a shared file, and credentials of Google of all kinds."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.drivers import used
+import trustme
+from support.drivers import stored, used
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects import s3
 from holdfast.drivers.objects.s3_place import Place
-from holdfast.errors import AccessError, StorageError, UriError
+from holdfast.errors import AccessError, HoldfastError, StorageError, UriError
 
 pytestmark = pytest.mark.clocked
 
 LARGE = memoryview(bytes((5 << 20) + 1))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of credentials, and nothing else that says any."""
+    """The file of credentials, and nothing else that says any, of Google's neither."""
     set_credentials(monkeypatch, tmp_path, ())
     return tmp_path / "credentials"
 
@@ -41,10 +45,8 @@ def only_fresh(code: str) -> Callable[[Request], Answer]:
     def answer(request: Request) -> Answer:
         if "Credential=FRESH/" in request.headers.get("authorization", ""):
             return s3_answer(request)
-        return Answer(
-            403 if code == "InvalidAccessKeyId" else 400,
-            f"<Error><Code>{code}</Code></Error>".encode(),
-        )
+        status = 403 if code == "InvalidAccessKeyId" else 400
+        return Answer(status, f"<Error><Code>{code}</Code></Error>".encode())
 
     return answer
 
@@ -56,13 +58,6 @@ async def upload(driver: Driver) -> None:
     await upload.abort()
 
 
-async def upload_small(driver: Driver) -> None:
-    """An object of one request."""
-    upload = await driver.create("small", 3)
-    await upload.write(0, memoryview(b"abc"))
-    await upload.commit()
-
-
 OPERATIONS: dict[str, Callable[[Driver], Awaitable[object]]] = {
     "put": lambda driver: driver.put("k", b"data"),
     "get": lambda driver: driver.get("k"),
@@ -71,7 +66,7 @@ OPERATIONS: dict[str, Callable[[Driver], Awaitable[object]]] = {
     "delete": lambda driver: driver.delete("k"),
     "sweep": lambda driver: driver.sweep("k"),
     "upload": upload,
-    "upload_small": upload_small,
+    "upload_small": lambda driver: stored(driver, "small", b"abc"),
 }
 
 
@@ -107,34 +102,24 @@ def test_a_renewed_file_is_read_by_a_driver_that_is_open(
         used(uri(server), use)
 
 
-def test_what_is_refused_is_not_asked_for_ever(file: Path) -> None:
-    """With an unchanged file, a driver looks for other credentials once, then fails."""
+@pytest.mark.parametrize(
+    ("code", "requests"), [("ExpiredToken", [2, 1, 1]), ("AccessDenied", [1, 1, 1])]
+)
+def test_what_is_refused_is_not_asked_for_ever(code: str, requests: list[int], file: Path) -> None:
+    """A driver looks for other credentials once, if they have expired, and then fails at once."""
 
     async def use(driver: Driver) -> list[int]:
         counts = []
         for _ in range(3):
             server.log.clear()
-            with pytest.raises(AccessError, match="ExpiredToken"):
+            with pytest.raises(AccessError, match=code):
                 await driver.put("k", b"data")
             counts.append(len(server.log))
         return counts
 
-    with ScriptedServer(only_fresh("ExpiredToken")) as server:
+    with ScriptedServer(only_fresh(code)) as server:
         write(file, "STALE")
-        assert used(uri(server), use) == [2, 1, 1]
-
-
-def test_a_refusal_of_good_credentials_is_no_reason_to_look_again(file: Path) -> None:
-    """AccessDenied is about permissions: one request, then the error."""
-
-    async def use(driver: Driver) -> None:
-        with pytest.raises(AccessError, match="AccessDenied"):
-            await driver.put("k", b"data")
-
-    with ScriptedServer(only_fresh("AccessDenied")) as server:
-        write(file, "STALE")
-        used(uri(server), use)
-        assert len(server.log) == 1
+        assert used(uri(server), use) == requests
 
 
 def test_what_has_nothing_to_do_with_credentials_is_not_tried_again(
@@ -159,3 +144,133 @@ def test_what_has_nothing_to_do_with_credentials_is_not_tried_again(
     with ScriptedServer(s3_answer) as server:
         used(uri(server), use)
     assert tried == ["bucket"]
+
+
+# Google
+
+
+async def put(driver: Driver) -> None:
+    """One object, and two looks at it."""
+    await driver.put("k", b"abc")
+    assert await driver.get("k") == b"abc"
+    await driver.delete("k")
+
+
+def google(request: Request) -> Answer:
+    """Answer as Google's servers: tokens, and a public bucket."""
+    later = datetime.now(UTC) + timedelta(hours=1)
+    if request.path == "/sts":
+        good = b"subject_token=from-the-cluster" in request.body
+        token = {"access_token": "federated", "token_type": "Bearer", "expires_in": 3600}
+        refusal = {"error": "invalid_grant", "error_description": "no such subject"}
+        return _json(token) if good else _json(refusal, 400)
+    if request.path == "/token" and request.host == "oauth2.googleapis.com":
+        return _json({"access_token": "of-user", "token_type": "Bearer", "expires_in": 3600})
+    if request.path.endswith(":generateAccessToken"):
+        source = request.headers["authorization"].removeprefix("Bearer ")
+        expiry = later.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return _json({"accessToken": f"{source}-as-trainer", "expireTime": expiry})
+    return s3_answer(request)
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Answer:
+    return Answer(status, json.dumps(content).encode(), {"content-type": "application/json"})
+
+
+def federated(
+    folder: Path, server: ScriptedServer, subject: str = "from-the-cluster", **more: Any
+) -> dict[str, Any]:
+    """Workload identity federation, whose subject is a file."""
+    (folder / "subject").write_text(subject)
+    pool = "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p"
+    return {
+        "type": "external_account",
+        "audience": f"{pool}/providers/k",
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+        "token_url": f"{server.url}/sts",
+        "credential_source": {"file": str(folder / "subject")},
+        **more,
+    }
+
+
+def use_file(path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``content`` the application default credentials."""
+    path.write_text(json.dumps(content))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+
+
+def tokens(server: ScriptedServer) -> set[str | None]:
+    """Return the tokens of all requests for objects."""
+    return {
+        request.headers.get("authorization")
+        for request in server.log
+        if request.path.startswith("/bucket/")
+    }
+
+
+@pytest.mark.parametrize("named_by", ["GOOGLE_APPLICATION_CREDENTIALS", "gcloud"])
+def test_federated_credentials_are_used(
+    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token in a subject's file is exchanged for the one that requests carry."""
+    with ScriptedServer(google) as server:
+        content = federated(tmp_path, server)
+        if named_by == "gcloud":  # in its folder, with nothing in the environment
+            (tmp_path / "gcloud").mkdir()
+            path = tmp_path / "gcloud" / "application_default_credentials.json"
+            path.write_text(json.dumps(content))
+        else:
+            use_file(tmp_path / "adc.json", content, monkeypatch)
+        used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s", put)
+        assert tokens(server) == {"Bearer federated"}
+
+
+def test_impersonated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's token is exchanged for a service account's at Google, by proxy and authority."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    account = "https://iamcredentials.googleapis.com/v1/projects/-/serviceAccounts/trainer@p.iam.gserviceaccount.com"
+    user = {"type": "authorized_user", "client_id": "c", "client_secret": "s", "refresh_token": "r"}
+    with ScriptedServer(google, authority) as proxy:
+        content = {
+            "type": "impersonated_service_account",
+            "service_account_impersonation_url": f"{account}:generateAccessToken",
+            "source_credentials": user,
+        }
+        use_file(tmp_path / "adc.json", content, monkeypatch)
+        used(
+            f"gs://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s", put
+        )
+        assert tokens(proxy) == {"Bearer of-user-as-trainer"}
+        hosts = {asked.host for asked in proxy.log if asked.path.startswith("/bucket/")}
+        assert hosts == {"storage.googleapis.com"}
+
+
+def test_a_refused_exchange_is_an_error_of_access(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file and what Google said, without the token; no object is asked for."""
+    with ScriptedServer(google) as server:
+        use_file(tmp_path / "adc.json", federated(tmp_path, server, "hunter2"), monkeypatch)
+        with pytest.raises(AccessError, match=r"adc\.json.*no such subject") as caught:
+            used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s", put)
+        assert "hunter2" not in str(caught.value)
+        assert tokens(server) == set()
+
+
+@pytest.mark.parametrize("content", [{"type": "external_account"}, {"type": "unheard_of"}])
+def test_a_file_that_cannot_be_used_is_said(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file, and a type that nobody knows."""
+    use_file(tmp_path / "adc.json", content, monkeypatch)
+    with ScriptedServer(google) as server, pytest.raises(HoldfastError, match=r"adc\.json"):
+        used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s", put)
+
+
+def test_without_credentials_nobody_is_asked_for_any() -> None:
+    """With anonymous=on, requests carry no token, and no metadata server is asked for one."""
+    with ScriptedServer(google) as server:
+        used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s&anonymous=on", put)
+        assert [request.method for request in server.log] == ["PUT", "GET", "DELETE"]
+        assert not any((token or "").removeprefix("Bearer").strip() for token in tokens(server))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from pathlib import Path
 
 import pytest
+from support.drivers import used
 from support.servers.scripted import set_credentials
 
 from holdfast.drivers.objects.names import encoded, split_location
@@ -33,14 +33,7 @@ def test_a_location_is_a_bucket_and_a_root(uri: str, expected: tuple[str, str]) 
 
 @pytest.mark.parametrize(
     "uri",
-    [
-        "s3://",
-        "s3:///run",
-        "s3://bucket/a/../b",
-        "s3://bucket/a%2F%2Fb",
-        "s3://bucket/%ff",
-        "gs://u@b/x",
-    ],
+    ["s3://", "s3:///run", "s3://b/a/../b", "s3://b/a%2F%2Fb", "s3://b/%ff", "gs://u@b/x"],
 )
 def test_a_location_that_names_no_root_is_refused(uri: str) -> None:
     """A missing bucket, steps upwards, empty names, invalid UTF-8 and users are refused."""
@@ -50,35 +43,18 @@ def test_a_location_that_names_no_root_is_refused(uri: str) -> None:
 
 def test_ordinary_keys_are_stored_as_they_are() -> None:
     """Only what cannot be printed, and the percent sign itself, is encoded."""
-    assert (
-        encoded("data/20310203T040506-8e8a630f/0.safetensors ü 日本")
-        == "data/20310203T040506-8e8a630f/0.safetensors ü 日本"
-    )
+    plain = "data/20310203T040506-8e8a630f/0.safetensors ü 日本"
+    assert encoded(plain) == plain
     assert encoded("a%b\n\x7f") == "a%25b%0A%7F"
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        "part_size=1MiB",
-        "style=other",
-        "timeout=0",
-        "endpoint=host:80",
-        "x=1",
-    ],
+    "options", ["part_size=1MiB", "style=other", "timeout=0", "endpoint=host:80", "x=1"]
 )
 def test_options_are_checked_before_anything_is_sent(options: str) -> None:
     """Values and names alike."""
     with pytest.raises(UriError):
         open_driver(f"s3://bucket/run?{options}")
-
-
-async def _get(uri: str) -> bytes:
-    driver = open_driver(uri)
-    try:
-        return await driver.get("a")
-    finally:
-        await driver.close()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +66,7 @@ def test_an_endpoint_from_elsewhere_holds_no_secret_either(
     """An endpoint from AWS's variables is refused before any request, and not repeated."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with pytest.raises(UriError, match=r"the endpoint.*without user, password, query") as caught:
-        asyncio.run(_get("s3://bucket/run"))
+        used("s3://bucket/run", lambda driver: driver.get("a"))
     assert "hunter2" not in str(caught.value)
 
 
@@ -108,7 +84,7 @@ def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the URI nor the environment names one: an error that says how, and nothing is sent."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(UriError, match=r"\?account="):
-        asyncio.run(_get("az://container/run"))
+        used("az://container/run", lambda driver: driver.get("a"))
 
 
 # Buckets of AWS, and where they are
@@ -149,22 +125,18 @@ def test_buckets_of_aws_are_found(bucket: str, region: str, expected: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("variables", "host"),
-    [
-        ({"AWS_USE_DUALSTACK_ENDPOINT": "true"}, "bucket.s3.dualstack.us-east-1.amazonaws.com"),
-        (
-            {"AWS_USE_FIPS_ENDPOINT": "true", "AWS_USE_DUALSTACK_ENDPOINT": "true"},
-            "bucket.s3-fips.dualstack.us-east-1.amazonaws.com",
-        ),
-    ],
+    ("kinds", "host"),
+    [(["DUALSTACK"], "s3.dualstack"), (["FIPS", "DUALSTACK"], "s3-fips.dualstack")],
 )
 def test_fips_and_dual_stack_are_as_the_environment_says(
-    variables: dict[str, str], host: str, monkeypatch: pytest.MonkeyPatch
+    kinds: list[str], host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone and together."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert place() == Place(f"https://{host}", "us-east-1", "", "auto")
+    for kind in kinds:
+        monkeypatch.setenv(f"AWS_USE_{kind}_ENDPOINT", "true")
+    assert place() == Place(
+        f"https://bucket.{host}.us-east-1.amazonaws.com", "us-east-1", "", "auto"
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,11 +171,9 @@ def test_the_uri_wins_over_the_environment_and_that_over_the_profile(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://for-s3.example/below/")
     assert place().bucket_url == "https://for-s3.example/below/bucket"
     assert place(style="virtual").bucket_url == "https://bucket.for-s3.example/below"
-    assert place(endpoint="http://of-uri.example/").bucket_url == "http://of-uri.example/bucket"
-    assert (
-        place(endpoint="http://of-uri.example/", style="virtual").bucket_url
-        == "http://bucket.of-uri.example"
-    )
+    of_uri = "http://of-uri.example/"
+    assert place(endpoint=of_uri).bucket_url == "http://of-uri.example/bucket"
+    assert place(endpoint=of_uri, style="virtual").bucket_url == "http://bucket.of-uri.example"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +189,7 @@ def test_the_uri_wins_over_the_environment_and_that_over_the_profile(
     ],
 )
 def test_what_is_no_bucket_is_refused(bucket: str) -> None:
-    """Before anything is asked: kinds of access points that need other signatures, and names that
-    no bucket can have."""
+    """Access points that need other signatures, and impossible names, are refused at once."""
     with pytest.raises(UriError, match=r"not a bucket name.*accesspoint"):
         open_driver(f"s3://{bucket}/run")
 
@@ -228,10 +197,7 @@ def test_what_is_no_bucket_is_refused(bucket: str) -> None:
 @pytest.mark.parametrize("separator", ["/", ":"])
 def test_a_root_below_an_access_point(separator: str) -> None:
     """The root follows the name of an access point."""
-    uri = f"s3://arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap/run/1"
-    bucket, root = bucket_and_root(parse(uri))
-    assert (bucket, root) == (
-        f"arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap",
-        "run/1",
-    )
+    bucket = f"arn:aws:s3:us-west-2:123456789012:accesspoint{separator}my-ap"
+    uri = f"s3://{bucket}/run/1"
+    assert bucket_and_root(parse(uri)) == (bucket, "run/1")
     assert open_driver(uri).uri == uri

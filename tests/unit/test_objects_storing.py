@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import trustme
-from support.drivers import used
+from support.drivers import stored, used
 from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
 
 from holdfast.drivers.contract import Driver
@@ -34,20 +34,11 @@ async def store(driver: Driver) -> None:
     """Store objects in every way, read one, and look for leftovers."""
     await driver.put("plain", b"abc")
     await driver.put("exclusive", b"abc", exclusive=True)
-    small = await driver.create("small", 3)
-    await small.write(0, memoryview(b"abc"))
-    await small.commit()
-    large = await driver.create("large", len(LARGE))
-    await large.write(0, LARGE)
+    await stored(driver, "small", b"abc")
     with contextlib.suppress(StorageError):  # the server stores only three bytes
-        await large.commit()
+        await stored(driver, "large", LARGE)
     assert await driver.get("plain") == b"abc"
     await driver.sweep("large")
-
-
-def run(uri: str, **options: str) -> None:
-    """Run within a minute."""
-    used(uri, store, **options)
 
 
 def kind(request: Request) -> str:
@@ -61,42 +52,33 @@ def kind(request: Request) -> str:
     return "list" if "uploads" in query or "list-type" in query else request.method
 
 
+TOLD = ("x-amz-server", "x-amz-storage", "x-amz-tagging", "x-amz-request-payer")
+
+
 def headers(server: ScriptedServer, kinds: list[str]) -> dict[str, dict[str, str]]:
     """Return the storage headers of the first request of each kind."""
     found: dict[str, dict[str, str]] = {}
     for request in server.log:
-        told = {
-            name: value
-            for name, value in request.headers.items()
-            if name.startswith(
-                ("x-amz-server", "x-amz-storage", "x-amz-tagging", "x-amz-request-payer")
-            )
-        }
+        told = {name: text for name, text in request.headers.items() if name.startswith(TOLD)}
         found.setdefault(kind(request), told)
     return {kind: found[kind] for kind in kinds}
 
 
+SSE = "x-amz-server-side-encryption"
 STORING = ["plain", "exclusive", "small", "begin"]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("sse=AES256", {"x-amz-server-side-encryption": "AES256"}),
+        ("sse=AES256", {SSE: "AES256"}),
         (
             f"sse=aws:kms&kms={ARN}&bucket_kms=on",
-            {
-                "x-amz-server-side-encryption": "aws:kms",
-                "x-amz-server-side-encryption-aws-kms-key-id": ARN,
-                "x-amz-server-side-encryption-bucket-key-enabled": "true",
-            },
+            {SSE: "aws:kms", f"{SSE}-aws-kms-key-id": ARN, f"{SSE}-bucket-key-enabled": "true"},
         ),
         (
             "sse=aws:kms:dsse&kms=alias/holdfast",
-            {
-                "x-amz-server-side-encryption": "aws:kms:dsse",
-                "x-amz-server-side-encryption-aws-kms-key-id": "alias/holdfast",
-            },
+            {SSE: "aws:kms:dsse", f"{SSE}-aws-kms-key-id": "alias/holdfast"},
         ),
         ("storage_class=STANDARD_IA", {"x-amz-storage-class": "STANDARD_IA"}),
         ("tags=team=ml,run=7", {"x-amz-tagging": "run=7&team=ml"}),
@@ -107,7 +89,10 @@ STORING = ["plain", "exclusive", "small", "begin"]
 def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, str]) -> None:
     """Every request that creates an object has encryption, class, tags and payer."""
     with ScriptedServer(s3_answer) as server:
-        run(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&{options}")
+        used(
+            f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&{options}",
+            store,
+        )
         told = headers(server, STORING)
         for one in told.values():
             if tags := one.get("x-amz-tagging"):
@@ -118,19 +103,11 @@ def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, st
 def test_whoever_pays_says_so_in_every_request() -> None:
     """Reads, parts and listings of both clients name the payer, too."""
     with ScriptedServer(s3_answer) as server:
-        run(
-            f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&requester_pays=on"
-        )
-        assert {kind(request) for request in server.log} >= {
-            "part",
-            "complete",
-            "GET",
-            "HEAD",
-            "list",
-        }
-        assert all(
-            request.headers.get("x-amz-request-payer") == "requester" for request in server.log
-        )
+        options = "part_size=5MiB&retries=0&deadline=1s&requester_pays=on"
+        used(f"s3://bucket/run?endpoint={server.url}&{options}", store)
+        kinds = {kind(request) for request in server.log}
+        assert kinds >= {"part", "complete", "GET", "HEAD", "list"}
+        assert {asked.headers.get("x-amz-request-payer") for asked in server.log} == {"requester"}
 
 
 def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Path) -> None:
@@ -139,17 +116,18 @@ def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Pat
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         uri = f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&sse=customer"
-        run(f"{uri}&ca={tmp_path / 'ca.pem'}", sse_customer_key=KEY)
+        used(f"{uri}&ca={tmp_path / 'ca.pem'}", store, sse_customer_key=KEY)
         told = headers(server, [*STORING, "part", "GET"])
-        sent = [one.get("x-amz-server-side-encryption-customer-key") for one in told.values()]
+        sent = [one.get(f"{SSE}-customer-key") for one in told.values()]
         assert sent == [KEY] * len(told)
 
 
 def test_a_key_is_not_sent_in_clear() -> None:
     """A customer's key is refused without TLS, before any request."""
     with ScriptedServer(s3_answer) as server:
+        root = f"s3://bucket/run?endpoint={server.url}&sse=customer"
         with pytest.raises(UriError, match="in clear"):
-            run(f"s3://bucket/run?endpoint={server.url}&sse=customer", sse_customer_key=KEY)
+            used(root, store, sse_customer_key=KEY)
         assert server.log == []
 
 

@@ -1,7 +1,4 @@
-"""Uploads to an object store that loses data after acknowledging it.
-
-No real store at hand does that, so these tests use a fake one.
-"""
+"""Uploads to a fake object store that loses data after acknowledging it, and parts of uploads."""
 
 from __future__ import annotations
 
@@ -100,11 +97,7 @@ class Forgetful(Store):
 
 
 def test_a_completed_upload_whose_answer_was_lost_is_committed() -> None:
-    """A completed upload whose response was lost is committed.
-
-    The client retries, and the store no longer knows the upload, but has a new object of the right
-    size.
-    """
+    """An upload that the store no longer knows is committed if its object is new and whole."""
     store = Forgetful(age_s=0)
     asyncio.run(asyncio.wait_for(uploaded(store, 2 * PART_NBYTES + 7), 60))
     assert store.asked == 1
@@ -122,10 +115,7 @@ def test_an_upload_that_somebody_dropped_is_not_taken_for_committed(
 
 
 class Silent(Store):
-    """A store that accepts parts and never answers.
-
-    After a cancellation it releases the last part first, and the others later.
-    """
+    """A store that accepts parts and never answers. It releases a cancelled last part first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,10 +133,7 @@ class Silent(Store):
 
 
 async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseException]:
-    """Return the errors of two concurrent writes to a silent store, in the order of failure.
-
-    The first write times out after ``timeout_s``.
-    """
+    """Return the errors of two concurrent writes, the first limited by ``timeout_s``."""
     upload = PartsUpload(Silent().target(2 * PART_NBYTES, limit_s))
     failures: list[BaseException] = []
 
@@ -173,10 +160,7 @@ async def written_side_by_side(limit_s: float, timeout_s: float) -> list[BaseExc
 def test_of_writes_side_by_side_the_one_that_knows_why_fails_first(
     limit_s: float, timeout_s: float, kind: type[Exception]
 ) -> None:
-    """The first write to fail names the cause: a timeout of the caller or an unresponsive store.
-
-    The other writes only report that the upload is over.
-    """
+    """The first write to fail names the cause; the others only report that the upload is over."""
     failures = asyncio.run(asyncio.wait_for(written_side_by_side(limit_s, timeout_s), 60))
     assert isinstance(failures[0], kind)
     assert "the upload is over" in str(failures[1])
@@ -203,10 +187,7 @@ def test_parts_are_few_enough_and_no_larger_than_needed(nbytes: int, preferred: 
 def test_whatever_is_written_comes_out_once_and_in_order(
     nbytes: int, spare_nbytes: int, part_nbytes: int, rnd: random.Random
 ) -> None:
-    """Pieces of any length become parts of the requested length; only the last may be shorter.
-
-    The cutter holds back only the last part of an object that is shorter than declared.
-    """
+    """Pieces of any length become parts of the requested length; only the last may be shorter."""
     content = rnd.randbytes(nbytes)
     cutter, parts, at = Cutter(nbytes + spare_nbytes, part_nbytes), [], 0
     while at < nbytes:
