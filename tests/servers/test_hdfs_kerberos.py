@@ -6,13 +6,13 @@ Each client is a separate process, since its environment tells where the tickets
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import finished
 from support.servers.hadoop import find_hadoop
 from support.servers.kerberos import find_kerberos
 from support.servers.secure_hadoop import SecureHadoop
@@ -74,18 +74,9 @@ def _skip_without_servers() -> None:
 
 
 def client(program: str, uri: str, environment: dict[str, str], mib: int = 40) -> str:
-    """Run a client process and return its output.
-
-    ``mib`` is the size of its state, by default enough for several parts.
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, uri, str(mib)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=CLIENT_S,
-        check=False,
-    )
+    """Run a client with a state of ``mib``, enough for several parts; return its output."""
+    command = [sys.executable, "-W", "error", "-c", program, uri, str(mib)]
+    done = finished(command, env=os.environ | environment, timeout_s=CLIENT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

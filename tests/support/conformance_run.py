@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from .commands import finished
 
 TESTS = Path(__file__).parents[1]
 
@@ -16,30 +17,13 @@ def run_conformance(
 ) -> str:
     """The kit's output. Fails where it does. Warnings are errors; modules are also looked for in
     the folders ``path``."""
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "pytest",
-        "-p",
-        "holdfast.drivers.conformance.plugin",
-        "-q",
-        "-ra",
-    ]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        "--pyargs",
-        "holdfast.drivers.conformance",
-    ]
+    kit = "holdfast.drivers.conformance"
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-ra", "-p", f"{kit}.plugin"]
+    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "--pyargs", kit]
     command += ["--driver-uri", uri, *options]
     folders = [*map(str, path), str(TESTS), *filter(None, sys.path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
-    run = subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    run = finished(command, cwd=cwd, env=env, timeout_s=timeout_s)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "cases failed    0" in run.stdout
     return run.stdout

@@ -10,9 +10,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.commands import run, run_json
 
 import holdfast
 from holdfast.bench.contest import Contestant
@@ -31,7 +33,6 @@ from holdfast.bench.measured.result import (
 )
 from holdfast.bench.measured.run import Phases, mlperf_notes
 from holdfast.bench.workloads.mlperf import mlperf
-from holdfast.cli import app
 from holdfast.cli.bench.page import measurement_page
 from holdfast.cli.bench.tables import print_measurement
 from holdfast.drivers.uri import parse
@@ -50,8 +51,7 @@ def measurement(*phases: Phase) -> Measurement:
 
 
 def test_rates_are_of_all_rounds_together() -> None:
-    """A rate is total bytes by total time, which no fast round raises as it raises a mean of rates.
-    A round of several ranks ends with the last one."""
+    """A rate is total bytes by total time. A round of several ranks ends with the last one."""
     phase = Phase("save", GB, (1.0, 3.0))
     assert phase.rate == GB / 2
     assert phase.mean_rate == pytest.approx(GB * (1 + 1 / 3) / 2)
@@ -117,10 +117,8 @@ def test_reads_from_a_cache_and_a_busy_machine_are_invalid() -> None:
     load = Phase("load", GB, (1.0,) * 5)
     shares: Mapping[str, float] = {"load": 0.25}
     found = reasons_against([load], busy_before=0.5, cold_shares=shares)
-    assert found == {
-        "load": ("75% of it came from a cache",),
-        "": ("50% of the processors were busy before it began",),
-    }
+    busy = "50% of the processors were busy before it began"
+    assert found == {"load": ("75% of it came from a cache",), "": (busy,)}
     assert reasons_against([load], busy_before=0.1, cold_shares={"load": 1.01}) == {}
 
 
@@ -147,19 +145,16 @@ def test_results_are_compared_with_confidence() -> None:
 
 
 @pytest.mark.parametrize(("times", "status"), [(1.0, 0), (2.0, 1)])
-def test_compare_exits_with_its_verdict(
-    times: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_exits_with_its_verdict(times: float, status: int, tmp_path: Path) -> None:
     """The status is 1 if B is slower, as a gate of CI needs."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     found = measurement(Phase("save", GB, (1.0, 1.02, 0.98, 1.01, 0.99)))
     a.write_text(encoded(found))
     b.write_text(encoded(slower(found, times)))
-    assert app.run(["bench", "compare", str(a), str(b), "--json"]) == status
-    document = json.loads(capsys.readouterr().out)
+    document = run_json("bench", "compare", a, b, status=status)
     assert document["slower"] == (["save"] if status else [])
-    assert app.run(["bench", "compare", str(a), str(b)]) == status
-    assert ("slower by more than 5%" in capsys.readouterr().out) == bool(status)
+    printed = run("bench", "compare", a, b, status=status).stdout
+    assert ("slower by more than 5%" in printed) == bool(status)
 
 
 REFUSED = [
@@ -205,18 +200,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_bad_arguments_are_refused_before_any_io(
-    arguments: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The status is 2, and neither data nor a profile is written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("HOLDFAST_CONFIG")
-    assert app.run(["bench", *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
+    assert said in run("bench", *arguments.split(), status=2).stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert not (tmp_path / "x").exists()
 
@@ -233,18 +223,16 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(4)
-def test_a_storage_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The result has all phases, those of peers and of our driver alone among them, as a document
-    and as a page, and nothing is left. Rounds this short are invalid."""
+def test_a_storage_is_measured(tmp_path: Path) -> None:
+    """Document and page have all phases, which are too short to be valid; nothing is left."""
     page = tmp_path / "page.html"
-    arguments = ["bench", str(tmp_path / "s"), "--size", "4MiB", "--runs", "1", "--tensors", "64"]
+    arguments = ["bench", tmp_path / "s", "--size", "4MiB", "--runs", "1", "--tensors", "64"]
     arguments += ["--entropy", "50%", "--peer", "dcp,torchsave", "--driver-alone"]
-    assert app.run([*arguments, "--json", "--html", str(page)]) == 1
-    captured = capsys.readouterr()
-    assert "round 1: save: " in captured.err
-    assert "INVALID: " in captured.err
-    document = json.loads(captured.out)
-    found = decoded(captured.out, "x")
+    printed = run(*arguments, "--json", "--html", page, status=1)
+    assert "round 1: save: " in printed.stderr
+    assert "INVALID: " in printed.stderr
+    document = json.loads(printed.stdout)
+    found = decoded(printed.stdout, "x")
     assert [phase.name for phase in found.phases] == [
         *("write limit", "write alone", "save", "async save", "overwrite"),
         *("save: DCP", "save: torch.save"),
@@ -325,14 +313,14 @@ def test_a_save_in_the_background_ends_before_an_interrupted_measurement() -> No
     [
         ({}, (0, 1)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", **ADDRESS}, (3, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", **ADDRESS}, (1, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", **ADDRESS}, (1, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2)),
     ],
 )
 def test_launchers_define_the_rank(variables: Mapping[str, str], job: tuple[int, int]) -> None:
     """torchrun, Open MPI and descendants of MPICH set different variables."""
-    assert job_of(variables) == job
+    assert job_of({**variables, **ADDRESS}) == job
 
 
 @pytest.mark.parametrize(
@@ -359,9 +347,7 @@ def test_warm_ups_do_not_count_and_time_has_a_limit() -> None:
     assert [line.partition(": ")[0] for line in said] == ["round 1", "round 1"]
 
 
-def test_departures_from_the_rules_of_mlperf_are_notes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_departures_from_the_rules_of_mlperf_are_notes(capsys: Any) -> None:
     """One process always departs. A result keeps and shows the notes; other workloads have none."""
     notes = mlperf_notes(Plan("file:///x", 13 << 30, 5, mlperf("llama3-8b")))
     assert "1 of 8 processes save a part of llama3-8b: not comparable" in notes[0]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.commands import run, run_json
 
 import holdfast
 from holdfast.bench.tuned.halving import Rung, ladder, search
 from holdfast.bench.tuned.plan import Space, TuningPlan, check_tuning, choices
-from holdfast.bench.tuned.tuning import (
-    Entry,
-    Gain,
-    Taken,
-    Tuning,
-    gain_of,
-    tuned,
-)
-from holdfast.cli import app
+from holdfast.bench.tuned.tuning import Entry, Gain, Taken, Tuning, gain_of, tuned
 from holdfast.cli.bench.tuning import verdict_lines
 from holdfast.drivers.configuration.tuned import TUNABLE, Place, keep_profile
 from holdfast.drivers.hdfs.driver import HdfsDriver
@@ -51,9 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({}, ("max_concurrency",), 4),
     ],
 )
-def test_declared_options_are_tried(
-    own: dict[str, Option], names: tuple[str, ...], count: int
-) -> None:
+def test_declared_options_are_tried(own: dict[str, Option], names: Any, count: int) -> None:
     """All combinations are tried, the defaults first. The option accepts every value."""
     common = common_options(remote=True)
     space = choices(own, common, {})
@@ -126,8 +117,7 @@ def test_only_a_significant_gain_is_kept(gain: Gain | None, said: str) -> None:
 @pytest.mark.clocked
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_gain_is_found_and_shown(reverse: bool) -> None:
-    """One choice delays each operation of real saves and loads. It is never chosen, and as the
-    default it is significantly slower. Nothing is left."""
+    """A choice that delays real saves and loads is never made, and significantly slower."""
     held_back, free = {"faults": "delay:1,delay_s:0.01"}, {"faults": "off"}
     candidates = (free, held_back) if reverse else (held_back, free)
     uri = f"memory://tuning-{reverse}"
@@ -141,21 +131,15 @@ def test_a_gain_is_found_and_shown(reverse: bool) -> None:
     assert list(holdfast.list_checkpoints(uri)) == []
 
 
-def test_a_folder_is_tuned_for(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_tuned_for(home: Path, tmp_path: Path) -> None:
     """The profile is the printed one. With --only-show nothing is kept."""
-    uri = str(tmp_path / "s")
-    arguments = ["bench", uri, "--tune", "--size", "4MiB", "--time-limit", "1s"]
-    assert app.run([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    arguments = ["bench", tmp_path / "s", "--tune", "--size", "4MiB", "--time-limit", "1s"]
+    found = run_json(*arguments)
     assert found["candidates"] == 10
     assert found["trials"][0]["options"] == found["default"] == {"threads": "8", "direct": "auto"}
     assert (found["kept"] == str(home)) == home.exists()
     home.unlink(missing_ok=True)
-    assert app.run([*arguments, "--only-show"]) == 0
-    said = capsys.readouterr().out
-    assert "defaults  threads=8 direct=auto" in said
+    assert "defaults  threads=8 direct=auto" in run(*arguments, "--only-show").stdout
     assert not home.exists()
     assert list((tmp_path / "s").iterdir()) == []
 
@@ -166,17 +150,14 @@ RUNGS = [Rung(20, 64 * MIB, 1), Rung(7, 256 * MIB, 2), Rung(3, 512 * MIB, 3)]
 def searched(
     seconds_per_mib: Sequence[float],
     rungs: Sequence[Rung] = RUNGS,
-    *,
-    noise: Callable[[], float] = lambda: 1.0,
     default: int = 0,
 ) -> tuple[list[int], list[int]]:
-    """Search among candidates that take so long, times ``noise``. Return the ranking, and the order
-    of the turns."""
+    """Search among candidates that take so long. Return the ranking, and the order of turns."""
     turns = []
 
     def measure(number: int, candidate: int) -> float:
         turns.append(candidate)
-        return seconds_per_mib[candidate] * rungs[number].nbytes / MIB * noise()
+        return seconds_per_mib[candidate] * rungs[number].nbytes / MIB
 
     return search(rungs, measure, default=default), turns
 
@@ -195,8 +176,7 @@ def test_without_noise_the_best_is_found(best: int) -> None:
 
 
 def test_a_machine_that_slows_down_hits_all_alike() -> None:
-    """Rounds during which everything takes five times as long change nothing, because candidates
-    are judged within their round."""
+    """Rounds that take five times as long change nothing: candidates are judged within them."""
     times = bowl(5)
     turns: list[tuple[int, int]] = []
 
@@ -216,41 +196,23 @@ def test_the_default_is_in_every_rung() -> None:
     assert turns.count(19) == 1 + 2 + 3
 
 
-def search_until(
-    rungs: Sequence[Rung], late_after: int, seconds: Callable[[int, int], float]
-) -> list[int]:
-    """Search with a clock by which the current rung's time is over once ``late_after`` turns have
-    been taken, and each later turn ends its rung as well."""
-    turns = 0
+def test_a_rung_whose_time_is_over_keeps_what_it_has_measured() -> None:
+    """Candidates without a turn drop out, and rungs without a complete round keep the ranking."""
+    rungs = [replace(rung, seconds=1.0) for rung in RUNGS]
+    turns: list[int] = []
 
     def measure(number: int, candidate: int) -> float:
-        nonlocal turns
-        turns += 1
-        return seconds(turns, candidate)
+        turns.append(candidate)
+        late = len(turns) > 5
+        return 1.0 / (1 + candidate) if late else 1.0 + candidate  # late ones reverse the ranking
 
-    return search(rungs, measure, clock=lambda: 1e9 if turns >= late_after else 0.0)
-
-
-def test_a_rung_whose_time_is_over_keeps_what_it_has_measured() -> None:
-    """Of the first rung those that had a turn, and later rungs without a complete round keep its
-    results."""
-    rungs = [replace(rung, seconds=1.0) for rung in RUNGS]
-    measured: list[int] = []
-
-    def seconds(turn: int, candidate: int) -> float:
-        if turn <= 5:
-            measured.append(candidate)
-            return 1.0 + candidate
-        return 1.0 / (1 + candidate)  # would reverse the ranking
-
-    ranking = search_until(rungs, 5, seconds)
-    assert ranking == sorted(measured)[:3]
+    ranking = search(rungs, measure, clock=lambda: 1e9 if len(turns) >= 5 else 0.0)
+    assert ranking == sorted(turns[:5])[:3]
     assert ranking[0] == 0
 
 
 def test_rungs_cost_what_they_may() -> None:
-    """Each takes an equal part of the time, but if possible enough for one round. Sizes grow within
-    their bounds."""
+    """Each takes an equal part of the time, or one round. Sizes grow within their bounds."""
     rungs = ladder(20, budget_s=30, bytes_per_s=1e9, least_nbytes=64 * MIB, most_nbytes=1024 * MIB)
     assert [rung.candidates for rung in rungs] == [20, 7, 3]
     assert rungs[0].nbytes == int(10 * 1e9 / 20)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.commands import run
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.bench.workloads.index import indexed
@@ -18,7 +19,6 @@ from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.mlperf import deviations, mlperf
 from holdfast.bench.workloads.sized import equal_tensors, sized
 from holdfast.bench.workloads.spec import NORMAL, Content, Spec, Workload, parse_content
-from holdfast.cli import app
 from holdfast.errors import UsageError
 
 REAL = {
@@ -156,10 +156,8 @@ def model_folder(folder: Path) -> Path:
     weight_map = {}
     for number, name in enumerate(("a", "b"), 1):
         file = f"model-{number:05}-of-00002.safetensors"
-        tensors = {
-            f"{name}.w": torch.zeros(8, 4, dtype=torch.bfloat16),
-            f"{name}.s": torch.ones(()),
-        }
+        whole = torch.zeros(8, 4, dtype=torch.bfloat16)
+        tensors = {f"{name}.w": whole, f"{name}.s": torch.ones(())}
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": 136}, "weight_map": weight_map}
@@ -174,9 +172,7 @@ def model_folder(folder: Path) -> Path:
 def test_a_model_of_safetensors_files_is_a_workload(
     name: str, tensors: int, tmp_path: Path
 ) -> None:
-    """A folder of safetensors files, its index or a single file is a workload; rank 0 holds
-    scalars.
-    """
+    """A folder of safetensors, its index or a file is a workload; rank 0 holds scalars."""
     workload = indexed(str(model_folder(tmp_path / "model") / name))
     specs = workload.specs(0, 4)
     assert len(specs) == tensors
@@ -193,5 +189,5 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "../../etc/x.safetensors"}}')
-    assert app.run(["bench", str(tmp_path / "target"), "--index", str(folder)]) == 2
+    run("bench", tmp_path / "target", "--index", folder, status=2)
     assert not (tmp_path / "target").exists()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.commands import finished
 
 TESTS = Path(__file__).parents[1]
 SIGNS = ("cAnArY", "Y0FuQXJZQXp1cmU=")
@@ -16,27 +16,14 @@ SIGNS = ("cAnArY", "Y0FuQXJZQXp1cmU=")
 @pytest.mark.nightly(34)
 @pytest.mark.timeout(300)
 def test_no_secret_comes_out_whatever_fails(tmp_path: Path) -> None:
-    """Not in output, errors, causes, reprs, tracebacks, logs, JSON, nor in any file that is
-    written."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    }
-    program = [sys.executable, str(TESTS / "support" / "canaries.py"), str(tmp_path)]
-    ran = subprocess.run(
-        program,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-        cwd=tmp_path,
-        check=False,
-    )
+    """No secret is in output, errors, causes, reprs, tracebacks, logs, JSON or written files."""
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    program = [sys.executable, TESTS / "support" / "canaries.py", tmp_path]
+    ran = finished(program, timeout_s=280, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("raised") > 150, "everything failed"
     assert "DEBUG:asyncio" in ran.stderr, "the log is looked at"
-    assert "cAnArY" in (tmp_path / "secret-told").read_text(), (
-        "a server was told a secret, and said it back"
-    )
+    assert "cAnArY" in (tmp_path / "secret-told").read_text(), "a server said a secret back"
     said = [("stdout", ran.stdout), ("stderr", ran.stderr)]
     for path in tmp_path.rglob("*"):
         if path.is_file() and not path.relative_to(tmp_path).parts[0].startswith("secret-"):

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import json
 import os
 import re
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.bits import fresh_uri
+from support.commands import HOLDFAST, Printed, finished, run, run_json
 
 import holdfast
-from holdfast.cli import app, text
+from holdfast.cli import text
 from holdfast.drivers.layers.metrics import snapshots
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -30,46 +28,12 @@ from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flattening.flatten import flatten
 
 ESCAPE = "\x1b"
-HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]
-
-
-@dataclass
-class Result:
-    """Exit status and output of a command."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def output(self) -> str:
-        """Return both outputs."""
-        return self.stdout + self.stderr
-
-
-def run(*arguments: str) -> Result:
-    """Run a command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = app.run(arguments)
-        except SystemExit as ended:  # argparse's own answers
-            assert isinstance(ended.code, int)
-            status = ended.code
-    return Result(status, out.getvalue(), err.getvalue())
-
-
-def run_json(*arguments: str, status: int = 0) -> Any:
-    """Return the document that a command prints with --json."""
-    result = run(*arguments, "--json")
-    assert result.exit_code == status, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.fixture
 def root() -> str:
     """Return an unused place in memory."""
-    return f"memory://{uuid.uuid4().hex}"
+    return fresh_uri()
 
 
 @pytest.fixture
@@ -77,10 +41,8 @@ def uri(root: str) -> str:
     """Save a checkpoint, and return its URI."""
     w = torch.arange(800.0).reshape(100, 8)
     model = {"w": w, "tied": w, "b": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 2)}
-    holdfast.save(
-        f"{root}/step-7",
-        {"model": model, "layers": [1, torch.ones(2)], "note": "x" * 100, "step": 7},
-    )
+    state = {"model": model, "layers": [1, torch.ones(2)], "note": "x" * 100, "step": 7}
+    holdfast.save(f"{root}/step-7", state)
     return f"{root}/step-7"
 
 
@@ -121,8 +83,7 @@ def change(uri: str, key: str, at: int) -> None:
 
 def test_package_runs_as_the_command() -> None:
     """``python -m holdfast`` serves where scripts are not on the path."""
-    command = [sys.executable, "-m", "holdfast", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = finished([sys.executable, "-m", "holdfast", "--version"])
     assert done.stdout == f"holdfast {holdfast.__version__}\n"
 
 
@@ -132,10 +93,8 @@ def test_ls_lists_checkpoints_by_step(root: str) -> None:
         holdfast.save(f"{root}/run/step-{step}", {"w": torch.ones(256), "step": step})
     lines = run("ls", root).stdout.splitlines()
     assert lines[0].split() == ["step", "saved", "age", "ranks", "tensors", "size", "path"]
-    assert [(line.split()[0], line.split()[-1]) for line in lines[1:]] == [
-        ("3", "run/step-3"),
-        ("20", "run/step-20"),
-    ]
+    ends = [(line.split()[0], line.split()[-1]) for line in lines[1:]]
+    assert ends == [("3", "run/step-3"), ("20", "run/step-20")]
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", lines[1])
     assert "1.00 KiB" in lines[1]
 
@@ -148,7 +107,7 @@ def test_ls_of_the_last_reads_no_other(root: str) -> None:
     assert [entry["path"] for entry in entries] == ["step-20", "step-40"]
     (seen,) = [seen for uri, seen in snapshots().items() if uri == root]
     assert seen.operations["get"].count == 3  # two manifests, and a lineage, which is not there
-    assert run("ls", "--last", "0", root).exit_code == 2
+    run("ls", "--last", "0", root, status=2)
 
 
 def test_ls_prints_json(root: str, uri: str) -> None:
@@ -158,24 +117,15 @@ def test_ls_prints_json(root: str, uri: str) -> None:
     (entry,) = document["checkpoints"]
     assert entry.pop("created_s") == pytest.approx(time.time(), abs=60)
     assert re.fullmatch(r"[0-9: -]+Z", entry.pop("saved"))
-    expected = {
-        "path": "step-7",
-        "uri": uri,
-        "step": 7,
-        "world": 1,
-        "tensors": 5,
-        "nbytes": 3214,
-        "problem": None,
-    }
-    assert entry == {**expected, "abandoned": False, "damage": None}
+    figures = {"step": 7, "world": 1, "tensors": 5, "nbytes": 3214, "abandoned": False}
+    assert entry == {"path": "step-7", "uri": uri, "problem": None, "damage": None, **figures}
     assert run("ls", uri).stdout.splitlines()[1].endswith("  .")
 
 
 def test_ls_without_a_checkpoint_says_so(root: str) -> None:
     """The exit status is 1, with a message on stderr and, as JSON, an empty list."""
-    result = run("ls", root)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"holdfast: no checkpoint at or below {root}\n"
+    printed = run("ls", root, status=1)
+    assert printed == Printed("", f"holdfast: no checkpoint at or below {root}\n")
     assert run_json("ls", root, status=1)["checkpoints"] == []
 
 
@@ -183,22 +133,16 @@ def test_ls_shows_damaged_checkpoints(root: str, uri: str) -> None:
     """A checkpoint that cannot be opened is listed with its problem."""
     holdfast.save(f"{root}/step-8", {"step": 8})
     change(uri, "manifest.safetensors", 100)
-    result = run("ls", root)
-    assert result.exit_code == 0
-    (line,) = [line for line in result.stdout.splitlines() if "step-7" in line]
-    assert line.endswith("step-7  the manifest does not match its own checksum")
+    (line,) = [line for line in run("ls", root).stdout.splitlines() if "step-7" in line]
+    problem = "the manifest does not match its own checksum"
+    assert line.endswith(f"step-7  {problem}")
     damaged = {c["path"]: c for c in run_json("ls", root)["checkpoints"]}["step-7"]
-    assert (damaged["problem"], damaged["nbytes"]) == (
-        "the manifest does not match its own checksum",
-        None,
-    )
+    assert (damaged["problem"], damaged["nbytes"]) == (problem, None)
 
 
 def test_show_draws_the_state(uri: str) -> None:
     """The tree has values, tensors and containers. Long values are cut without --values."""
-    result = run("show", uri)
-    header, tree = result.stdout.split("\n\n")
-    assert result.exit_code == 0
+    header, tree = run("show", uri).stdout.split("\n\n")
     titles = [line.split()[0] for line in header.splitlines()]
     assert titles == ["uri", "step", "saved", "ranks", "tensors", "files", "format"]
     assert tree.splitlines() == [
@@ -221,10 +165,8 @@ def test_show_sums_up_below_a_depth(uri: str) -> None:
     """--depth 1 shows the containers without their contents."""
     tree = run("show", uri, "--depth", "1").stdout.split("\n\n")[1].splitlines()
     assert tree[-2:] == ["  model  4 tensors, 3.13 KiB", "  layers  1 tensor, 8 B, 1 value"]
-    assert (
-        run("show", uri, "--depth", "0").stdout.split("\n\n")[1]
-        == "state  5 tensors, 3.14 KiB, 3 values\n"
-    )
+    tree = run("show", uri, "--depth", "0").stdout.split("\n\n")[1].splitlines()
+    assert tree == ["state  5 tensors, 3.14 KiB, 3 values"]
 
 
 def test_show_says_how_ranks_share_tensors(root: str) -> None:
@@ -240,30 +182,19 @@ def test_show_says_how_ranks_share_tensors(root: str) -> None:
     assert "own  int64 [3]  24 B  per rank 0–3" in lines
     assert "lr  0 (ranks 0–1); 1 (ranks 2–3)" in lines
     assert "n  0 (rank 0); 1 (rank 1); 2 (rank 2); and 1 more" in lines
-    assert (
-        "n  0 (rank 0); 1 (rank 1); 2 (rank 2); 3 (rank 3)" in run("show", root, "--values").stdout
-    )
+    values = "n  0 (rank 0); 1 (rank 1); 2 (rank 2); 3 (rank 3)"
+    assert values in run("show", root, "--values").stdout
 
 
 def test_show_prints_json(root: str) -> None:
     """The document has shards, ranks, owners and ties of tensors, and encoded values by rank."""
     w = torch.ones(1024, 4)
-    save_on_ranks(
-        root,
-        [
-            {"w": w, "x": w, "own": torch.full((3,), rank), "b": b"abc", "n": rank}
-            for rank in (0, 1)
-        ],
-    )
+    common = {"w": w, "x": w, "b": b"abc"}
+    states = [{**common, "own": torch.full((3,), rank), "n": rank} for rank in (0, 1)]
+    save_on_ranks(root, states)
     document = run_json("show", root)
-    w, x, own = (t for t in document["tensors"])
-    assert (w["name"], w["shape"], w["dtype"], w["shards"], w["ranks"]) == (
-        "w",
-        [1024, 4],
-        "float32",
-        2,
-        [0, 1],
-    )
+    own, w, x = sorted(document["tensors"], key=lambda tensor: tensor["name"])
+    assert (w["shape"], w["dtype"], w["shards"], w["ranks"]) == ([1024, 4], "float32", 2, [0, 1])
     assert (x["alias_of"], x["shards"]) == ("w", 0)
     assert (own["owners"], own["shards"], own["alias_of"]) == ([0, 1], 2, None)
     values = {v["path"]: v["by_rank"] for v in document["values"]}
@@ -274,14 +205,10 @@ def test_show_prints_json(root: str) -> None:
 
 def test_names_cannot_command_the_terminal(root: str) -> None:
     """Control characters in names and values are escaped."""
-    holdfast.save(
-        root, {f"a{ESCAPE}[31m": torch.ones(1), "b": f"{ESCAPE}]0;title\x07", "c\nd": {"e": 1}}
-    )
+    hostile = {f"a{ESCAPE}[31m": torch.ones(1), "b": f"{ESCAPE}]0;title\x07", "c\nd": {"e": 1}}
+    holdfast.save(root, hostile)
     for command in ("show", "ls"):
-        output = run(command, root).output
-        assert output
-        assert ESCAPE not in output
-        assert "\x07" not in output
+        assert not {ESCAPE, "\x07"} & set(run(command, root).stdout)
     assert r"a\x1b[31m" in run("show", root).stdout
     assert r"c\nd" in run("show", root).stdout
 
@@ -290,16 +217,13 @@ def test_verify_finds_a_flipped_bit(uri: str) -> None:
     """The exit status is 1, and the damage is printed with file, bytes and tensor."""
     key = image(uri)
     change(uri, key, 4096)  # the first byte of the first tensor
-    result = run("verify", uri)
-    assert result.exit_code == 1
-    assert result.stdout.startswith("damaged: 1 place; 2 files, ")
-    assert result.stdout.splitlines()[1].startswith(
-        f"  {key}: bytes 0 to 8,192: not what was written; tensors: model.tied"
-    )
+    first, second = run("verify", uri, status=1).stdout.splitlines()
+    assert first.startswith("damaged: 1 place; 2 files, ")
+    said = "bytes 0 to 8,192: not what was written; tensors: model.tied"
+    assert second.startswith(f"  {key}: {said}")
     (damage,) = run_json("verify", uri, status=1)["damages"]
-    assert damage["key"] == key
-    assert (damage["start"], damage["stop"], damage["what"]) == (0, 8192, "not what was written")
-    assert damage["tensors"][0] == "model.tied"
+    assert (damage["key"], damage["start"], damage["stop"]) == (key, 0, 8192)
+    assert (damage["what"], damage["tensors"][0]) == ("not what was written", "model.tied")
 
 
 def test_verify_joins_neighbours(root: str) -> None:
@@ -314,18 +238,16 @@ def test_verify_joins_neighbours(root: str) -> None:
 def test_verify_finds_a_damaged_manifest(uri: str) -> None:
     """A damaged manifest is damage, not a failure."""
     change(uri, "manifest.safetensors", 100)
-    result = run("verify", uri)
-    assert result.exit_code == 1
-    assert "manifest.safetensors: the manifest does not match its own checksum" in result.stdout
+    said = "manifest.safetensors: the manifest does not match its own checksum"
+    assert said in run("verify", uri, status=1).stdout
 
 
 def test_failure_is_a_message_and_not_a_traceback(root: str) -> None:
     """The exit status is 2, and stderr has the reason, the place and the remedy."""
-    result = run("show", root)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(
-        f"holdfast: nothing is committed here (key manifest.safetensors, in {root}). "
-    )
+    printed = run("show", root, status=2)
+    said = f"holdfast: nothing is committed here (key manifest.safetensors, in {root}). "
+    assert printed.stderr.startswith(said)
+    assert printed.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -333,14 +255,14 @@ def test_failure_is_a_message_and_not_a_traceback(root: str) -> None:
 )
 def test_wrong_call_has_status_2(arguments: list[str]) -> None:
     """Unknown commands and options, and missing and impossible arguments, are wrong calls."""
-    assert run(*arguments).exit_code == 2
+    run(*arguments, status=2)
 
 
 def test_without_a_command_help_is_shown() -> None:
     """Help goes to stderr, with status 2, because a script that forgot the command must fail."""
-    result = run()
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "verify" in result.stderr
+    printed = run(status=2)
+    assert printed.stdout == ""
+    assert "verify" in printed.stderr
 
 
 def test_bug_has_status_3() -> None:
@@ -351,18 +273,15 @@ def test_bug_has_status_3() -> None:
         "listing.list_checkpoints = broken\n"
         "sys.argv = ['holdfast', 'ls', 'memory://x']; holdfast.cli.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = finished([sys.executable, "-c", code])
     assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "RuntimeError: broken")
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> str:
     """Save a checkpoint in a folder, for commands in other processes."""
-    holdfast.save(
-        tmp_path / "step-1", {"model": {f"w{i}": torch.ones(4) for i in range(20_000)}, "step": 1}
-    )
+    model = {f"w{i}": torch.ones(4) for i in range(20_000)}
+    holdfast.save(tmp_path / "step-1", {"model": model, "step": 1})
     return str(tmp_path / "step-1")
 
 
@@ -377,21 +296,18 @@ def test_terminal_gets_guides_and_colours(stored: str) -> None:
 def on_a_terminal(uri: str, **environment: str) -> str:
     """Return what ``holdfast show --depth 1`` prints to a terminal."""
     ours, theirs = os.openpty()
+    inherited = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
     with open(ours, "rb", buffering=0) as terminal:
         process = subprocess.Popen(
             [*HOLDFAST, "show", uri, "--depth", "1"],
             stdout=theirs,
-            env={k: v for k, v in os.environ.items() if k != "NO_COLOR"}
-            | {"TERM": "xterm"}
-            | environment,
+            env={**inherited, "TERM": "xterm", **environment},
         )
         os.close(theirs)
         output = b""
-        try:
+        with contextlib.suppress(OSError):  # nobody writes to the terminal any more
             while part := terminal.read(4096):
                 output += part
-        except OSError:  # how a terminal says that nobody writes to it any more
-            pass
         assert process.wait(60) == 0
     return output.decode()
 

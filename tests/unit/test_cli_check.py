@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,15 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from support.commands import run, run_json
 
-from holdfast.cli.app import run
 from holdfast.drivers.memory import STORES
 
 
-def test_fit_folder_has_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_folder_has_status_0(tmp_path: Path) -> None:
     """Each trial has a line with its time. The folder is left unchanged."""
-    assert run(["drivers", "--check", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = run("drivers", "--check", tmp_path).stdout
     assert f"ok: file://{tmp_path} is fit for checkpoints" in printed
     assert "exclusive puts at the same time" in printed
     assert "MiB/s" in printed or "GiB/s" in printed
@@ -27,42 +25,31 @@ def test_fit_folder_has_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document() -> None:
     """The document has every finding."""
-    assert run(["drivers", "memory://check-json/run", "--check", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = run_json("drivers", "memory://check-json/run", "--check")
     assert (printed["ok"], printed["may_save"], printed["left"]) == (True, True, None)
-    assert {finding["name"] for finding in printed["findings"]} >= {
-        "exclusive",
-        "ranges",
-        "bulk",
-        "unfinished",
-    }
+    names = {finding["name"] for finding in printed["findings"]}
+    assert names >= {"exclusive", "ranges", "bulk", "unfinished"}
     assert STORES["check-json"] == {}
 
 
-def test_problem_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problem_has_status_1(tmp_path: Path) -> None:
     """Its consequence is printed with advice."""
     (tmp_path / "file").write_bytes(b"no folder")
-    assert run(["drivers", "--check", str(tmp_path / "file")]) == 1
-    printed = capsys.readouterr().out
-    assert "PROBLEM" in printed
-    assert "nothing can be saved here" in printed
-    assert "is not fit for checkpoints" in printed
-    assert "not tried" in printed
+    printed = run("drivers", "--check", tmp_path / "file", status=1).stdout
+    for said in ("PROBLEM", "nothing can be saved here", "is not fit for checkpoints", "not tried"):
+        assert said in printed
 
 
 @pytest.mark.parametrize(
     ("words", "told"), [([], "needs the URI"), (["s3"], "is a scheme"), (["no://x"], "no driver")]
 )
-def test_check_without_a_storage_is_a_wrong_call(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_without_a_storage_is_a_wrong_call(words: list[str], told: str) -> None:
     """The status is 2, and stdout is empty."""
-    assert run(["drivers", "--check", *words]) == 2
-    printed = capsys.readouterr()
-    assert told in printed.err
-    assert printed.out == ""
+    printed = run("drivers", "--check", *words, status=2)
+    assert told in printed.stderr
+    assert printed.stdout == ""
 
 
 @pytest.mark.heavy

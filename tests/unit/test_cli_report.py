@@ -1,5 +1,4 @@
-"""``holdfast report``: text, JSON, trace and page of one save, several, and none. A browser shows the
-page in the tests of servers."""
+"""``holdfast report``: text, JSON, trace and page of one save, several, and none."""
 
 from __future__ import annotations
 
@@ -13,31 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import run, run_json
 from support.recorded import NBYTES, listed, record, save_of, slow_write, stage
 
 import holdfast
 from holdfast.bench.measured.result import Measurement, Phase, encoded
-from holdfast.cli import app
 from holdfast.cli.report.html import report_page
-from holdfast.storage.format.save_telemetry import (
-    SaveTelemetry,
-    encode_head,
-    encode_record,
-)
+from holdfast.storage.format.save_telemetry import SaveTelemetry, encode_head, encode_record
 from holdfast.storage.operations.reporting.report_saves import RecordedSave
 
 STATE: dict[str, Any] = {"w": torch.arange(99.0)}
 
 
-def document(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
-    """Return the output of ``report --json``."""
-    assert app.run(["report", "--json", *arguments]) == status
-    return json.loads(capsys.readouterr().out)
-
-
 def with_slow_rank(uri: Path, key: str = "data/x") -> SaveTelemetry:
-    """Replace the stored telemetry: three ranks have saved. Two wrote in no time, however long the
-    save took; the last one wrote for 5 s."""
+    """Replace the stored telemetry: of three ranks, only the last spent time, 5 s, on writes."""
     with holdfast.open(uri) as checkpoint:
         stored = checkpoint.telemetry()
     assert stored is not None
@@ -54,15 +42,11 @@ def with_slow_rank(uri: Path, key: str = "data/x") -> SaveTelemetry:
     return telemetry
 
 
-def test_one_save_is_shown_with_its_stragglers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stragglers come first, then stages, ranks and operations. No key reaches the terminal as a
-    control sequence."""
+def test_one_save_is_shown_with_its_stragglers(tmp_path: Path) -> None:
+    """Stragglers, stages, ranks and operations are shown; keys are no control sequences."""
     holdfast.save(tmp_path, STATE, step=5)
     with_slow_rank(tmp_path, key="\x1b[31mred")
-    assert app.run(["report", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = run("report", str(tmp_path)).stdout
     assert "step     5\n" in out
     assert "rank 2: slow device or network: write took 5.00 s" in out
     assert "\x1b" not in out
@@ -71,11 +55,11 @@ def test_one_save_is_shown_with_its_stragglers(
         assert f"\n  {name} " in out
 
 
-def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_of_it(tmp_path: Path) -> None:
     """The document has the stored figures, and the findings."""
     holdfast.save(tmp_path, STATE, step=5)
     telemetry = with_slow_rank(tmp_path)
-    (save,) = document(capsys, str(tmp_path))["saves"]
+    (save,) = run_json("report", str(tmp_path))["saves"]
     assert (save["step"], save["path"], save["problem"]) == (5, "", None)
     assert [rank["rank"] for rank in save["telemetry"]["ranks"]] == [0, 1, 2]
     stages = save["telemetry"]["ranks"][2]["stages"]
@@ -86,7 +70,7 @@ def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert slow["text"].startswith("rank 2: slow device or network: ")
 
 
-def test_a_run_is_shown_save_by_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_save_by_save(tmp_path: Path) -> None:
     """Missing and damaged telemetry is reported, and hides no other save."""
     for step in (1, 2, 3, 4):
         telemetry: Any = "off" if step == 2 else "on"
@@ -94,87 +78,66 @@ def test_a_run_is_shown_save_by_save(tmp_path: Path, capsys: pytest.CaptureFixtu
     with_slow_rank(tmp_path / "4")
     (path,) = (tmp_path / "3").rglob("telemetry*")
     path.write_bytes(b"foreign")
-    assert app.run(["report", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = run("report", str(tmp_path)).stdout
     assert "its save recorded no telemetry" in out
     assert "cannot be read" in out
     assert "rank 2, write: slow device or network" in out
     assert "rank 2: slow device or network, 5.00 s lost in 1 of 2 saves" in out
-    saves = document(capsys, str(tmp_path))["saves"]
-    assert [(save["step"], save["telemetry"] is None) for save in saves] == [
-        (1, False),
-        (2, True),
-        (3, True),
-        (4, False),
-    ]
+    saves = run_json("report", str(tmp_path))["saves"]
+    assert [save["step"] for save in saves] == [1, 2, 3, 4]
+    assert [save["telemetry"] is None for save in saves] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_without_telemetry_the_answer_is_no(
-    tmp_path: Path, damaged: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_telemetry_the_answer_is_no(tmp_path: Path, damaged: bool) -> None:
     """The message says whether it is missing or damaged; no page is written."""
     holdfast.save(tmp_path / "c", STATE, telemetry="on" if damaged else "off")
     for path in tmp_path.rglob("telemetry*"):
         path.write_bytes(b"foreign")
-    assert app.run(["report", str(tmp_path / "c"), "--html", str(tmp_path / "page")]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert ("cannot be read" if damaged else "recorded no telemetry") in captured.err
+    printed = run("report", tmp_path / "c", "--html", tmp_path / "page", status=1)
+    assert printed.stdout == ""
+    assert ("cannot be read" if damaged else "recorded no telemetry") in printed.stderr
     assert not (tmp_path / "page").exists()
-    assert app.run(["report", str(tmp_path / "none")]) == 1
-    assert "no checkpoint at or below" in capsys.readouterr().err
+    assert "no checkpoint at or below" in run("report", tmp_path / "none", status=1).stderr
 
 
-def test_a_trace_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_and_a_page_are_written(tmp_path: Path) -> None:
     """The report is printed as well. A file that cannot be written is an error."""
     uri = str(tmp_path / "c")
     holdfast.save(uri, STATE, step=7)
     trace, page = tmp_path / "trace.json", tmp_path / "report.html"
-    assert app.run(["report", uri, "--trace", str(trace), "--html", str(page)]) == 0
+    printed = run("report", uri, "--trace", trace, "--html", page)
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"process_name", "write", "manifest"} <= names
-    assert "step     7" in capsys.readouterr().out
+    assert "step     7" in printed.stdout
     assert "upload_commit" in read(page.read_text(encoding="utf-8")).text
     for option in ("--trace", "--html"):
-        assert app.run(["report", uri, option, str(tmp_path / "no/t")]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        assert "cannot be written" in run("report", uri, option, tmp_path / "no/t", status=2).stderr
 
 
-def test_rates_are_compared_with_a_measurement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Shares of the rate of saves in ``holdfast bench`` and of its limit are given, with anything
-    that limits the comparison."""
+def test_rates_are_compared_with_a_measurement(tmp_path: Path) -> None:
+    """Shares of the rate of ``holdfast bench`` and of its limit are given, with caveats."""
     uri = tmp_path / "run"
     for step in (1, 2):
         holdfast.save(uri / str(step), STATE, step=step)
         with_slow_rank(uri / str(step))
-    phases = (
-        Phase("write limit", 1200, (1.0, 1.0)),
-        Phase("save", 1200, (2.0, 2.0)),
-    )
+    phases = (Phase("write limit", 1200, (1.0, 1.0)), Phase("save", 1200, (2.0, 2.0)))
     result = tmp_path / "bench.json"
     config, invalid = {"nbytes": 1, "ranks": 1}, {"save": ("short",)}
     found = Measurement("x", 1.0, config, {}, phases, invalid=invalid)
     result.write_text(encoded(found))
     first = str(uri / "1")
-    (save,) = document(capsys, first, "--bench", str(result))["saves"]
+    (save,) = run_json("report", first, "--bench", str(result))["saves"]
     rate = save["telemetry"]["nbytes"] / 6.0
-    assert save["bench"] == {
-        "share": pytest.approx(rate / 600),
-        "share_of_limit": pytest.approx(rate / 1200),
-    }
-    (save,) = document(capsys, first)["saves"]
+    shares = {"share": rate / 600, "share_of_limit": rate / 1200}
+    assert save["bench"] == pytest.approx(shares)
+    (save,) = run_json("report", first)["saves"]
     assert save["bench"] is None
-    assert app.run(["report", first, "--bench", str(result)]) == 0
-    out = capsys.readouterr().out
+    out = run("report", first, "--bench", str(result)).stdout
     assert f"{rate / 600:.0%} of the 0.00 GB/s of save" in out
     assert "measured with 1 rank; the measurement is marked as INVALID" in out
-    assert app.run(["report", str(uri), "--bench", str(result)]) == 0
-    assert "of bench" in capsys.readouterr().out
-    assert app.run(["report", first, "--bench", str(tmp_path / "none")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "of bench" in run("report", uri, "--bench", result).stdout
+    assert "cannot be read" in run("report", first, "--bench", tmp_path / "none", status=2).stderr
 
 
 URI = "s3://bucket/run"
@@ -237,14 +200,12 @@ def test_the_page_of_one_save_names_its_stragglers() -> None:
 
 
 def test_outliers_of_many_ranks_are_drawn() -> None:
-    """A sample stands for the others, and the page says how many are omitted. In the heat map
-    several ranks share a row."""
+    """A sample of ranks is drawn, and several share a row; the page says how many are omitted."""
     reader = shown(save_of({777: {"write": stage(9.0, NBYTES)}}, world=1000))
     assert "rank 777" in lanes(reader)
     assert "976 ranks are not shown" in reader.text
-    assert "ranks 0–15" in reader.text
-    assert "ranks 768–783" in reader.text
-    assert "ranks 992–999" in reader.text
+    for row in ("ranks 0–15", "ranks 768–783", "ranks 992–999"):
+        assert row in reader.text
 
 
 def test_the_page_of_a_run_shows_its_saves_over_time() -> None:

@@ -8,11 +8,11 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.commands import finished
 from support.documents import (
     EXCERPT,
     ROOT,
@@ -76,14 +76,9 @@ assert report.nbytes == 0
 def run_sessions(folder: Path, pages: list[str]) -> dict[str, str]:
     """Run pages in a process of its own; what went wrong in each."""
     program = ROOT / "tests/support/document_sessions.py"
-    done = subprocess.run(
-        [sys.executable, "-P", program, folder, *pages],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    command = [sys.executable, "-P", program, folder, *pages]
+    done = finished(command, env=environment, timeout_s=110)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.commands import finished
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
@@ -105,8 +105,7 @@ def test_importing_the_registry_is_cheap() -> None:
         "from holdfast.drivers.registry import open_driver\nprint(*sys.modules)\n"
         "open_driver('memory://x')\nprint(*sys.modules)"
     )
-    command = [sys.executable, "-I", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = finished([sys.executable, "-I", "-c", code])
     before, after = (set(line.split()) for line in done.stdout.splitlines())
     assert before.isdisjoint({"holdfast.drivers.memory", "holdfast.drivers.local.driver"})
     assert "holdfast.drivers.memory" in after

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from support.commands import run
 
-from holdfast.cli import app
 from holdfast.drivers.configuration.tuned import (
     Place,
     TunedProfile,
@@ -95,20 +95,16 @@ def test_the_user_wins(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(S3, "concurrency") == (5, f"{own} [s3]")
 
 
-def test_a_profile_is_for_one_kind_of_machine(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_is_for_one_kind_of_machine(file: Path) -> None:
     """A profile of another kind of machine is listed, but not used; both can be kept."""
     foreign = replace(profile(S3, concurrency="64"), machine="2 × abacus")
     keep_profile(file, foreign)
     assert value(S3, "concurrency")[1] == "default"
-    assert app.run(["drivers", S3]) == 0
-    assert "of other machines, and not used: 2 × abacus" in capsys.readouterr().out
+    assert "of other machines, and not used: 2 × abacus" in run("drivers", S3).stdout
     keep_profile(file, profile(S3, concurrency="32"))
     assert value(S3, "concurrency")[0] == 32
     assert len(read_profiles(file)) == 2
-    assert app.run(["drivers", S3]) == 0
-    assert "1.31 × as fast as the defaults" in capsys.readouterr().out
+    assert "1.31 × as fast as the defaults" in run("drivers", S3).stdout
 
 
 def test_places_of_all_kinds() -> None:
@@ -119,9 +115,8 @@ def test_places_of_all_kinds() -> None:
 
     assert place("file:///mnt/a/b") == Place("file:///mnt/a", {"file system": "xfs"})
     assert place("hdfs://node:8020/a/b", "namenodes") == Place("hdfs://node:8020")
-    assert place("s3://b/x", "endpoint", endpoint="http://h/") == Place(
-        "s3://b", {"endpoint": "http://h"}
-    )
+    there = Place("s3://b", {"endpoint": "http://h"})
+    assert place("s3://b/x", "endpoint", endpoint="http://h/") == there
     assert place("memory://a/b", endpoint="not an option of it") == Place("memory://a")
 
 
@@ -139,12 +134,11 @@ def test_profiles_come_back_from_the_file(file: Path) -> None:
     assert sorted(os.listdir(file.parent)) == [file.name]
 
 
-def test_a_profile_is_forgotten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_forgotten(file: Path) -> None:
     """Forgetting removes the profiles of a place for all machines, and no others."""
     keep_profile(file, profile(S3, concurrency="64"))
     keep_profile(file, profile("s3://other", concurrency="64"))
-    assert app.run(["bench", S3, "--forget"]) == 0
-    assert "1 profile removed" in capsys.readouterr().out
+    assert "1 profile removed" in run("bench", S3, "--forget").stdout
     assert [kept.place.uri for kept in read_profiles(file)] == ["s3://other"]
     assert forget_profiles(file, tuned_place(parse(S3))) == 0
 
@@ -200,8 +194,7 @@ def test_a_file_that_means_nothing_is_an_error(file: Path, old: str, new: str, s
     """An unusable file is an error with advice, and only options of speed can be set."""
     keep_profile(file, profile(S3, concurrency="64"))
     file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(
-        UsageError, match=f"(?s){re.escape(str(file))}.*{re.escape(said)}"
-    ) as raised:
+    says = f"(?s){re.escape(str(file))}.*{re.escape(said)}"
+    with pytest.raises(UsageError, match=says) as raised:
         open_driver(S3)
     assert "Delete the file" in str(raised.value)

@@ -7,11 +7,12 @@ import functools
 import gc
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from support.commands import finished
 
 import holdfast
 
@@ -448,14 +449,8 @@ def loaded_by(code: str) -> set[str]:
         "import sys; before = set(sys.modules)\ntry:\n {}\nexcept SystemExit: "
         "pass\nprint(*set(sys.modules) - before)"
     )
-    run = subprocess.run(
-        [sys.executable, "-I", "-c", report.format(code)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    names = {name.partition(".")[0] for name in run.stdout.splitlines()[-1].split()}
+    done = finished([sys.executable, "-I", "-c", report.format(code)])
+    names = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
     return names - sys.stdlib_module_names
 
 

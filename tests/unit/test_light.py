@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from support.commands import finished
 from support.light import FILES, TESTS
 
 FORBIDDEN = {
@@ -25,13 +25,6 @@ def test_every_light_file_is_there() -> None:
 def test_a_light_test_is_refused_what_is_heavy(statement: str) -> None:
     """It fails with advice if it imports torch, or starts a process or a server."""
     code = f"from support import light\nlight.ban()\nwith light.running():\n    {statement}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = finished([sys.executable, "-c", code], cwd=TESTS)
     assert done.returncode == 1
     assert "mark the test heavy" in done.stderr

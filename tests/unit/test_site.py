@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from holdfast_site.generated import commands_page, subcommands
-from holdfast_site.pages import (
-    contents_of,
-    find_pages,
-    on_site,
-    sections_of,
-)
-
-from holdfast.cli.app import command_parser
+from holdfast_site.pages import contents_of, find_pages, on_site, sections_of
+from support.commands import finished
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,8 +32,7 @@ def moved(text: str, document: str = "docs/how-to/page.md") -> str:
     ],
 )
 def test_links_lead_where_they_led(link: str, expected: str) -> None:
-    """To pages of the site, to copies of other files, or out of it; also around code, and over the
-    end of a line."""
+    """Links lead to pages of the site, to copies of files, or out of it, also over a line end."""
     assert moved(f"See [a\n`b`]({link}).") == f"See [a\n`b`]({expected})."
 
 
@@ -63,42 +54,17 @@ def test_the_navigation_has_every_page() -> None:
     assert {page.as_posix() for page in pages.values()} - named == set()
 
 
-def test_every_option_of_every_command_has_a_row() -> None:
-    """The tables are those of the parser."""
-    page = commands_page()
-    for name, parser in subcommands(command_parser()).items():
-        _, _, section = page.partition(f"\n## holdfast {name}\n")
-        section = section.partition("\n## ")[0]
-        for action in parser._actions:
-            if action.option_strings and action.dest != "help":
-                names = ", ".join(action.option_strings)
-                (row,) = [
-                    line
-                    for line in section.splitlines()
-                    if line.startswith((f"| `{names}`", f"| `{names} "))
-                ]
-                assert row.count("|") - row.count("\\|") == 4
-
-
 def test_sphinx_refuses_what_leads_nowhere(tmp_path: Path) -> None:
     """An anchor that no heading has, and a page that is not in the navigation, fail the build."""
     source = tmp_path / "source"
     source.mkdir()
-    contents = "```{toctree}\nhere\n```\n"
-    (source / "index.md").write_text(
-        f"# Index\n\n[x](here.md#nowhere) [y](here.md#there)\n\n{contents}"
-    )
+    links = "[x](here.md#nowhere) [y](here.md#there)"
+    (source / "index.md").write_text(f"# Index\n\n{links}\n\n```{{toctree}}\nhere\n```\n")
     (source / "here.md").write_text("# Here\n\n## There\n")
     (source / "lost.md").write_text("# Lost\n")
     options = ["--fail-on-warning", "--keep-going", "--quiet", "--conf-dir", ROOT / "docs/site"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, source, tmp_path / "html"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "sphinx", *options, source, tmp_path / "html"]
+    done = finished(command, cwd=tmp_path)
     warnings = [line for line in done.stderr.splitlines() if "WARNING:" in line]
     assert done.returncode == 1
     assert len(warnings) == 2
