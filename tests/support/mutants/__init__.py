@@ -24,11 +24,11 @@ class Change:
 
     def applied(self, source: str) -> str:
         """Change ``source``. Raises ValueError unless ``old`` occurs exactly once."""
-        code = ast.unparse(ast.parse(source)) + "\n"
-        count = code.count(self.old)
+        code = f"\n{ast.unparse(ast.parse(source))}\n"
+        count = code.count(f"\n{self.old}")
         if count != 1:
             raise ValueError(f"{self.file} has {self.old!r} {count} times: bring it up to date")
-        return code.replace(self.old, self.new)
+        return code.replace(f"\n{self.old}", f"\n{self.new}")[1:]
 
 
 @dataclass

@@ -1,15 +1,22 @@
-"""How an engine is broken on purpose, and the list of those that are."""
+"""Engines that are broken on purpose."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
+import inspect
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ..mutants import Change
 from .engine import forget
 
 Patch = tuple[Any, str, Any]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Broken:
     def engine(self) -> Iterator[None]:
         """Break the engine during the body."""
         patches = list(self.patches())
-        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+        before = [(owner, name, _value(owner, name)) for owner, name, _ in patches]
         forget()
         try:
             for owner, name, value in patches:
@@ -40,19 +47,45 @@ class Broken:
             forget()
 
 
-BROKEN: list[Broken] = []
+def _value(owner: Any, name: str) -> Any:
+    """Return an attribute of ``owner``; of a class its own one, without binding."""
+    return owner.__code__ if name == "__code__" else owner.__dict__[name]
 
 
-def broken(
-    name: str, seed: int | None, storages: str = ""
-) -> Callable[[Callable[[], Iterator[Patch]]], Callable[[], Iterator[Patch]]]:
-    """Return a decorator that adds a broken engine to the list."""
+def patches_of(changes: list[Change]) -> Iterator[Patch]:
+    """Yield what changes the engine of this process: code of functions, and constants."""
+    sources = {change.file: (ROOT / change.file).read_text() for change in changes}
+    for change in changes:
+        sources[change.file] = change.applied(sources[change.file])
+    for file, source in sources.items():
+        module = importlib.import_module(f"holdfast.{file[:-3].replace('/', '.')}")
+        for code in _functions_in(compile(source, file, "exec", dont_inherit=True)):
+            function = _function(module, code.co_qualname)
+            if function is not None and function.__code__.co_freevars == code.co_freevars:
+                yield function, "__code__", code
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                yield module, ast.unparse(node.targets[0]), node.value.value
 
-    def listed(patches: Callable[[], Iterator[Patch]]) -> Callable[[], Iterator[Patch]]:
-        BROKEN.append(Broken(name, patches, storages, seed))
-        return patches
 
-    return listed
+def _functions_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a module's functions and methods."""
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            if inner.co_flags & inspect.CO_OPTIMIZED:
+                yield inner
+            else:
+                yield from _functions_in(inner)
+
+
+def _function(module: types.ModuleType, name: str) -> types.FunctionType | None:
+    """Return a function of the engine, None if it is replaced in simulations."""
+    found: Any = module
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part, None)
+    found = inspect.unwrap(getattr(found, "__func__", getattr(found, "fget", found)))
+    is_original = inspect.isfunction(found) and found.__code__.co_qualname == name
+    return found if is_original else None
 
 
 def seeds_until_violation(

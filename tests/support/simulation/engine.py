@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time as real_time
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +200,7 @@ async def _offload(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _committing(real: Any) -> Any:
+    @wraps(real)
     async def see_all(driver: Any, manifest: Any) -> None:
         if driver.traits.exclusive_is_atomic:
             _here().committing(driver.uri, manifest.attempt)
