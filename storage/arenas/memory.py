@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..runtime.buffers import HostBuffer
+from .numa import prefer_node
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE
@@ -41,14 +42,18 @@ def sealed_memory(nbytes: int) -> int:
     return fd
 
 
-def reserved_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
+def reserved_memory(
+    nbytes: int, moved: Callable[[], None] = lambda: None, node: int = -1
+) -> Memory:
     """Return sealed memory of ``nbytes`` zero bytes, with all pages allocated now instead of on
-    first write, as huge pages if possible. Calls ``moved()`` on progress. Raises OSError.
+    first write, as huge pages if possible, on the NUMA ``node`` if that has any left (-1: on any).
+    Calls ``moved()`` on progress. Raises OSError.
 
     Pages are charged to the control group of this process. Exceeding its limit kills the process,
     so check :func:`available_nbytes` first.
     """
     memory = Memory(sealed_memory(nbytes), nbytes)
+    prefer_node(memory.address, nbytes, node)
     try:
         for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
             part_nbytes = min(_RESERVED_AT_ONCE_NBYTES, nbytes - start)

@@ -27,7 +27,8 @@ OTHER_VERSION = "version"
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message of a trainer. ``host``: its failure domain. ``options``: the options that its
-    keeper should have, as JSON; "" to leave them as they are."""
+    keeper should have, as JSON; "" to leave them as they are. ``node``: the NUMA node of its
+    processors, -1 for any."""
 
     version: int
     run: str
@@ -35,6 +36,7 @@ class Hello:
     world: int
     host: str
     options: str = ""
+    node: int = -1
 
 
 @dataclass(frozen=True, slots=True)

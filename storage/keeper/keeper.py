@@ -350,7 +350,8 @@ class Keeper:
     async def _make(
         self, trainer: Trainer, grant: Grant, message: messages.Fill
     ) -> messages.Refused | None:
-        making = asyncio.ensure_future(self.pool.take_memory(grant.slot, message.nbytes))
+        taking = self.pool.take_memory(grant.slot, message.nbytes, trainer.node)
+        making = asyncio.ensure_future(taking)
         self._keep(making)
         done, _ = await asyncio.wait({making}, timeout=message.within_s)
         if not done:
@@ -421,9 +422,8 @@ class Keeper:
         self._generations.sealed(number)
         self._counters.sealed += 1
         self.keep_over()
-        await self._trainers.tell(
-            trainer, messages.Sealed(number, label.generation), [slot.label_fd]
-        )
+        sealed = messages.Sealed(number, label.generation)
+        await self._trainers.tell(trainer, sealed, [slot.label_fd])
         await self._agreement.vote(label)
 
     async def _tell_all(self, event: messages.Event) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 from dataclasses import dataclass, field, replace
+
+from ..arenas.numa import cpus_of
 
 LOOPBACK = "127.0.0.1"
 RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
@@ -102,20 +103,3 @@ def confine(options: KeeperOptions, before: KeeperOptions | None = None) -> None
         os.environ[RATE_VARIABLE] = str(options.max_bytes_per_s)
     elif before is not None and before.max_bytes_per_s is not None:
         del os.environ[RATE_VARIABLE]
-
-
-_CPUS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-
-
-def cpus_of(text: str) -> frozenset[int]:
-    """Parse a list of CPUs in the format of Linux, such as ``0-3,8``. Raises ValueError."""
-    cpus = set[int]()
-    for part in text.split(","):
-        match = _CPUS.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(f"{part!r} is neither a CPU nor a range of CPUs such as 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"{part!r} ends before it begins")
-        cpus.update(range(first, last + 1))
-    return frozenset(cpus)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
+from ..arenas.numa import reset_policy
 from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .descriptor_store import DescriptorStore
@@ -91,6 +92,7 @@ async def keep(
                 advice="Name CPUs that this process may use.",
             ) from error
         _raise_file_limit()
+        reset_policy()  # the rank that started this process may be bound to one node
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()

@@ -132,14 +132,17 @@ class SlotPool:
         spare_nbytes = max(0, available_nbytes() - RESERVE_NBYTES + self.nbytes)
         self.generations.budget_nbytes = min(spare_nbytes, given_nbytes or spare_nbytes)
 
-    async def take_memory(self, slot: int, nbytes: int) -> str:
-        """Allocate the memory of a slot. Return "", or the reason why that failed."""
+    async def take_memory(self, slot: int, nbytes: int, node: int) -> str:
+        """Allocate the memory of a slot, on this NUMA node if possible; -1: on any. Return "", or
+        the reason why that failed."""
         spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
         problem = f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
         if nbytes <= spare_nbytes:
             self._making_nbytes += nbytes
             try:
-                self.slots[slot] = PooledSlot(await offload(reserved_memory, nbytes))
+                self.slots[slot] = PooledSlot(
+                    await offload(partial(reserved_memory, nbytes, node=node))
+                )
                 self.generations.made(slot)
                 return ""
             except OSError as error:

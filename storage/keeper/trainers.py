@@ -38,14 +38,16 @@ _log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Trainer:
     """A connected process. ``number``: identifies it in the state machine; ``identity``: see
-    ``Line.peer_identity``; ``handed``: slots whose memory it was given; ``asks``: number of the
-    request being answered; ``left``: it has announced its end."""
+    ``Line.peer_identity``; ``node``: see :class:`~..arenas.messages.Hello`; ``handed``: slots whose
+    memory it was given; ``asks``: number of the request being answered; ``left``: it has announced
+    its end."""
 
     number: int
     pid: int
     rank: int
     world: int
     host: str
+    node: int
     line: Line
     pidfd: int
     identity: int
@@ -124,11 +126,12 @@ class Trainers:
             known.line = line
             known.handed.clear()  # the trainer has closed these, or hands them over
             known.rank, known.world, known.host = hello.rank, hello.world, hello.host
+            known.node = hello.node
             known.left = False
             self._back(known)
             return known
         number = next(self._numbers)
-        of_rank = hello.rank, hello.world, hello.host
+        of_rank = hello.rank, hello.world, hello.host, hello.node
         trainer = Trainer(number, line.peer_pid, *of_rank, line, pidfd, identity)
         self._by_process[identity] = trainer
         asyncio.get_running_loop().add_reader(pidfd, self._ended, trainer)

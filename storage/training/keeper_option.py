@@ -17,9 +17,10 @@ from ...drivers.uri import parse
 from ...errors import CoordinationError, UsageError
 from ...planner.parity import GROUP_HOSTS, Mode
 from ..arenas.folder import KeeperFolder
+from ..arenas.numa import cpus_of
 from ..keeper.decisions.history import LEVELS_MAX
 from ..keeper.detached import TAKE_OVER
-from ..keeper.options import KeeperOptions, cpus_of
+from ..keeper.options import KeeperOptions
 from ..keeper.serving.serve import interface_and_port
 from ..runtime.engine import offload
 

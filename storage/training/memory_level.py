@@ -14,6 +14,7 @@ from ..arenas.arena import Arena
 from ..arenas.folder import KeeperFolder
 from ..arenas.hosts import KeeperHost
 from ..arenas.messages import VERSION, Enter, Hello, Rebuild
+from ..arenas.numa import own_node
 from ..keeper.decisions.choice import Choice
 from ..keeper.reading import Peers
 from ..keeper.tiers import LocalImage, PeerImage, TiersDriver, manifest_of
@@ -106,7 +107,8 @@ class MemoryLevel:
         folder = KeeperFolder.of(self._run)
         option = self._option
         wanted = json.dumps(asdict(option.of_process(run_id))) if option.starts else ""
-        hello = Hello(VERSION, run_id, current_rank(), current_world(), option.host, wanted)
+        of_rank = current_rank(), current_world(), option.host
+        hello = Hello(VERSION, run_id, *of_rank, wanted, own_node())
 
         async def start(takes_over: bool) -> None:
             await start_keeper(option, folder, run_id, takes_over=takes_over)

@@ -29,8 +29,8 @@ from holdfast.storage.arenas.folder import (
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.memory import available_nbytes
+from holdfast.storage.arenas.numa import cpus_of
 from holdfast.storage.keeper.decisions.choice import Choice
-from holdfast.storage.keeper.options import cpus_of
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.training import checkpointer, resume
