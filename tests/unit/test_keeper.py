@@ -172,10 +172,10 @@ async def test_a_step_does_not_wait_for_memory_that_takes_long(
     begun: list[int] = []
     may_go_on = threading.Event()
 
-    def slowly(nbytes: int) -> Memory:
+    def slowly(nbytes: int, *, node: int) -> Memory:
         begun.append(nbytes)
         assert may_go_on.wait(60)
-        return reserved_memory(nbytes)
+        return reserved_memory(nbytes, node=node)
 
     monkeypatch.setattr("holdfast.storage.keeper.slot_memory.reserved_memory", slowly)
     monkeypatch.setattr(arena_module, "_MAKING_SHARE", 0.01)  # not as long as the other deadlines
