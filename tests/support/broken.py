@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from holdfast.drivers.contract import Buffer, ObjectInfo, TakePiece, Upload, check_key, check_small
@@ -17,11 +17,24 @@ from holdfast.drivers.options import Option, choice, integer
 from holdfast.drivers.uri import Uri
 from holdfast.errors import DamagedError, HoldfastError, StorageError
 
+CASES: dict[type[Healthy], str] = {}
+"""The trial that must fail, by broken driver."""
+PROBED: dict[type[Healthy], str] = {}
+"""The probe of ``holdfast drivers --check`` that must fail, by broken driver."""
+
 
 class Healthy(MemoryDriver):
-    """A correct driver, the baseline of the broken ones. ``upload`` is the class of its uploads."""
+    """A correct driver, the baseline of the broken ones. ``upload`` is the class of its uploads.
+
+    A subclass names the ``trial`` and the ``probe`` that must fail.
+    """
 
     upload: ClassVar[type[_MemoryUpload]] = _MemoryUpload
+
+    def __init_subclass__(cls, trial: str = "", probe: str = "") -> None:
+        for table, noticed_by in ((CASES, trial), (PROBED, probe)):
+            if noticed_by:
+                table[cls] = noticed_by
 
     def __init__(self, location: str = "") -> None:
         super().__init__(location)
@@ -36,30 +49,7 @@ class Healthy(MemoryDriver):
         self.objects[self._prefix + key] = (data, time.time())
 
 
-CASES: dict[type[Healthy], str] = {}
-"""The trial that must fail, by broken driver."""
-
-K = TypeVar("K", bound=Healthy)
-
-
-PROBED: dict[type[Healthy], str] = {}
-"""The probe of ``holdfast drivers --check`` that must fail, by broken driver."""
-
-
-def _wrong(caught_by: str, found_by: str = "") -> Callable[[type[K]], type[K]]:
-    """Add a driver to the cases."""
-
-    def added(kind: type[K]) -> type[K]:
-        CASES[kind] = caught_by
-        if found_by:
-            PROBED[kind] = found_by
-        return kind
-
-    return added
-
-
-@_wrong("an_upload_is_invisible_until_it_commits", found_by="committed")
-class VisibleEarly(Healthy):
+class VisibleEarly(Healthy, trial="an_upload_is_invisible_until_it_commits", probe="committed"):
     """Shows objects that are being uploaded."""
 
     class upload(_MemoryUpload):
@@ -68,8 +58,7 @@ class VisibleEarly(Healthy):
             self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
 
 
-@_wrong("a_reader_sees_the_old_or_the_new_object")
-class TornPut(Healthy):
+class TornPut(Healthy, trial="a_reader_sees_the_old_or_the_new_object"):
     """Puts one half, and then the other."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -78,8 +67,7 @@ class TornPut(Healthy):
         self.place(key, data)
 
 
-@_wrong("an_exclusive_put_has_one_winner", found_by="race")
-class ExclusiveNotAtomic(Healthy):
+class ExclusiveNotAtomic(Healthy, trial="an_exclusive_put_has_one_winner", probe="race"):
     """Looks first, and puts a moment later."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -89,16 +77,14 @@ class ExclusiveNotAtomic(Healthy):
         await super().put(key, data, exclusive=exclusive)
 
 
-@_wrong("any_range_can_be_read", found_by="ranges")
-class IgnoresStart(Healthy):
+class IgnoresStart(Healthy, trial="any_range_can_be_read", probe="ranges"):
     """Reads from the beginning, wherever the range starts."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         await super().read(key, 0, into)
 
 
-@_wrong("a_read_past_the_end_is_damage", found_by="ranges")
-class ShortRead(Healthy):
+class ShortRead(Healthy, trial="a_read_past_the_end_is_damage", probe="ranges"):
     """Past the end it leaves the buffer as it was."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -109,8 +95,7 @@ class ShortRead(Healthy):
             into[: len(part)] = part
 
 
-@_wrong("fetched_memory_stays_as_it_is")
-class ReusesFetched(Healthy):
+class ReusesFetched(Healthy, trial="fetched_memory_stays_as_it_is"):
     """Hands over a buffer that it fetches into again."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
@@ -119,16 +104,14 @@ class ReusesFetched(Healthy):
         return memoryview(kept)[:nbytes]
 
 
-@_wrong("a_read_past_the_end_is_damage")
-class FetchesFewer(Healthy):
+class FetchesFewer(Healthy, trial="a_read_past_the_end_is_damage"):
     """Returns fewer bytes past the end instead of failing."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return memoryview((await self.get(key))[start : start + nbytes])
 
 
-@_wrong("pieces_hold_the_bytes_of_any_range")
-class CutsAnywhere(Healthy):
+class CutsAnywhere(Healthy, trial="pieces_hold_the_bytes_of_any_range"):
     """Passes pieces that end where they like."""
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
@@ -137,8 +120,7 @@ class CutsAnywhere(Healthy):
             take(data[at : at + 1000])
 
 
-@_wrong("a_read_past_the_end_is_damage")
-class TakesFewer(Healthy):
+class TakesFewer(Healthy, trial="a_read_past_the_end_is_damage"):
     """Passes fewer bytes past the end instead of failing."""
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
@@ -146,8 +128,7 @@ class TakesFewer(Healthy):
         await super().read_pieces(key, start, len(there), take)
 
 
-@_wrong("a_read_past_the_end_is_damage")
-class TakesHalfAPiece(Healthy):
+class TakesHalfAPiece(Healthy, trial="a_read_past_the_end_is_damage"):
     """Passes a partial piece past the end before it raises the error."""
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
@@ -157,8 +138,7 @@ class TakesHalfAPiece(Healthy):
         await super().read_pieces(key, start + len(there), nbytes - len(there), take)
 
 
-@_wrong("an_aborted_upload_leaves_nothing")
-class LeaksTemporaries(Healthy):
+class LeaksTemporaries(Healthy, trial="an_aborted_upload_leaves_nothing"):
     """Leaks a temporary object when an upload is aborted."""
 
     class upload(_MemoryUpload):
@@ -172,8 +152,7 @@ class LeaksTemporaries(Healthy):
                 yield info
 
 
-@_wrong("an_incomplete_upload_does_not_commit")
-class CommitsHoles(Healthy):
+class CommitsHoles(Healthy, trial="an_incomplete_upload_does_not_commit"):
     """Commits an incomplete upload, with zeros in the gaps."""
 
     class upload(_MemoryUpload):
@@ -183,13 +162,11 @@ class CommitsHoles(Healthy):
             await self._driver.put(self._key, bytes(content))
 
 
-@_wrong("an_upload_may_end_early", found_by="shorter")
-class EndsAsDeclared(CommitsHoles):
+class EndsAsDeclared(CommitsHoles, trial="an_upload_may_end_early", probe="shorter"):
     """Likewise, even after the end of an upload that ends early."""
 
 
-@_wrong("an_upload_that_lacks_its_end_does_not_commit")
-class EndsAnywhere(Healthy):
+class EndsAnywhere(Healthy, trial="an_upload_that_lacks_its_end_does_not_commit"):
     """Truncates an upload at the committed size without checking that all of it was written."""
 
     class upload(_MemoryUpload):
@@ -201,8 +178,7 @@ class EndsAnywhere(Healthy):
             await self._driver.put(self._key, bytes(content[:nbytes]))
 
 
-@_wrong("parts_from_any_address_make_the_object")
-class Appends(Healthy):
+class Appends(Healthy, trial="parts_from_any_address_make_the_object"):
     """Appends parts in order of arrival and ignores their offsets."""
 
     class upload(_MemoryUpload):
@@ -215,8 +191,7 @@ class Appends(Healthy):
             await super().write(self._end - len(data), data)
 
 
-@_wrong("a_written_part_belongs_to_the_upload")
-class Borrows(Healthy):
+class Borrows(Healthy, trial="a_written_part_belongs_to_the_upload"):
     """Copies the caller's memory only when it commits."""
 
     class upload(_MemoryUpload):
@@ -235,8 +210,7 @@ class Borrows(Healthy):
             await super().commit(nbytes)
 
 
-@_wrong("a_listing_goes_by_whole_names", found_by="list")
-class PrefixByLetters(Healthy):
+class PrefixByLetters(Healthy, trial="a_listing_goes_by_whole_names", probe="list"):
     """``a`` lists ``ab``."""
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -245,8 +219,7 @@ class PrefixByLetters(Healthy):
                 yield info
 
 
-@_wrong("a_listing_of_many_objects_is_complete")
-class FirstPage(Healthy):
+class FirstPage(Healthy, trial="a_listing_of_many_objects_is_complete"):
     """Lists a thousand objects and forgets the rest."""
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -256,8 +229,9 @@ class FirstPage(Healthy):
                 yield info
 
 
-@_wrong("deleting_all_takes_what_lies_below_and_no_more", found_by="bulk")
-class DeletesNeighbours(Healthy):
+class DeletesNeighbours(
+    Healthy, trial="deleting_all_takes_what_lies_below_and_no_more", probe="bulk"
+):
     """Deleting ``a/b`` takes ``a/bc`` along."""
 
     async def delete_all(self, prefix: str) -> None:
@@ -265,8 +239,7 @@ class DeletesNeighbours(Healthy):
             del self.objects[path]
 
 
-@_wrong("an_unsafe_key_is_refused_everywhere")
-class UnsafeKeys(Healthy):
+class UnsafeKeys(Healthy, trial="an_unsafe_key_is_refused_everywhere"):
     """Takes any key."""
 
     async def get(self, key: str) -> bytes:
@@ -276,24 +249,21 @@ class UnsafeKeys(Healthy):
         self.place(key, data)
 
 
-@_wrong("strange_keys_are_stored_faithfully_or_refused", found_by="odd")
-class FoldsKeys(Healthy):
+class FoldsKeys(Healthy, trial="strange_keys_are_stored_faithfully_or_refused", probe="odd"):
     """Takes ``a%20b`` and ``a b`` for the same."""
 
     def _path(self, key: str) -> str:
         return unquote(super()._path(key))
 
 
-@_wrong("errors_say_where")
-class PlainErrors(Healthy):
+class PlainErrors(Healthy, trial="errors_say_where"):
     """Lets its library's errors out."""
 
     async def get(self, key: str) -> bytes:
         return self.objects[self._path(key)][0]
 
 
-@_wrong("an_object_comes_back")
-class SwallowsErrors(Healthy):
+class SwallowsErrors(Healthy, trial="an_object_comes_back"):
     """Returns empty bytes for a missing object."""
 
     async def get(self, key: str) -> bytes:
@@ -303,8 +273,7 @@ class SwallowsErrors(Healthy):
             return b""
 
 
-@_wrong("errors_say_where")
-class ErrorsSayNothing(Healthy):
+class ErrorsSayNothing(Healthy, trial="errors_say_where"):
     """Raises the right kind, and does not say where."""
 
     async def get(self, key: str) -> bytes:
@@ -314,8 +283,7 @@ class ErrorsSayNothing(Healthy):
             raise type(error)("failed") from error
 
 
-@_wrong("cancelled_looks_change_nothing")
-class SwallowsCancellation(Healthy):
+class SwallowsCancellation(Healthy, trial="cancelled_looks_change_nothing"):
     """Ignores cancellation."""
 
     async def get(self, key: str) -> bytes:
@@ -326,8 +294,7 @@ class SwallowsCancellation(Healthy):
         return await super().get(key)
 
 
-@_wrong("a_cancelled_put_is_whole_or_absent")
-class TornByCancellation(Healthy):
+class TornByCancellation(Healthy, trial="a_cancelled_put_is_whole_or_absent"):
     """A put that is cancelled leaves half an object."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -344,8 +311,7 @@ class TornByCancellation(Healthy):
         self.place(key, data)
 
 
-@_wrong("a_cancelled_read_leaves_the_buffer_alone")
-class ReadsOn(Healthy):
+class ReadsOn(Healthy, trial="a_cancelled_read_leaves_the_buffer_alone"):
     """Fills the buffer after the read was cancelled."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -361,8 +327,7 @@ class ReadsOn(Healthy):
         await done.wait()
 
 
-@_wrong("a_replaced_or_deleted_object_is_not_read_again")
-class StaleReads(Healthy):
+class StaleReads(Healthy, trial="a_replaced_or_deleted_object_is_not_read_again"):
     """Serves stale reads from a cache."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -373,8 +338,7 @@ class StaleReads(Healthy):
         into[:] = seen[key, start, len(into)]
 
 
-@_wrong("a_sweep_harms_nobody_alive")
-class SweepsTheLiving(Healthy):
+class SweepsTheLiving(Healthy, trial="a_sweep_harms_nobody_alive"):
     """A sweep ends every upload."""
 
     async def create(self, key: str, nbytes: int) -> Upload:
@@ -390,8 +354,7 @@ class SweepsTheLiving(Healthy):
 _LIVE: list[Upload] = []
 
 
-@_wrong("nothing_outlives_close")
-class LeaksThreads(Healthy):
+class LeaksThreads(Healthy, trial="nothing_outlives_close"):
     """Starts a thread that nobody ends."""
 
     def __init__(self, location: str = "") -> None:
@@ -399,8 +362,7 @@ class LeaksThreads(Healthy):
         threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
 
 
-@_wrong("nothing_outlives_close")
-class LeaksDescriptors(Healthy):
+class LeaksDescriptors(Healthy, trial="nothing_outlives_close"):
     """Opens a file that nobody closes."""
 
     async def get(self, key: str) -> bytes:
@@ -411,8 +373,7 @@ class LeaksDescriptors(Healthy):
 _OPEN: list[int] = []
 
 
-@_wrong("nothing_outlives_close")
-class LeaksTasks(Healthy):
+class LeaksTasks(Healthy, trial="nothing_outlives_close"):
     """Leaves a task behind."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -420,16 +381,14 @@ class LeaksTasks(Healthy):
         self.__dict__.setdefault("tasks", []).append(asyncio.create_task(asyncio.sleep(60)))
 
 
-@_wrong("a_closed_driver_says_so")
-class OpenAfterClose(Healthy):
+class OpenAfterClose(Healthy, trial="a_closed_driver_says_so"):
     """Accepts calls after close()."""
 
     async def close(self) -> None:
         """Nothing."""
 
 
-@_wrong("the_same_calls_give_the_same_results_as_memory")
-class LosesEmptyObjects(Healthy):
+class LosesEmptyObjects(Healthy, trial="the_same_calls_give_the_same_results_as_memory"):
     """Takes an empty object for none, where one is replaced."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -439,16 +398,14 @@ class LosesEmptyObjects(Healthy):
             await self.delete(key)
 
 
-@_wrong("what_is_not_small_is_not_got")
-class GetsAnything(Healthy):
+class GetsAnything(Healthy, trial="what_is_not_small_is_not_got"):
     """Gets objects above the size limit of get."""
 
     async def get(self, key: str) -> bytes:
         return self._lookup(key)[0]
 
 
-@_wrong("what_is_not_small_is_not_got")
-class LooksTooLate(Healthy):
+class LooksTooLate(Healthy, trial="what_is_not_small_is_not_got"):
     """Reads first, and then looks how large it was."""
 
     async def get(self, key: str) -> bytes:
@@ -457,8 +414,7 @@ class LooksTooLate(Healthy):
         return data
 
 
-@_wrong("the_uri_is_without_options")
-class OptionsInUri(Healthy):
+class OptionsInUri(Healthy, trial="the_uri_is_without_options"):
     """Prints its options as a part of its URI."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -472,8 +428,7 @@ class OptionsInUri(Healthy):
         return driver
 
 
-@_wrong("every_option_takes_its_default")
-class DefaultsElsewhere(Healthy):
+class DefaultsElsewhere(Healthy, trial="every_option_takes_its_default"):
     """Takes the default of an option for something else than its absence."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {"folder": Option(choice("a", "b"), "a", "where")}
@@ -506,8 +461,7 @@ class RefusesLate(Healthy):
             raise StorageError("KeyTooLong", uri=self.uri, key=key)
 
 
-@_wrong("strange_keys_can_be_uploaded_to_or_are_refused")
-class RefusesLateAndKeeps(RefusesLate):
+class RefusesLateAndKeeps(RefusesLate, trial="strange_keys_can_be_uploaded_to_or_are_refused"):
     """Says so, and shows the object all the same."""
 
     upload = _MemoryUpload
@@ -517,8 +471,7 @@ class RefusesLateAndKeeps(RefusesLate):
         self._check_length(key)
 
 
-@_wrong("an_object_may_be_as_large_as_the_traits_say")
-class OverstatesItsLimit(Healthy):
+class OverstatesItsLimit(Healthy, trial="an_object_may_be_as_large_as_the_traits_say"):
     """Says that it takes an object of a size which it refuses."""
 
     class upload(_MemoryUpload):

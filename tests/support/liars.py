@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import holdfast
 from holdfast.drivers.contract import Buffer, ObjectInfo
@@ -12,40 +12,22 @@ from holdfast.drivers.memory import STORES, MemoryDriver, _MemoryUpload
 
 from .broken import PROBED, Healthy
 
-LIARS: dict[str, tuple[str, type[MemoryDriver]]] = {
-    kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()
-}
-"""The probe that exposes a lying driver, and the driver, by its docstring."""
 
-
-def _liar(found_by: str) -> Callable[[type[Healthy]], type[Healthy]]:
-    """Add a class to the list, under its docstring, which describes the defect."""
-
-    def listed(cls: type[Healthy]) -> type[Healthy]:
-        LIARS[cls.__doc__ or cls.__name__] = (found_by, cls)
-        return cls
-
-    return listed
-
-
-@_liar("put")
-class ForgetsPuts(Healthy):
+class ForgetsPuts(Healthy, probe="put"):
     """A put is acknowledged and lost."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         return
 
 
-@_liar("put")
-class _PutsLess(Healthy):
+class _PutsLess(Healthy, probe="put"):
     """The last byte of a put is lost."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         await super().put(key, data[:-1], exclusive=exclusive)
 
 
-@_liar("put")
-class _TellsWrongSizes(Healthy):
+class _TellsWrongSizes(Healthy, probe="put"):
     """A look at an object tells another size."""
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -53,8 +35,7 @@ class _TellsWrongSizes(Healthy):
         return ObjectInfo(key, found.nbytes + 1, found.modified_s)
 
 
-@_liar("replace")
-class _KeepsTheFirst(Healthy):
+class _KeepsTheFirst(Healthy, probe="replace"):
     """An object that was put once stays as it is."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -62,8 +43,7 @@ class _KeepsTheFirst(Healthy):
             await super().put(key, data, exclusive=exclusive)
 
 
-@_liar("delete")
-class KeepsDeleted(Healthy):
+class KeepsDeleted(Healthy, probe="delete"):
     """A deleted object stays."""
 
     async def delete(self, key: str) -> None:
@@ -74,8 +54,7 @@ class KeepsDeleted(Healthy):
             await super().delete_all(prefix)
 
 
-@_liar("delete")
-class _MindsTheMissing(Healthy):
+class _MindsTheMissing(Healthy, probe="delete"):
     """Deleting a missing object fails."""
 
     async def delete(self, key: str) -> None:
@@ -83,8 +62,7 @@ class _MindsTheMissing(Healthy):
         await super().delete(key)
 
 
-@_liar("atomic")
-class _PutsInPieces(Healthy):
+class _PutsInPieces(Healthy, probe="atomic"):
     """A put truncates the object before it writes it."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -94,16 +72,14 @@ class _PutsInPieces(Healthy):
         await super().put(key, data, exclusive=exclusive)
 
 
-@_liar("exclusive")
-class IgnoresExclusive(Healthy):
+class IgnoresExclusive(Healthy, probe="exclusive"):
     """An exclusive put replaces the object."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         await super().put(key, data)
 
 
-@_liar("exclusive")
-class _RefusesAndStores(Healthy):
+class _RefusesAndStores(Healthy, probe="exclusive"):
     """An exclusive put is refused, and done all the same."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -114,8 +90,7 @@ class _RefusesAndStores(Healthy):
             raise
 
 
-@_liar("exclusive")
-class _RefusesOddly(Healthy):
+class _RefusesOddly(Healthy, probe="exclusive"):
     """A put whose key is taken fails with another error."""
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
@@ -125,8 +100,7 @@ class _RefusesOddly(Healthy):
             raise holdfast.StorageError("conflict", uri=self.uri, key=key) from error
 
 
-@_liar("exclusive")
-class _KnowsItsOwnOnly(Healthy):
+class _KnowsItsOwnOnly(Healthy, probe="exclusive"):
     """Each client refuses only its own keys."""
 
     def __init__(self, location: str = "") -> None:
@@ -144,8 +118,7 @@ class _KnowsItsOwnOnly(Healthy):
         await super().delete(key)
 
 
-@_liar("again")
-class _RemembersNames(Healthy):
+class _RemembersNames(Healthy, probe="again"):
     """A name that was used once is taken for ever."""
 
     def __init__(self, location: str = "") -> None:
@@ -159,8 +132,7 @@ class _RemembersNames(Healthy):
         await super().put(key, data, exclusive=exclusive)
 
 
-@_liar("clock")
-class _LivesInThePast(Healthy):
+class _LivesInThePast(Healthy, probe="clock"):
     """Its clock is an hour behind."""
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -172,8 +144,7 @@ class _LivesInThePast(Healthy):
             yield ObjectInfo(found.key, found.nbytes, found.modified_s - 3600)
 
 
-@_liar("aborted")
-class _KeepsAborted(Healthy):
+class _KeepsAborted(Healthy, probe="aborted"):
     """Data of an aborted upload becomes visible."""
 
     class upload(_MemoryUpload):
@@ -183,8 +154,7 @@ class _KeepsAborted(Healthy):
             await super().abort()
 
 
-@_liar("committed")
-class _RefusesParts(Healthy):
+class _RefusesParts(Healthy, probe="committed"):
     """Uploads of several parts fail."""
 
     class upload(_MemoryUpload):
@@ -194,8 +164,7 @@ class _RefusesParts(Healthy):
             await super().write(start, data)
 
 
-@_liar("ranges")
-class _MixesParts(Healthy):
+class _MixesParts(Healthy, probe="ranges"):
     """Parts of an upload are joined in another order."""
 
     class upload(_MemoryUpload):
@@ -206,8 +175,7 @@ class _MixesParts(Healthy):
                 await MemoryDriver.put(self._driver, self._key, data[60_000:] + data[:60_000])
 
 
-@_liar("ranges")
-class RefusesWholeRanges(Healthy):
+class RefusesWholeRanges(Healthy, probe="ranges"):
     """A range that is the whole object is answered with status 200, which the client refuses."""
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
@@ -216,16 +184,14 @@ class RefusesWholeRanges(Healthy):
         await super().read(key, start, into)
 
 
-@_liar("ranges")
-class _FetchesOther(Healthy):
+class _FetchesOther(Healthy, probe="ranges"):
     """A fetch returns other bytes than a read."""
 
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return memoryview(bytes(nbytes))
 
 
-@_liar("list")
-class _ListsBehind(Healthy):
+class _ListsBehind(Healthy, probe="list"):
     """A deleted object is listed for a while."""
 
     def __init__(self, location: str = "") -> None:
@@ -245,8 +211,7 @@ class _ListsBehind(Healthy):
                 yield self.late.pop(key)
 
 
-@_liar("bulk")
-class RefusesBulk(Healthy):
+class RefusesBulk(Healthy, probe="bulk"):
     """Deleting many objects at once fails."""
 
     async def delete_all(self, prefix: str) -> None:
@@ -256,8 +221,7 @@ class RefusesBulk(Healthy):
             )
 
 
-@_liar("unfinished")
-class _CannotList(Healthy):
+class _CannotList(Healthy, probe="unfinished"):
     """Unfinished uploads cannot be listed, as the driver warns."""
 
     async def delete_all(self, prefix: str) -> None:
@@ -267,11 +231,14 @@ class _CannotList(Healthy):
         )
 
 
-@_liar("unfinished")
-class _CannotSweep(Healthy):
+class _CannotSweep(Healthy, probe="unfinished"):
     """Sweeping fails."""
 
     async def sweep(self, prefix: str) -> None:
         raise holdfast.StorageError(
             "sweep failed: NotImplemented, status 501", uri=self.uri, key=prefix
         )
+
+
+LIARS = {kind.__doc__ or kind.__name__: (probe, kind) for kind, probe in PROBED.items()}
+"""The probe that exposes a lying driver, and the driver, by its docstring."""
