@@ -4,9 +4,8 @@ keepers do, without the start of other processes."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -132,18 +131,3 @@ async def capture(arena: Arena, step: int, told: Told, rank: int = 0) -> Filling
     captured = Capture(plan.layout, True, 1.0, draft.encode())
     assert await arena.captured(slot, step, captured, told.take), arena.problem
     return slot
-
-
-def run(body: Callable[[], object]) -> None:
-    """Run a test's coroutine, with a deadline."""
-    asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
-
-
-def in_loop(test: Callable[..., object]) -> Callable[..., None]:
-    """Run a test that is a coroutine function, with a deadline."""
-
-    @functools.wraps(test)
-    def wrapped(*args: object, **kwargs: object) -> None:
-        run(lambda: test(*args, **kwargs))
-
-    return wrapped

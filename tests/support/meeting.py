@@ -133,15 +133,6 @@ async def together(*works: Awaitable[Any]) -> list[Any]:
     return await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), 60)
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    """Run in a new event loop."""
-
-    async def inner() -> None:
-        await main()
-
-    asyncio.run(inner())
-
-
 def kinds(outcomes: Sequence[Any]) -> list[tuple[type, int | None]]:
     """Return the type of each outcome, and the rank that it names."""
     return [(type(outcome), getattr(outcome, "rank", None)) for outcome in outcomes]

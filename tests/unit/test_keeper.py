@@ -18,17 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.drivers import asynchronous
 from support.kept_memory import (
     DEADLINE_S,
     RUN,
     Told,
     capture,
     entered,
-    in_loop,
     kept,
     pinned,
     planned,
-    run,
     trainer,
 )
 
@@ -76,7 +75,7 @@ from holdfast.storage.keeper.trainers import PROGRESS_S
 NBYTES = 100_000
 
 
-@in_loop
+@asynchronous
 async def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
     """The trainer hears of each stage, and storage then holds the captured state."""
     told = Told()
@@ -93,7 +92,7 @@ async def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
         checkpoint.verify()
 
 
-@in_loop
+@asynchronous
 async def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
     """The generation is void, no peer can read its images, and storage stays empty."""
     told = Told()
@@ -121,7 +120,7 @@ async def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
     ],
     ids=["version", "run", "rank"],
 )
-@in_loop
+@asynchronous
 async def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
     """The keeper counts the refusal, and serves the next trainer."""
     async with kept() as (keeper, folder):
@@ -160,11 +159,11 @@ def test_malformed_input_closes_the_connection(sent: bytes) -> None:
                 assert await arena.enter(Enter(0, None))
 
     before = len(os.listdir("/proc/self/fd"))
-    run(body)
+    asyncio.run(body())
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@in_loop
+@asynchronous
 async def test_a_step_does_not_wait_for_memory_that_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,7 +190,7 @@ async def test_a_step_does_not_wait_for_memory_that_takes_long(
         assert begun == [NBYTES]
 
 
-@in_loop
+@asynchronous
 async def test_requests_that_make_no_sense_are_refused() -> None:
     """The keeper waits for no memory without limit, maps none of no bytes, and trusts no sizes."""
     told = Told()
@@ -221,7 +220,7 @@ async def cut(arena: Arena) -> None:
     arena._lost()
 
 
-@in_loop
+@asynchronous
 async def test_a_rank_that_reconnects_learns_how_its_flush_has_ended(tmp_path: Path) -> None:
     """It hands over its images and repeats its request, even if the flush had already ended."""
     told = [Told(), Told()]
@@ -244,7 +243,7 @@ async def test_a_rank_that_reconnects_learns_how_its_flush_has_ended(tmp_path: P
     assert [KeeperLost in map(type, one.events) for one in told] == [True, True]
 
 
-@in_loop
+@asynchronous
 async def test_of_two_checkpointers_of_a_process_the_later_one_keeps_the_keeper() -> None:
     """They do not replace each other in turn. The earlier one says why it keeps no steps."""
     async with kept() as (keeper, folder), trainer(folder) as earlier:
@@ -262,7 +261,7 @@ async def test_of_two_checkpointers_of_a_process_the_later_one_keeps_the_keeper(
         assert len(list(keeper._trainers)) == 1
 
 
-@in_loop
+@asynchronous
 async def test_processes_that_nothing_identifies_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,7 +273,7 @@ async def test_processes_that_nothing_identifies_are_refused_by_name(
         assert "shareProcessNamespace" in arena.problem
 
 
-@in_loop
+@asynchronous
 async def test_no_step_is_captured_until_the_next_keeper_has_all_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -304,7 +303,7 @@ async def test_no_step_is_captured_until_the_next_keeper_has_all_images(
         await capture(arena, 3, told)
 
 
-@in_loop
+@asynchronous
 async def test_a_step_that_is_voided_before_it_is_handed_over_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +330,7 @@ async def test_a_step_that_is_voided_before_it_is_handed_over_is_not_waited_for(
         assert arena._wishes == {}
 
 
-@in_loop
+@asynchronous
 async def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_comes(
     tmp_path: Path,
 ) -> None:
@@ -352,7 +351,7 @@ async def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_com
             assert not await arena.flush(Flush(1, str(tmp_path / "c")))
 
 
-@in_loop
+@asynchronous
 async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
     """Opening fails at once if no keeper listens, not after the deadline."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
@@ -363,7 +362,7 @@ async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
         assert arena.is_silent  # a service that is about to start may hold steps
 
 
-@in_loop
+@asynchronous
 async def test_a_keeper_may_take_longer_to_start_than_to_answer() -> None:
     """A busy host loads programs slowly. Only a keeper that listens is expected to answer soon."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
@@ -398,7 +397,7 @@ async def test_a_keeper_may_take_longer_to_start_than_to_answer() -> None:
             assert arena.is_silent
 
 
-@in_loop
+@asynchronous
 async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anybody who can create a socket there could read the state."""
     async with kept() as (_, folder):
@@ -408,7 +407,7 @@ async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.Mon
         assert "another user" in arena.problem
 
 
-@in_loop
+@asynchronous
 async def test_a_running_keeper_applies_the_options_of_a_restarted_trainer(tmp_path: Path) -> None:
     """It names those that need a new keeper. Without options, it stays as it is."""
     steps = itertools.count(1)
@@ -444,7 +443,7 @@ async def test_a_running_keeper_applies_the_options_of_a_restarted_trainer(tmp_p
         assert await connect("[1]") == ("options",)
 
 
-@in_loop
+@asynchronous
 async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
     """Its descriptor may be that of another connection by then."""
     async with kept() as (_, folder):
@@ -456,7 +455,7 @@ async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
             await waiting
 
 
-@in_loop
+@asynchronous
 async def test_large_messages_arrive_with_their_descriptors() -> None:
     """They travel in memory of their own. A forged one is an error, and leaks nothing."""
     data = os.urandom(1 << 20)
@@ -478,7 +477,7 @@ async def test_large_messages_arrive_with_their_descriptors() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@in_loop
+@asynchronous
 async def test_a_queued_descriptor_is_that_of_the_file_that_was_given() -> None:
     """A queued descriptor refers to the same file, even if its number is reused meanwhile."""
     ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -504,7 +503,7 @@ async def test_a_queued_descriptor_is_that_of_the_file_that_was_given() -> None:
 
 
 @pytest.mark.parametrize("what", ["budget", "system"])
-@in_loop
+@asynchronous
 async def test_a_keeper_with_less_memory_loads_the_newest_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -524,7 +523,7 @@ async def test_a_keeper_with_less_memory_loads_the_newest_images(
         assert [one.generation.step for one in keeper.inventory().generations] == [2]
 
 
-@in_loop
+@asynchronous
 async def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank reconnects, since a keeper sends each memory once per connection."""
 
@@ -546,7 +545,7 @@ async def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.M
         assert len(keeper.pool.slots) == 1
 
 
-@in_loop
+@asynchronous
 async def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() -> None:
     """Descriptors of an answer that arrives just as its wait is cancelled are closed."""
     ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -564,7 +563,7 @@ async def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_close
     theirs.close()
 
 
-@in_loop
+@asynchronous
 async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: Path) -> None:
     """A keeper that is asked to end serves its trainers until they have left."""
     async with kept() as (keeper, folder):
@@ -583,7 +582,7 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
 
 @pytest.mark.nightly(4)
 @pytest.mark.clocked
-@in_loop
+@asynchronous
 async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
     """A trainer that connects early waits while the starting keeper makes progress."""
     ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -609,7 +608,7 @@ async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> 
     await keeper.close()
 
 
-@in_loop
+@asynchronous
 async def test_a_stale_connection_replaces_no_newer_one() -> None:
     """A stale connection does not replace a newer one of the same trainer."""
     keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")

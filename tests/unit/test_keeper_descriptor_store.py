@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
 
 import pytest
-from support.kept_memory import RUN, Told, capture, in_loop, kept, run, state_of, trainer
+from support.drivers import asynchronous
+from support.kept_memory import RUN, Told, capture, kept, state_of, trainer
 from support.service_manager import ServiceManager, service_manager
 
 from holdfast.storage.arenas.label import GenerationId
@@ -46,7 +48,7 @@ async def two_steps(manager: ServiceManager) -> None:
             await told.until(Agreed)
 
 
-@in_loop
+@asynchronous
 async def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(
     manager: ServiceManager,
 ) -> None:
@@ -60,7 +62,7 @@ async def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(
         assert expected in bytes(image.memory.view)
 
 
-@in_loop
+@asynchronous
 async def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> None:
     """A resume drops later steps: a keeper that came after it would not know that."""
     await two_steps(manager)
@@ -96,10 +98,10 @@ def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceMan
         assert recalled(store_of(manager), "1" * 32) == {}
         assert manager.hear() == []
 
-    run(body)
+    asyncio.run(body())
 
 
-@in_loop
+@asynchronous
 async def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: ServiceManager) -> None:
     """Steps are kept as without it."""
     store = store_of(manager)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.drivers import asynchronous
 from support.kept_hosts import TOKEN, KeptHosts, kept_hosts
-from support.kept_memory import Told, in_loop, pinned, run, state_of
+from support.kept_memory import Told, pinned, state_of
 from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
@@ -71,7 +72,7 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
                 assert status.counters.agreed == status.counters.protected == 2
                 assert status.parity_nbytes > 0
 
-    run(body)
+    asyncio.run(body())
     loaded = holdfast.load(tmp_path / "c")
     assert isinstance(loaded, dict)
     expected = {k: v for rank in range(3) for k, v in state_of(2, rank).items()}
@@ -86,7 +87,7 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
     ("mode", "count", "lost"),
     [("copy", 2, "a"), ("xor", 3, "b"), ("pq", 4, "bd")],
 )
-@in_loop
+@asynchronous
 async def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
     """Images of lost hosts are rebuilt byte for byte on the others; the job resumes protected."""
     async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
@@ -110,7 +111,7 @@ async def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> N
 
 
 @pytest.mark.parametrize(("mode", "count"), [("pq", 4), ("xor", 3)])
-@in_loop
+@asynchronous
 async def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> None:
     """The rebuild leaves that host out if parity allows, or else ends with the reason."""
     async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
@@ -135,7 +136,7 @@ async def test_a_host_that_is_lost_during_a_rebuild(mode: str, count: int) -> No
         assert await job.rebuild(choice) == []
 
 
-@in_loop
+@asynchronous
 async def test_an_image_rebuilt_for_a_trainer_that_has_ended_is_not_pinned() -> None:
     """An image rebuilt for a trainer that has ended is not pinned: nobody would ever release it."""
     async with kept_hosts("xor", [0], [1], [2]) as job:
@@ -153,7 +154,7 @@ async def test_an_image_rebuilt_for_a_trainer_that_has_ended_is_not_pinned() -> 
         assert not any(slot.readers for slot in keeper.pool.generations._slots.values())
 
 
-@in_loop
+@asynchronous
 async def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -178,7 +179,7 @@ async def test_an_image_that_is_made_again_is_told_of_once_it_can_be_read(
         assert looked != []
 
 
-@in_loop
+@asynchronous
 async def test_all_hosts_hear_that_a_rank_has_died() -> None:
     """The keeper of each host notifies its trainers, once."""
     async with kept_hosts("off", [0], [1], [2]) as job:
@@ -216,7 +217,7 @@ async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
     return await asyncio.to_thread(post)
 
 
-@in_loop
+@asynchronous
 async def test_reports_that_make_no_sense_are_refused() -> None:
     """A report with a wrong key, host, epoch or format is refused, and the keeper survives."""
     async with kept_hosts("off", [0], [1]) as job:
@@ -232,7 +233,7 @@ async def test_reports_that_make_no_sense_are_refused() -> None:
         assert all(Agreed in kinds(one) for one in told)
 
 
-@in_loop
+@asynchronous
 async def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path) -> None:
     """It learns from other keepers that the step was agreed, and from its trainer of the flush."""
     async with kept_hosts("off", [0], [1]) as job:
@@ -252,7 +253,7 @@ async def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path
         assert pinned(b.keeper.pool.generations) == []
 
 
-@in_loop
+@asynchronous
 async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: Path) -> None:
     """Flushes that only a follower was asked for end, and their slots take later steps."""
     async with kept_hosts("off", [0], [1]) as job:

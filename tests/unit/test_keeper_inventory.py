@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from support.drivers import asynchronous
 from support.kept_hosts import kept_hosts
-from support.kept_memory import in_loop
 
 from holdfast.planner.parity import Mode
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
@@ -101,7 +101,7 @@ def test_a_host_whose_contents_nobody_knows_is_waited_for() -> None:
     assert not awaited([fresh], [], -1, BEGUN, in_memory=False)
 
 
-@in_loop
+@asynchronous
 async def test_keepers_that_do_not_answer_are_told_from_those_that_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

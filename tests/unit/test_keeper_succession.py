@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.kept_memory import DEADLINE_S, RUN, Told, capture, in_loop, kept, state_of, trainer
+from support.drivers import asynchronous
+from support.kept_memory import DEADLINE_S, RUN, Told, capture, kept, state_of, trainer
 
 from holdfast.cli.app import run as main
 from holdfast.storage.arenas.arena import Arena
@@ -157,7 +158,7 @@ def test_a_trainer_of_another_version_replaces_the_keeper(folder: KeeperFolder) 
     assert [keeper.wait(30) for keeper in keepers] == [0]
 
 
-@in_loop
+@asynchronous
 async def test_a_keeper_run_by_a_service_manager_stays() -> None:
     """The manager would start it again, next to its successor."""
     async with kept() as (keeper, folder), trainer(folder):
@@ -170,7 +171,7 @@ async def test_a_keeper_run_by_a_service_manager_stays() -> None:
         client.close()
 
 
-@in_loop
+@asynchronous
 async def test_a_greeting_that_cannot_be_understood_is_of_another_version() -> None:
     """Its sender learns that the versions differ, not that it is malformed."""
     async with kept() as (_, folder):

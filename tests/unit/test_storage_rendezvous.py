@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.meeting import DEADLINE_S, LOAD, SAVE, Job, everybody, kinds, run, together
+from support.meeting import DEADLINE_S, LOAD, SAVE, Job, everybody, kinds, together
 
 import holdfast
 from holdfast import errors
@@ -61,7 +61,7 @@ def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_wor
             assert all("cannot be saved" in str(error) for error in outcomes)
             await job.all(again)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(10)
@@ -89,7 +89,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
             await job.all(ours)
             await job.all(theirs)
 
-    run(main)
+    asyncio.run(main())
 
 
 def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
@@ -105,7 +105,7 @@ def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
         await job.all(SAVE)
         await job.all(LOAD)
 
-    run(main)
+    asyncio.run(main())
 
 
 def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: Any) -> None:
@@ -121,7 +121,7 @@ def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: 
         outcomes = await together(*works)
         assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * len(works)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -142,7 +142,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
         await job.all(SAVE)
         await job.all(LOAD)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(3)
@@ -173,7 +173,7 @@ def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
         assert kinds(outcomes[:2]) == [(errors.RankFailedError, cancelled)] * 2
         await job.all(SAVE)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(5)
@@ -206,7 +206,7 @@ def test_a_job_that_is_started_anew_over_the_same_store_begins_afresh(
             assert outcomes == [[everybody("a", 3), everybody("b", 3)]] * 3
             await job.all(LOAD)
 
-    run(main)
+    asyncio.run(main())
 
 
 def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any) -> None:
@@ -227,7 +227,7 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
         assert kinds([outcome]) == [(errors.RankFailedError, 0)]
         assert "was restarted" in str(outcome)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(4)
@@ -242,7 +242,7 @@ def test_a_rank_in_another_call_is_named_with_it_at_the_deadline(store: Any) -> 
         # Who gives up first has seen the other's call; the other may find that one gone.
         assert str(other) in str(outcomes[0]) or str(SAVE) in str(outcomes[1])
 
-    run(main)
+    asyncio.run(main())
 
 
 def test_rosters_and_boards_come_back_as_they_were() -> None:
