@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....core.aio import at_most
 from ....drivers.contract import Driver, ObjectInfo
-from ....drivers.registry import open_driver
 from ....errors import (
     AccessError,
     DamagedError,
@@ -21,8 +20,9 @@ from ....errors import (
 from ...format.lineage import LINEAGE_KEY, ROOT, Lineage
 from ...format.manifest import MANIFEST_KEY, Manifest
 from ...protocol.attempt import ATTEMPT_KEY_PATTERN
-from ...runtime.engine import check_may_wait, offload, start
+from ...runtime.engine import offload, run
 from ..foreign_formats import explains
+from ..location import Place
 
 _OF_ATTEMPT = re.compile(rf"(?:(?P<folder>.+)/)?{ATTEMPT_KEY_PATTERN}")
 
@@ -73,12 +73,7 @@ def list_checkpoints(
     """
     if last is not None and last < 1:
         raise UsageError(f"last={last}", advice="Give 1 or more.")
-    check_may_wait()
-    driver = open_driver(uri, **(storage_options or {}))
-    try:
-        found: list[ListedCheckpoint] = start(_listed(driver, last)).result()
-    finally:
-        start(driver.close()).result()
+    found = run(_listed(Place.of(uri, storage_options), last))
     return sorted(
         found,
         key=lambda c: (
@@ -130,36 +125,28 @@ def check_lineages(uri: str, listed: Sequence[ListedCheckpoint]) -> None:
             raise DamagedError(c.problem, uri=uri, key=c.path)
 
 
-async def listed(driver: Driver, unlisted: list[str]) -> AsyncIterator[ObjectInfo]:
-    """Yield every object of a driver; add folders that may not be entered to ``unlisted``."""
-    try:
-        async for info in driver.list():
-            yield info
-    except AccessError as error:
-        if not error.unlisted:
-            raise
-        unlisted += error.unlisted
-
-
 class Listing:
-    """The sizes of the ``files`` that a driver lists, by key. ``unlisted``: folders it may not
-    enter."""
+    """The ``files`` that a driver lists, by key. ``unlisted``: folders it may not enter."""
 
-    def __init__(
-        self, driver: Driver, files: Mapping[str, int], unlisted: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._files = files
-        self._unlisted = unlisted
+        self.files: dict[str, ObjectInfo] = {}
+        self.unlisted: Sequence[str] = ()
         self.unknown: dict[str, DamagedError] = {}
         """Errors of lineages that :meth:`checkpoints` could not read, by folder."""
 
     @classmethod
     async def of(cls, driver: Driver) -> Listing:
         """List all files that exist now."""
-        unlisted: list[str] = []
-        files = {info.key: info.nbytes async for info in listed(driver, unlisted)}
-        return cls(driver, files, unlisted)
+        listing = cls(driver)
+        try:
+            async for info in driver.list():
+                listing.files[info.key] = info
+        except AccessError as error:
+            if not error.unlisted:
+                raise
+            listing.unlisted = error.unlisted
+        return listing
 
     async def unreadable(self) -> list[ListedCheckpoint]:
         """Return a line for each problem besides checkpoints.
@@ -177,7 +164,7 @@ class Listing:
         ]
         return hidden + [
             _problem(folder, "the folder cannot be read: access is denied")
-            for folder in self._unlisted
+            for folder in self.unlisted
             if not f"{folder}/".startswith(tuple(f"{data}/" for data in known))
         ]
 
@@ -187,7 +174,7 @@ class Listing:
         async def look(folder: str) -> str | None:
             return await unreadable(self._driver, f"{folder}/{MANIFEST_KEY}".lstrip("/"))
 
-        matches = filter(None, map(_OF_ATTEMPT.fullmatch, self._files))
+        matches = filter(None, map(_OF_ATTEMPT.fullmatch, self.files))
         with_attempts = {match["folder"] or "" for match in matches}
         suspects = sorted(with_attempts.difference(self.folders()))
         problems = await at_most(self._driver.traits.concurrency, map(look, suspects))
@@ -199,9 +186,7 @@ class Listing:
 
     def folders(self) -> list[str]:
         """Return the folders that contain a manifest."""
-        return [
-            key.rpartition("/")[0] for key in self._files if key.rpartition("/")[2] == MANIFEST_KEY
-        ]
+        return [info.key.rpartition("/")[0] for info in self.files.values() if _is_manifest(info)]
 
     async def checkpoints(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
         """Return the checkpoints in these folders, in order; reads several at a time."""
@@ -218,7 +203,7 @@ class Listing:
 
     async def _lineage(self, folder: str) -> Lineage:
         """Return a run's lineage; one that is unreadable is noted, and counts as never left."""
-        recorded = f"{folder}/{LINEAGE_KEY}".lstrip("/") in self._files
+        recorded = f"{folder}/{LINEAGE_KEY}".lstrip("/") in self.files
         if self._driver.remote and not recorded:
             return Lineage()  # only local file systems have entries that a listing omits
         try:
@@ -256,7 +241,8 @@ class Listing:
         sizes = m.images.file_nbytes(m.block_nbytes).tolist()
         for image, nbytes in enumerate(sizes):
             key = f"{folder}/{m.image_key(image)}".lstrip("/")
-            if self._files.get(key) == nbytes:
+            listed = self.files.get(key)
+            if listed is not None and listed.nbytes == nbytes:
                 continue
             # The listing may be older than the manifest, if another save has put it since.
             found = await _size(self._driver, key)
@@ -294,16 +280,15 @@ async def _size(driver: Driver, key: str) -> int | None:
         return None
 
 
-async def _listed(driver: Driver, last: int | None) -> list[ListedCheckpoint]:
-    unlisted: list[str] = []
-    infos = [info async for info in listed(driver, unlisted)]
-    listing = Listing(driver, {info.key: info.nbytes for info in infos}, unlisted)
-    folders = listing.folders()
-    if last is not None:
-        stored_s = {info.key: info.modified_s for info in infos if _is_manifest(info)}
-        newest = sorted(stored_s, key=stored_s.__getitem__)[-last:]
-        folders = [key.rpartition("/")[0] for key in newest]
-    return [*await listing.checkpoints(folders), *await listing.unreadable()]
+async def _listed(place: Place, last: int | None) -> list[ListedCheckpoint]:
+    async with place.opened() as driver:
+        listing = await Listing.of(driver)
+        folders = listing.folders()
+        if last is not None:
+            stored = [info for info in listing.files.values() if _is_manifest(info)]
+            newest = sorted(stored, key=lambda info: info.modified_s)[-last:]
+            folders = [info.key.rpartition("/")[0] for info in newest]
+        return [*await listing.checkpoints(folders), *await listing.unreadable()]
 
 
 def _is_manifest(info: ObjectInfo) -> bool:

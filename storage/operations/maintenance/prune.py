@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -33,7 +33,6 @@ from ....errors import (
     UriError,
     UsageError,
 )
-from ...format.lineage import LINEAGE_KEY
 from ...format.manifest import MANIFEST_KEY
 from ...protocol import limits
 from ...protocol.attempt import (
@@ -51,12 +50,12 @@ from ...protocol.records import ABORT_RECORD, read_record
 from ...runtime.engine import check_may_wait, run
 from ..location import Place
 from .choice import Choice, Rules, chosen_by
-from .listing import ListedCheckpoint, Listing, listed, unreadable
+from .listing import ListedCheckpoint, Listing, unreadable
 
 _FOLDERS = 8
 """Folders processed at the same time."""
 _MANIFEST = ""
-"""Stands for the manifest among the parts of a folder; see :class:`_Survey`."""
+"""Stands for the manifest among the parts of a folder; see :func:`_parts_of`."""
 _OURS = re.compile(
     r"(?:(?P<folder>.+)/)?"
     rf"(?:{re.escape(MANIFEST_KEY)}|{ATTEMPT_KEY_PATTERN}|(?P<lock>{PRUNING_KEY}))"
@@ -208,16 +207,16 @@ async def plan_pruning(
 ) -> PrunePlan:
     """Plan what :func:`prune_here` deletes: ``chosen`` checkpoints, and leftovers of the dead."""
     async with root.opened() as driver:
-        survey = await _survey(driver)
-        folders = {path: nbytes for path, nbytes in survey.folders.items() if only(path)}
+        listing = await Listing.of(driver)
+        parts = await _parts_of(listing, driver)
+        folders = {path: nbytes for path, nbytes in parts.items() if only(path)}
         with_manifest = [path for path, nbytes in folders.items() if _MANIFEST in nbytes]
-        listing = Listing(driver, survey.files)
         found = await listing.checkpoints(with_manifest)
     errors: dict[str, HoldfastError] = {}
     for folder, unknown in listing.unknown.items():
         with _noting(errors, folder):
             raise unknown
-    spared = survey.unreadable()
+    spared = _unreadable(folders, listing.unlisted)
     spared |= {path for path in folders if path and path.rpartition("/")[0] in listing.unknown}
     for path in spared:
         folders.pop(path, None)
@@ -252,38 +251,28 @@ def _messages(errors: Mapping[str, HoldfastError]) -> dict[str, str]:
     return {path: str(error) for path, error in sorted(errors.items())}
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    folders: dict[str, dict[str, int]]
-    """By folder, the bytes of its parts: the manifest under ``_MANIFEST``, a prune lock under
-    its key, each attempt under its id."""
-    files: dict[str, int]
-    """Sizes of all files that a listing may ask for."""
-    unlisted: list[str]
-    """Folders that may not be entered."""
-
-    def unreadable(self) -> set[str]:
-        """Return the folders with unreadable data, in which nothing is deleted."""
-        return {
-            path
-            for path in self.folders
-            for unlisted in self.unlisted
-            if f"{unlisted}/".startswith(f"{path}/data/".lstrip("/"))
-        }
-
-
-async def _survey(driver: Driver) -> _Survey:
-    survey = _Survey({}, {}, [])
-    async for info in listed(driver, survey.unlisted):
+async def _parts_of(listing: Listing, driver: Driver) -> dict[str, dict[str, int]]:
+    """Return by folder the bytes of its parts: the manifest under ``_MANIFEST``, a prune lock
+    under its key, each attempt under its id."""
+    folders: dict[str, dict[str, int]] = {}
+    for info in listing.files.values():
         match = _OURS.fullmatch(info.key)
-        if match or info.key.rpartition("/")[2] == LINEAGE_KEY:
-            survey.files[info.key] = info.nbytes
         if match is None or (match["lock"] and not await is_lock(driver, info)):
             continue
-        folder = survey.folders.setdefault(match["folder"] or "", {})
+        folder = folders.setdefault(match["folder"] or "", {})
         part = match["attempt"] or match["lock"] or _MANIFEST
         folder[part] = folder.get(part, 0) + info.nbytes
-    return survey
+    return folders
+
+
+def _unreadable(folders: Iterable[str], unlisted: Iterable[str]) -> set[str]:
+    """Return the folders with unreadable data, in which nothing is deleted."""
+    return {
+        path
+        for path in folders
+        for hidden in unlisted
+        if f"{hidden}/".startswith(f"{path}/data/".lstrip("/"))
+    }
 
 
 async def _all_leftovers(
