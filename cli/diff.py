@@ -7,8 +7,13 @@ from dataclasses import asdict
 
 from ..core.units import size_text
 from ..storage.format.tree import ByRank
-from ..storage.operations.reading.comparison import TensorDifference, TensorKind, ValueDifference
-from ..storage.operations.reading.diff import DiffReport, diff
+from ..storage.operations.reading.diff import (
+    DiffReport,
+    TensorDifference,
+    TensorKind,
+    ValueDifference,
+    diff,
+)
 from .commands import print_json
 from .progress import progress_bar
 from .text import is_terminal, one_of, paint, printable, ranks_text, shape_text

@@ -90,13 +90,7 @@ class Label:
         compressed. Raises DamagedError."""
         draft = decode_fragment(self.draft, "the draft of a label", {})
         digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-        count = int(len(digests) > 0)
-        stored = None
-        if stored_nbytes is not None:
-            stored = np.full(count, stored_nbytes, np.int64)
-        rank = np.full(count, self.rank, np.int64)
-        hashed = np.full(count, self.hashed_end, np.int64)
-        images = ImageTable(rank, hashed, digests, stored)
+        images = ImageTable.of(self.rank, self.hashed_end, digests, stored_nbytes)
         head = (attempt or self.generation.attempt, self.generation.step, self.created_s)
         return replace(draft, head=head, groups=[replace(g, images=images) for g in draft.groups])
 

@@ -54,6 +54,19 @@ class ImageTable:
         return self.stored_nbytes
 
     @classmethod
+    def of(
+        cls,
+        rank: int,
+        hashed_nbytes: int,
+        digests: npt.NDArray[np.uint8],
+        stored_nbytes: int | None = None,
+    ) -> ImageTable:
+        """Return the table of one image; an empty one for a rank that writes no chunk."""
+        n = int(len(digests) > 0)
+        stored = None if stored_nbytes is None else np.full(n, stored_nbytes, np.int64)
+        return cls(np.full(n, rank, np.int64), np.full(n, hashed_nbytes, np.int64), digests, stored)
+
+    @classmethod
     def joined(cls, tables: Sequence[ImageTable]) -> ImageTable:
         """Concatenate tables. Either all are compressed or none is."""
         stored = [table.stored_nbytes for table in tables if table.stored_nbytes is not None]

@@ -325,14 +325,11 @@ def _manifest(
     Raises SaveError if no reader would accept it.
     """
     ranks: Ints = np.arange(len(plans))
-    tables = [_image_table(*image) for image in zip(ranks.tolist(), plans, written, strict=True)]
+    tables = [
+        ImageTable.of(rank, plan.layout.hashed_end, image.digests)
+        for rank, plan, image in zip(ranks.tolist(), plans, written, strict=True)
+    ]
     shards = ShardTable.concat([plan.shards for plan in plans])
     values: list[ByRank] = [[(ranks.tolist(), v.by_rank[0][1])] for v in flat.tree.values]
     group = Group(plans[0].reported, ranks, shards, ImageTable.joined(tables), values)
     return merge([Fragment(head, [group])])
-
-
-def _image_table(rank: int, plan: ImagePlan, written: WrittenImage) -> ImageTable:
-    n = int(len(written.digests) > 0)  # a plan without shards has no image
-    hashed = np.full(n, plan.layout.hashed_end, np.int64)
-    return ImageTable(np.full(n, rank, np.int64), hashed, written.digests)

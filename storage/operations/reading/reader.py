@@ -5,10 +5,11 @@ Needs neither torch.distributed nor, until a tensor is read, torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -301,13 +302,10 @@ class Checkpoint:
         return bytes(run(self._read_flat(row, start, stop)))
 
     async def _read_flat(self, row: int, start: int, stop: int) -> memoryview:
-        try:
+        async with self._unless_replaced():
             return await read_flat(
                 self._images, self._manifest, row, start, stop, READ_BUDGET_NBYTES
             )
-        except DamagedError as error:
-            await self._raise_if_replaced(error)
-            raise
 
     @property
     def images(self) -> Mapping[int, int]:
@@ -343,17 +341,23 @@ class Checkpoint:
     async def _fill(self, wanted: Wanted) -> None:
         from ..loading.fill import fill
 
-        try:
+        async with self._unless_replaced():
             await fill(self._images, self._manifest, wanted, READ_BUDGET_NBYTES)
-        except DamagedError as error:
-            await self._raise_if_replaced(error)
-            raise
 
-    async def _raise_if_replaced(self, error: Exception) -> None:
-        if not await is_current(self._driver, self.attempt):
-            raise ReplacedError(
-                "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
-            ) from error
+    @contextlib.asynccontextmanager
+    async def _unless_replaced(self) -> AsyncIterator[None]:
+        """Raise ReplacedError for damage, if another save has replaced the checkpoint."""
+        try:
+            yield
+        except DamagedError as error:
+            if await is_current(self._driver, self.attempt):
+                raise
+            raise self._replaced() from error
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError(
+            "another save has replaced this checkpoint", uri=self.uri, advice="Open it again"
+        )
 
     def telemetry(self) -> SaveTelemetry | None:
         """Return the timings of the save on every rank; None if none were recorded or stored.
@@ -375,10 +379,8 @@ class Checkpoint:
         report = await verify_images(
             self._images, self._manifest, READ_BUDGET_NBYTES, reporter.report
         )
-        if not report.ok:
-            await self._raise_if_replaced(
-                DamagedError(f"{len(report.damages)} damages", uri=self.uri)
-            )
+        if not report.ok and not await is_current(self._driver, self.attempt):
+            raise self._replaced()
         return report
 
 
@@ -410,11 +412,8 @@ async def read_into(
 ) -> None:
     """Fill ranges of tensors, verified. Raises DamagedError; ReplacedError if a save replaced the
     checkpoint; StorageError."""
-    try:
+    async with checkpoint._unless_replaced():
         await read_ranges(checkpoint._images, checkpoint._manifest, ranges, budget_nbytes)
-    except DamagedError as error:
-        await checkpoint._raise_if_replaced(error)
-        raise
 
 
 @explains("uri", "storage_options")

@@ -123,7 +123,8 @@ async def _capture(
         await capture_into(slot.memory, plan.layout, chunks, job.callbacks.moved)
         job.callbacks.captured()
         head = ("", job.step, job.created_s)
-        draft = fragment_of(head, rank, plan.reported, plan.shards, _no_image(), job.flat.tree)
+        unhashed = ImageTable.of(rank, 0, np.empty((0, DIGEST_NBYTES), np.uint8))
+        draft = fragment_of(head, rank, plan.reported, plan.shards, unhashed, job.flat.tree)
         encoded = await offload(draft.encode)
     except BaseException:
         await keeping.arena.dropped(slot)
@@ -149,10 +150,3 @@ async def _equal(job: SaveJob, global_plan: GlobalPlan | None) -> Mapping[str, s
     assert job.digests is not None
     digests = await offload(job.digests, global_plan.rows)
     return {name: value.hex() for name, value in global_plan.followed(digests).identical.items()}
-
-
-def _no_image() -> ImageTable:
-    """Return the table of an image that the keeper has yet to hash."""
-    return ImageTable(
-        np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, DIGEST_NBYTES), np.uint8)
-    )

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ....core.aio import side_by_side, wait_out
 from ....core.spans import Where, span
 from ....drivers.contract import Driver
@@ -280,12 +278,8 @@ def written_fragment(
     attempt: Attempt, job: SaveJob, plan: ImagePlan, written: WrittenImage, rank: int
 ) -> Fragment:
     """Return the fragment of this rank's image, for the leader."""
-    n = int(len(written.digests) > 0)  # a rank without bytes of its own writes no image
-    stored = None
-    if job.compression is not None:
-        stored = np.full(n, written.stored_nbytes, np.int64)
-    hashed = np.full(n, plan.layout.hashed_end, np.int64)
-    images = ImageTable(np.full(n, rank, np.int64), hashed, written.digests, stored)
+    stored_nbytes = None if job.compression is None else written.stored_nbytes
+    images = ImageTable.of(rank, plan.layout.hashed_end, written.digests, stored_nbytes)
     head = (attempt.id, job.step, job.created_s)
     return fragment_of(head, rank, plan.reported, plan.shards, images, job.flat.tree)
 
