@@ -6,9 +6,8 @@ Only the kinds listed here are stored, by name. Stored data never decides which 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 _FACTORIES: tuple[type, ...] = (bool, dict, float, int, list, set, str, tuple)
@@ -52,39 +51,3 @@ def as_kind(kind: str, items: dict[K, V]) -> dict[K, V]:
     made: dict[K, V] = make()
     made.update(items)
     return made
-
-
-def like(present: object, stored: object) -> object:
-    """Return ``stored``, with plain dicts converted to the type that ``present`` has in their
-    place.
-
-    For checkpoints that do not store kinds of dicts: the object being restored knows what it had.
-    """
-    if type(stored) is list or type(stored) is tuple:
-        if isinstance(present, list | tuple):
-            present_items = present[: len(stored)]
-        else:
-            present_items = ()
-        pairs = zip_longest(present_items, stored)
-        return type(stored)(like(here, item) for here, item in pairs)
-    if not isinstance(stored, dict):
-        return stored
-    by_key: Mapping[object, object] = {}
-    if isinstance(present, Mapping):
-        by_key = present
-    for key, item in stored.items():
-        stored[key] = like(by_key.get(key), item)
-    if type(stored) is dict and isinstance(present, dict) and type(present) is not dict:
-        return _refilled(present, stored)
-    return stored
-
-
-def _refilled(present: object, items: dict[K, V]) -> dict[K, V]:
-    """Return a dict of the type of ``present`` with these items; a plain dict if that type is
-    unknown, since it may have rules of its own."""
-    if isinstance(present, defaultdict):
-        return defaultdict(present.default_factory, items)
-    kind = kind_of(present)
-    if not kind:
-        return items
-    return as_kind(kind, items)

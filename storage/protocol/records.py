@@ -2,8 +2,8 @@
 
 A *commit record* holds random bytes of the process that put it. A process whose put is refused can
 therefore tell whether the key holds its own earlier put, whose answer was lost; and of two copies
-that work on one attempt, only one takes the record for its own. Commit records of earlier versions
-are empty. An *abort record* is the same for every process: it does not matter which one put it.
+that work on one attempt, only one takes the record for its own. An *abort record* is the same for
+every process: it does not matter which one put it.
 """
 
 from __future__ import annotations

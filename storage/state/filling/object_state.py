@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...format.kinds import like
 from ...format.manifest import Manifest
 from ...format.tree import Key, Tree, Value, dotted, format_path
 from ...format.values import decode_value
@@ -103,7 +102,7 @@ def _restored(
     if subtree.present is not None:
         make = object_allocator(owner, subtree.present, modules, source.stored_dtypes)
     state, rows = build(source.manifest, source.rank, source.wanted, path, make)
-    restored = ObjectState(like(subtree.present, state), rows)
+    restored = ObjectState(state, rows)
     if subtree.present is not None:
         keys = tuple(key for _, key in path)
         restored.state = with_present(restored.state, subtree.present, keys, restored.mismatched)
