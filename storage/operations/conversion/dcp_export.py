@@ -40,8 +40,7 @@ from ...state.filling.targets import Wanted
 from ..reading.reader import Checkpoint, manifest_of, read_wanted
 from ..reading.selection import chosen, renamed
 from .dcp_contents import Contents, serialized
-from .exported_tensors import ExportedTensors, ExportPlan, LastFile
-from .file_export import Source
+from .file_export import ExportedTensors, ExportPlan, LastFile, Source
 
 ITEM_NBYTES = 64 << 20
 """Target size of the items of a large tensor."""

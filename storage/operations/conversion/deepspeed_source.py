@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -126,20 +126,10 @@ def _with_tensors(value: Value) -> tuple[Value, set[StoredTensor]]:
     return value, {tensor for tensor in stored if tensor.is_contiguous and not tensor.bits}
 
 
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """A one-dimensional tensor of ``numel`` elements, and its location."""
-
-    dtype: str
-    itemsize: int
-    numel: int
-    where: Stretch
-
-
 def _parts(
-    name: str, shape: tuple[int, ...], first: int, numel: int, row: Sequence[_Flat], at: int
+    name: str, shape: tuple[int, ...], first: int, numel: int, row: Sequence[SourceTensor], at: int
 ) -> Iterator[SourceTensor]:
-    """Yield elements [first, first + numel) of a tensor from consecutive flat tensors.
+    """Yield elements [first, first + numel) of a tensor from a row of flat tensors.
 
     ``at`` is the position of the first element in ``row``. Raises ValueError if the row is too
     short.
@@ -148,14 +138,16 @@ def _parts(
     done = 0
     for flat in row:
         low = max(at, begin)
-        high = min(at + numel, begin + flat.numel)
+        end = begin + math.prod(flat.shape)
+        high = min(at + numel, end)
         if low < high:
+            assert isinstance(flat.where, Stretch)
             start = flat.where.start + (low - begin) * flat.itemsize
             where = Stretch(flat.where.key, start, (high - low) * flat.itemsize)
             part = (first + low - at, first + high - at)
             yield SourceTensor(name, flat.dtype, shape, where, part)
             done += high - low
-        begin += flat.numel
+        begin = end
     if done < numel:
         raise ValueError(f"elements of {name!r} are missing")
 
@@ -218,20 +210,22 @@ class _Zero:
         if self._stage == 3:
             for name, shape in _shapes(self._info.get("frozen_param_shapes") or {}).items():
                 rows = [
-                    [_flat(file.whole("", _as(dict, file.value["frozen_param_fragments"])[name]))]
+                    [file.whole("", _as(dict, file.value["frozen_param_fragments"])[name])]
                     for file in self._model
                 ]
                 found += self._divided(f"model.{name}", shape, rows, 0)
         return found
 
-    def _partitions(self) -> list[list[_Flat]]:
+    def _partitions(self) -> list[list[SourceTensor]]:
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         return [
-            [_flat(file.whole("", group)) for group in _as(list, state[key])]
+            [file.whole("", group) for group in _as(list, state[key])]
             for file, state in zip(self._files, self._states, strict=True)
         ]
 
-    def _of_groups(self, rows: Sequence[Sequence[_Flat]], name: str) -> Iterator[SourceTensor]:
+    def _of_groups(
+        self, rows: Sequence[Sequence[SourceTensor]], name: str
+    ) -> Iterator[SourceTensor]:
         if self._stage == 3:
             at = 0
             for parameter, shape in itertools.chain(*(g.items() for g in self._shapes)):
@@ -248,7 +242,7 @@ class _Zero:
                 at += numel + gap
 
     def _divided(
-        self, name: str, shape: tuple[int, ...], rows: Sequence[Sequence[_Flat]], at: int
+        self, name: str, shape: tuple[int, ...], rows: Sequence[Sequence[SourceTensor]], at: int
     ) -> Iterator[SourceTensor]:
         """Yield a parameter that is divided evenly among ranks, from position ``at`` of each
         row."""
@@ -298,22 +292,12 @@ class _Zero:
         rows = []
         for rank, masters in enumerate(self._masters):
             optimizer = self._optimizer(rank)
-            flats = [
-                _flat(self._files[rank].whole("", _as(dict, optimizer[group])[key]))
-                for group in range(len(masters))
-            ]
-            rows.append(
-                [
-                    _Flat(flat.dtype, flat.itemsize, min(flat.numel, master.numel), flat.where)
-                    for flat, master in zip(flats, masters, strict=True)
-                ]
-            )
+            row = []
+            for group, master in enumerate(masters):
+                flat = self._files[rank].whole("", _as(dict, optimizer[group])[key])
+                row.append(replace(flat, shape=min(flat.shape, master.shape)))
+            rows.append(row)
         yield from self._of_groups(rows, name)
-
-
-def _flat(tensor: SourceTensor) -> _Flat:
-    assert isinstance(tensor.where, Stretch)
-    return _Flat(tensor.dtype, tensor.itemsize, math.prod(tensor.shape), tensor.where)
 
 
 def _shapes(value: Value) -> dict[str, tuple[int, ...]]:

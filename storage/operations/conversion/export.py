@@ -41,8 +41,7 @@ from ..location import Place
 from ..reading.reader import Checkpoint, manifest_of
 from ..reading.reader import open as open_checkpoint
 from ..reading.selection import chosen, refuse_values, renamed
-from .exported_tensors import ExportedTensors, ExportPlan, LastFile
-from .file_export import FileExport
+from .file_export import ExportedTensors, ExportPlan, FileExport, LastFile
 
 BUDGET_NBYTES = 512 << 20
 FILE_NBYTES = 5_000_000_000
