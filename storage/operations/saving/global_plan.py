@@ -41,8 +41,17 @@ from ...state.fingerprint import label, unsure_rows
 from ...state.flat_state import FlatState
 from ...state.flattening.placeholders import reported_placeholders
 from ...state.plan import Agreed
-from ..rounds import AGREE, DIGESTS, HOLDS, Findings, PlanDecision, PlanFollowed, SaveStatement
-from .plan_leader import ALL_RANKS, Held, PlanLeader, row_nbytes
+from ..rounds import (
+    AGREE,
+    DIGESTS,
+    HOLDS,
+    Findings,
+    HeldStatement,
+    PlanDecision,
+    PlanFollowed,
+    SaveStatement,
+)
+from .plan_leader import ALL_RANKS, PlanLeader, label_names, row_nbytes, statement_of
 
 Ints = npt.NDArray[np.int64]
 Digest = Callable[[Sequence[int]], Mapping[int, bytes]]
@@ -135,38 +144,41 @@ async def agree(
     """
     key = (flat.layout_id, team.rank, team.world)
     plan = None if flat.layout_id is None else plans.get(key)
-    held = Held.of(flat, team.rank, team.world) if plan is None else None
+    held = None
+    if plan is None:
+        held = statement_of(flat, team.rank, team.world, team.host)
     leader = PlanLeader()
     verdict = await team.round(
-        AGREE, await _statement(team, uri, flat, digests, plan, held, compression), leader.agree
+        AGREE, await _statement(uri, flat, digests, plan, held, compression), leader.agree
     )
     if plan is not None and verdict.plan:
         return plan
     if held is None:
-        held = Held.of(flat, team.rank, team.world)
+        held = statement_of(flat, team.rank, team.world, team.host)
     comparison = verdict.comparison
     if comparison is None:
-        comparison = await team.round(HOLDS, held.encode(team.host), leader.choose_labels)
-    plan = await _new_plan(team, flat, held.names, digests, set(comparison.labels), leader)
+        comparison = await team.round(HOLDS, held, leader.choose_labels)
+    plan = await _new_plan(
+        team, flat, label_names(held.labels), digests, set(comparison.labels), leader
+    )
     if flat.layout_id is not None:
         plans.put(key, plan)
     return plan
 
 
 async def _statement(
-    team: Team,
     uri: str,
     flat: FlatState,
     digests: Digest,
     plan: GlobalPlan | None,
-    held: Held | None,
+    held: HeldStatement | None,
     compression: str | None,
 ) -> SaveStatement:
     placeholders = reported_placeholders(flat)
     return SaveStatement(
         uri,
         plan=None if plan is None else plan.followed(await offload(digests, plan.rows)),
-        holdings=None if held is None else held.encode(team.host),
+        holdings=held,
         compression=compression,
         placeholders=None if placeholders is None else dict(placeholders),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,56 +38,34 @@ ALL_RANKS = -1
 """Stands for a group's number: all ranks, which need not be listed."""
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """The rows of one rank whose replicas it does not know, regardless of their values.
+def statement_of(flat: FlatState, rank: int, world: int, host: str | None) -> HeldStatement:
+    """Return the statement of ``rank``, on ``host``, about the ``unsure_rows`` of ``flat``.
 
-    ``labels``: (n, 16); plain tensors and parts of DTensors never share a label. ``mesh``: (n,)
-    int16, each row's group as an index into ``groups``, -1 for a plain tensor. ``groups``: bytes
-    held by each group of ranks named by a mesh, keyed by a digest of the ranks; also counts rows
-    not listed here.
+    Plain tensors and parts of DTensors never share a label. The bytes of groups also count rows
+    that are not listed.
     """
+    rows = unsure_rows(flat, world)
+    # Keyed by ids of rank tuples, which thousands of tensors share.
+    names: dict[int, str] = {}
+    groups = Counter[str]()
+    for row, layout in enumerate(flat.layouts):
+        if layout.holders is None or layout.is_empty:
+            continue
+        name = names.get(id(layout.holders))
+        if name is None:
+            ranks = layout.holders or (rank,)
+            name = digest(np.array(ranks, np.int64).data).hex()
+            names[id(layout.holders)] = name
+        groups[name] += row_nbytes(flat, row)
+    number = {name: i for i, name in enumerate(groups)}
+    holders = [flat.layouts[row].holders for row in rows]
+    mesh = [-1 if known is None else number[names[id(known)]] for known in holders]
+    labels = b"".join(digest(text) for text in _label_texts(flat, rows))
+    return HeldStatement(labels, np.array(mesh, np.int16).tobytes(), dict(groups), host)
 
-    labels: _Digests
-    mesh: npt.NDArray[np.int16]
-    groups: dict[str, int]
 
-    @classmethod
-    def of(cls, flat: FlatState, rank: int, world: int) -> Held:
-        """Return the ``unsure_rows`` of ``flat``, held by ``rank`` of ``world``."""
-        rows = unsure_rows(flat, world)
-        # Keyed by ids of rank tuples, which thousands of tensors share.
-        names: dict[int, str] = {}
-        groups = Counter[str]()
-        for row, layout in enumerate(flat.layouts):
-            if layout.holders is None or layout.is_empty:
-                continue
-            name = names.get(id(layout.holders))
-            if name is None:
-                ranks = layout.holders or (rank,)
-                name = digest(np.array(ranks, np.int64).data).hex()
-                names[id(layout.holders)] = name
-            groups[name] += row_nbytes(flat, row)
-        number = {name: i for i, name in enumerate(groups)}
-        holders = [flat.layouts[row].holders for row in rows]
-        mesh = [-1 if known is None else number[names[id(known)]] for known in holders]
-        labels = b"".join(digest(text) for text in _label_texts(flat, rows))
-        return cls(_digest_column(labels), np.array(mesh, np.int16), dict(groups))
-
-    @property
-    def names(self) -> list[str]:
-        """The labels in hexadecimal."""
-        return _label_names(self.labels)
-
-    def encode(self, host: str | None) -> HeldStatement:
-        """Return the message for the leader, from a rank on ``host``."""
-        return HeldStatement(self.labels.tobytes(), self.mesh.tobytes(), self.groups, host)
-
-    @classmethod
-    def decode(cls, message: HeldStatement) -> Held:
-        """Invert :meth:`encode`."""
-        mesh = np.frombuffer(message.mesh, np.int16)
-        return cls(_digest_column(message.labels), mesh, message.groups)
+def _mesh_of(held: HeldStatement) -> npt.NDArray[np.int16]:
+    return np.frombuffer(held.mesh, np.int16)
 
 
 def _label_texts(flat: FlatState, rows: Sequence[int]) -> Iterator[bytes]:
@@ -101,8 +79,9 @@ def row_nbytes(flat: FlatState, row: int) -> int:
     return flat.locals[row].nbytes if flat.alias[row] < 0 else 0
 
 
-def _label_names(labels: _Digests) -> list[str]:
-    text = labels.tobytes().hex()
+def label_names(labels: bytes) -> list[str]:
+    """Return labels in hexadecimal."""
+    text = labels.hex()
     width = 2 * _DIGEST_NBYTES
     return [text[i : i + width] for i in range(0, len(text), width)]
 
@@ -115,7 +94,7 @@ class PlanLeader:
     """The decisions of rank 0 in the rounds *agree*, *holds* and *digests*."""
 
     def __init__(self) -> None:
-        self._held: list[Held] = []
+        self._held: Sequence[HeldStatement] = ()
         self._hosts = b""
         self._seal = b""
 
@@ -133,7 +112,7 @@ class PlanLeader:
 
     async def choose_labels(self, statements: Sequence[HeldStatement]) -> Comparison:
         """Return labels of DTensor parts on several meshes; plain tensors are always compared."""
-        self._held = await offload(lambda: [Held.decode(holdings) for holdings in statements])
+        self._held = statements
         self._hosts = numbered([holdings.host for holdings in statements])
         self._seal = await offload(_seal_of, statements)
         return Comparison(tuple(await offload(_labels_of_several_groups, self._held)))
@@ -181,20 +160,21 @@ def _still_holds(followed: Sequence[PlanFollowed]) -> bool:
     return all(len(values) > 1 for values in divergent.values())
 
 
-def _labels_of_several_groups(held: Sequence[Held]) -> list[str]:
+def _labels_of_several_groups(held: Sequence[HeldStatement]) -> list[str]:
     """Return the labels of DTensor parts that several groups of ranks hold."""
     known: dict[str, int] = {}
     groups = []
     labels = []
     for of in held:
         numbers = [known.setdefault(name, len(known)) for name in of.groups]
-        on_mesh = of.mesh >= 0
-        groups.append(np.array(numbers, np.int64)[of.mesh[on_mesh]])
-        labels.append(of.labels[on_mesh])
+        mesh = _mesh_of(of)
+        on_mesh = mesh >= 0
+        groups.append(np.array(numbers, np.int64)[mesh[on_mesh]])
+        labels.append(_digest_column(of.labels)[on_mesh])
     group = np.concatenate(groups)
     column = np.concatenate(labels)
     first, number = _distinct(column)
-    return sorted(set(_label_names(column[group != group[first][number]])))
+    return sorted(set(label_names(column[group != group[first][number]].tobytes())))
 
 
 def _distinct(labels: _Digests) -> tuple[Ints, Ints]:
@@ -207,16 +187,16 @@ def _distinct(labels: _Digests) -> tuple[Ints, Ints]:
     return order[is_new], number
 
 
-def _decision(held: Sequence[Held], findings: Sequence[Findings]) -> PlanDecision:
+def _decision(held: Sequence[HeldStatement], findings: Sequence[Findings]) -> PlanDecision:
     pairs = list(zip(held, findings, strict=True))
-    labels = np.concatenate([of.labels[list(found.of)] for of, found in pairs])
+    labels = np.concatenate([_digest_column(of.labels)[list(found.of)] for of, found in pairs])
     digests = np.concatenate([_digest_column(found.digests) for found in findings])
     nbytes = [n for found in findings for n in found.nbytes]
     ranks = np.repeat(np.arange(len(held)), [len(found.of) for found in findings])
     first, number = _distinct(labels)
     is_identical = np.ones(len(first), bool)
     is_identical[number[(digests != digests[first][number]).any(axis=1)]] = False
-    names = _label_names(labels[first])
+    names = label_names(labels[first].tobytes())
     different = {names[i] for i in np.flatnonzero(~is_identical).tolist()}
     _refuse_different_parts(findings, different)
 
@@ -262,14 +242,14 @@ def _refuse_different_parts(findings: Sequence[Findings], different: Set[str]) -
     )
 
 
-def _loads_on_meshes(held: Sequence[Held], findings: Sequence[Findings]) -> Counter[Group]:
+def _loads_on_meshes(held: Sequence[HeldStatement], findings: Sequence[Findings]) -> Counter[Group]:
     """Return the bytes that each group of ranks holds in the rows that were not compared."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     nbytes: dict[str, int] = {}
     for rank, (of, found) in enumerate(zip(held, findings, strict=True)):
         remaining = dict(of.groups)
         names = list(of.groups)
-        for mesh, n in zip(of.mesh[list(found.of)].tolist(), found.nbytes, strict=True):
+        for mesh, n in zip(_mesh_of(of)[list(found.of)].tolist(), found.nbytes, strict=True):
             if mesh >= 0:
                 remaining[names[mesh]] -= n
         for name, n in remaining.items():
