@@ -1,5 +1,11 @@
-"""An attempt at writing a checkpoint: its keys, marker and deletion. :mod:`.commit` lists the keys
-below a checkpoint's root."""
+"""An attempt at writing a checkpoint: its keys, its marker and record, and its deletion.
+
+The *record* is one exclusive object that decides the attempt's fate. A *commit record* holds random
+bytes of the process that put it. A process whose put is refused can therefore tell whether the key
+holds its own earlier put, whose answer was lost; and of two copies that work on one attempt, only
+one takes the record for its own. An *abort record* is the same for every process: it does not
+matter which one put it.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,8 @@ from .preflight import TRIAL_NBYTES, refuses_taken
 ATTEMPT_KEY_PATTERN = rf"data/(?P<attempt>{ATTEMPT_PATTERN})/.+"
 """Regular expression for every key that belongs to an attempt."""
 _ATTEMPT_KEY = re.compile(ATTEMPT_KEY_PATTERN)
+ABORT_RECORD = b"abort"
+_COMMIT_RECORD = b"claim "
 _SECOND_LOOK_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -93,6 +101,7 @@ async def list_attempts(driver: Driver) -> Mapping[Attempt, AttemptFiles]:
 
 async def announce(driver: Driver, contents: Mapping[str, object] | None = None) -> Attempt:
     """Put the marker of a new attempt, with ``contents`` as JSON, or empty."""
+    # Empty for saves: HDFS holds up the writer of other files until their replicas are counted.
     data = json.dumps(contents).encode() if contents else b""
     try:
         return await _put_marker(driver, data)
@@ -133,6 +142,42 @@ async def _second_look(driver: Driver, attempt: Attempt) -> ObjectInfo:
 async def time_of_marker_s(driver: Driver, attempt: Attempt) -> float:
     """Return when the marker of a live attempt was put, by the storage's clock."""
     return (await check_marker(driver, attempt)).modified_s
+
+
+async def put_commit_record(driver: Driver, key: str) -> bytes:
+    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes. Raises
+    ExistsError if another process has put a commit or abort record; NotFoundError if the attempt is
+    being deleted; StorageError."""
+    data = _new_commit_record()
+    await put_once(driver, key, data)
+    return data
+
+
+def _new_commit_record() -> bytes:
+    return _COMMIT_RECORD + secrets.token_hex(8).encode()
+
+
+async def put_abort_record(driver: Driver, key: str) -> None:
+    """Put an abort record at ``key``, unless the attempt has a record or is gone."""
+    with contextlib.suppress(ExistsError, NotFoundError):
+        await driver.put(key, ABORT_RECORD, exclusive=True)
+
+
+async def read_record(driver: Driver, key: str) -> bytes | None:
+    """Return the record at ``key``: ``ABORT_RECORD``, or any other to commit; None without one."""
+    try:
+        return await driver.get(key)
+    except NotFoundError:
+        return None
+
+
+async def put_once(driver: Driver, key: str, data: bytes) -> None:
+    """Put ``data``, unique to this process, exclusively; succeeds if the key already holds it."""
+    try:
+        await driver.put(key, data, exclusive=True)
+    except ExistsError:
+        if await read_record(driver, key) != data:
+            raise
 
 
 async def check_exclusive_puts(driver: Driver, attempt: Attempt) -> None:

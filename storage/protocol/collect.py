@@ -14,17 +14,18 @@ from ...errors import DamagedError, NotFoundError, StorageError
 from ..format.manifest import MANIFEST_KEY
 from . import limits
 from .attempt import (
+    ABORT_RECORD,
     Attempt,
     AttemptFiles,
     check_marker,
     delete_attempt,
     list_attempts,
     probe,
+    put_abort_record,
     time_of_marker_s,
 )
 from .current import current_attempt
 from .prune_lock import PRUNING_KEY, locked_since_s
-from .records import ABORT_RECORD, put_abort_record
 
 _log = logging.getLogger(__name__)
 

@@ -1,64 +1,24 @@
 """The commit protocol: a checkpoint appears completely or not at all.
 
-``docs/explanation/consistency.md`` gives the argument, referring to the same step numbers.
-
-Keys below a checkpoint's root::
-
-    manifest.safetensors    the checkpoint; its appearance is the commit
-    data/<attempt>/attempt.json
-                            the marker: exists from before any data until the attempt is settled,
-                            so that collectors can find the attempt; empty, or the source of a copy
-                            or an import
-    data/<attempt>/<rank>.safetensors
-                            an image; or .safetensors.lz4
-    data/<attempt>/fate     put once, exclusively: the commit record of the attempt's own leader, or
-                            the abort record of a later save (:mod:`.records`)
-    data/<attempt>/telemetry.jsonl.gz
-                            timings of the save; nothing depends on it (:mod:`.telemetry`)
-    data/pruning            exists while the checkpoint is being deleted (:mod:`.prune_lock`)
+``docs/explanation/consistency.md`` lists the keys below a checkpoint's root, describes the steps in
+full and argues why they suffice, also for copies, imports and prunings, and on storage without an
+atomic exclusive put. In short, with the same numbers:
 
 1. *begin*: every attempt that is not the current checkpoint is aborted by an abort record and
-   deleted; then a new attempt begins. The newest save wins: a process of a dead job that wakes up
-   again can no longer commit.
+   deleted; then a new attempt puts its marker. The newest save wins: a process of a dead job that
+   wakes up again can no longer commit.
 2. All images become durable.
 3. The leader merges the fragments of all ranks into one manifest (:mod:`..format.merge`).
 4. *commit*: the leader puts its commit record. Exactly one of the commit record and an abort record
    can succeed, and of several commit records one.
 5. The leader checks that the marker exists, and every image with its full size. The check follows
-   the commit record because an abort may have been completed, and its record deleted, before it:
-   a process that deletes an attempt deletes the marker first and the record later. So if the
-   marker exists after the commit record succeeded, there never was an abort record, and no
-   process deletes an image now or later.
-6. The leader puts the manifest: atomically, durably. Then it looks for the prune lock. A pruning
-   puts the lock, and then checks that the manifest is still the one to be deleted. So one of the
-   two sees the other: the pruning leaves the manifest alone, or the leader waits for the pruning to
-   end. Then it reads the manifest back, and puts it again if it is missing or still the previous
-   one: a pruning deleted it, or the storage acknowledged a put that it did not keep. After the
-   third put the save fails.
+   the commit record, because an abort may have been completed, and its record deleted, before it.
+6. The leader puts the manifest: atomically, durably. Then it looks for the prune lock, waits for
+   the pruning to end, reads the manifest back, and puts it again if it is missing or still the
+   previous one. After the third put the save fails.
 7. *settle*: once all ranks know the outcome, the leader deletes the marker: from now on it does not
-   put its manifest again. The attempt that the manifest named before is deleted too, if it was
-   settled before step 6. Otherwise its leader may still put its manifest again, because a put whose
-   answer was lost looks like a failed one: that attempt is spared for a grace period. Meanwhile the
-   leader puts the telemetry. Nobody waits for it, and it lies in the attempt's folder: telemetry
-   that arrives after the attempt's deletion is collected like other leftovers of a dead attempt.
-
-An attempt that has a commit record and is not the checkpoint is between steps 4 and 6, or its
-leader died there, or it was replaced in step 6 of another. It is spared for a grace period by the
-storage's own clock, and then deleted.
-
-Storage without an atomic exclusive put cannot decide a race between a commit and an abort record.
-No attempt is aborted there: one that is not current is spared until nothing was written to it for
-a longer period, ``IDLE_S``. The guarantee then depends on clocks: no saver may resume after being
-idle for that long. And the newest save does not win: the last put of a manifest does.
-
-The marker of a save is empty because some storage (HDFS) makes the writer of a non-empty file wait
-up to half a second until its replicas are counted.
-
-A *copy* of a checkpoint begins like a save, except that it resumes an attempt without a record
-whose marker names the same source: its images have the bytes that this copy would write. It does
-not matter whether the process that began the attempt is dead: both write the same bytes under the
-same keys, and only one of them puts the commit record. Where both can, for lack of an atomic
-exclusive put, neither settles the attempt.
+   put its manifest again. It also deletes the attempt that the manifest named before, if that was
+   settled before step 6. Otherwise that attempt is spared for a grace period.
 """
 
 from __future__ import annotations
@@ -98,13 +58,13 @@ from .attempt import (
     list_attempts,
     lost,
     probe,
+    put_commit_record,
     time_of_marker_s,
 )
 from .collect import abort_and_delete, collect_others, give_up, survey_attempts, sweep
 from .current import current_attempt
 from .preflight import check_range_reads
 from .prune_lock import wait_for_prunings
-from .records import put_commit_record
 
 _PUTS = 3
 """The number of puts of the manifest after which a save gives up on the storage."""

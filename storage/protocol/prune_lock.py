@@ -17,9 +17,8 @@ from ...drivers.contract import Driver, ObjectInfo
 from ...errors import AccessError, ExistsError, NotFoundError, StorageDownError
 from ..format.manifest import MANIFEST_KEY
 from . import limits
-from .attempt import Attempt, storage_time_s
+from .attempt import Attempt, put_once, storage_time_s
 from .current import current_attempt
-from .records import put_once
 
 PRUNING_KEY = "data/pruning"
 _LOCK = re.compile(rb"[0-9a-f]{16}")

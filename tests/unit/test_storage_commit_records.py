@@ -21,8 +21,8 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.protocol import collect, commit, limits, prune_lock, records
-from holdfast.storage.protocol.attempt import Attempt, delete_attempt
+from holdfast.storage.protocol import collect, commit, limits, prune_lock
+from holdfast.storage.protocol.attempt import Attempt, delete_attempt, put_commit_record
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.flattening.flatten import flatten
@@ -276,7 +276,7 @@ def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment
         else:
             (attempt,) = {key.split("/")[1] for key in ours.objects}
             await ours.put(f"data/{attempt}/0.safetensors", b"what the other has written")
-            await records.put_commit_record(ours, f"data/{attempt}/fate")
+            await put_commit_record(ours, f"data/{attempt}/fate")
         for damaged in [
             key
             for key in theirs.objects

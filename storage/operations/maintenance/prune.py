@@ -36,17 +36,18 @@ from ....errors import (
 from ...format.manifest import MANIFEST_KEY
 from ...protocol import limits
 from ...protocol.attempt import (
+    ABORT_RECORD,
     ATTEMPT_KEY_PATTERN,
     Attempt,
     AttemptFiles,
     list_attempts,
+    read_record,
     storage_time_s,
 )
 from ...protocol.collect import collect, sweep
 from ...protocol.commit import is_settled
 from ...protocol.current import read_manifest
 from ...protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
-from ...protocol.records import ABORT_RECORD, read_record
 from ...runtime.engine import check_may_wait, run
 from ..location import Place
 from .choice import Choice, Rules, chosen_by

@@ -37,7 +37,7 @@ from holdfast.storage.pipeline import (
     unpacking,
     verifier,
 )
-from holdfast.storage.protocol import attempt, commit, records
+from holdfast.storage.protocol import attempt, commit
 from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks import following, member, rendezvous, store_team
 from holdfast.storage.state import plan
@@ -165,7 +165,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     for module in (attempt, prune, local_tree):
         yield module, "time", clock
     names = SimpleNamespace(token_hex=lambda n: f"{_here().token():0{2 * n}x}")
-    for module in (attempt, records, local_names):
+    for module in (attempt, local_names):
         yield module, "secrets", names
     yield commit, "check_images", _committing(commit.check_images)
     yield (
