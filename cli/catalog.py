@@ -319,6 +319,11 @@ COMMANDS: tuple[Command, ...] = (
                 "--history", "N", "older steps to keep, if memory suffices", type=int, default=0
             ),
             argument("--every", "N", "distance of kept steps (default: 1)", type=int, default=1),
+            argument(
+                "--spare-of",
+                "ADDRESSES",
+                "keepers of a job, as host:port,…; this one rebuilds what they lose",
+            ),
         ),
         examples={
             "holdfast keeper run s3://bucket/run --memory 200GiB": "run the keeper of a run",

@@ -44,9 +44,11 @@ _TITLES = (
 )
 
 
-def run(uri: str, **options: Any) -> int:
+def run(uri: str, *, spare_of: str | None = None, **options: Any) -> int:
     """Run the keeper of a run in the foreground, until a signal or until it is idle; return 1 if
-    another one is alive. ``options``: fields of :class:`Keeper`."""
+    another one is alive. ``spare_of``: addresses of keepers, separated by commas; ``options``:
+    fields of :class:`Keeper`."""
+    addresses = spare_of.split(",") if spare_of else ()
     option = Keeper(**options)
     store = DescriptorStore.of_environment(os.environ)
 
@@ -57,7 +59,8 @@ def run(uri: str, **options: Any) -> int:
     found = engine.run(identify())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        asyncio.run(keep(option.of_process(found), KeeperFolder.of(found), store))
+        folder = KeeperFolder.of(found)
+        asyncio.run(keep(option.of_process(found), folder, store, spare_of=addresses))
     except RunningError as error:
         complain(str(error))
         return 1

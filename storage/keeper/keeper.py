@@ -28,11 +28,13 @@ from ..arenas.memory import Memory, read_sealed, sealed_bytes
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import offload
 from .agreement import Agreement
+from .decisions.choice import Stock
 from .decisions.slots import Grant, Reason, Refusal
 from .descriptor_store import DescriptorStore
 from .flushing.local_level import LocalLevel
 from .options import KeeperOptions, confine, wanted_options
-from .parity.guards import Guards, rebuilt
+from .parity.guards import Guards
+from .rebuilding import Rebuilding
 from .sealing import seal
 from .serving.memory_catalog import MemoryCatalog
 from .slot_memory import PooledSlot, SlotPool
@@ -74,6 +76,7 @@ class Keeper:
         self._began_s = time.time()
         self._used_s = time.monotonic()
         self._guards = Guards(options.run, options.certificate, self._guards_changed)
+        self.rebuilding = Rebuilding(self.pool, options, self._counters)
         self._agreement = Agreement(
             name,
             self.pool,
@@ -439,6 +442,10 @@ class Keeper:
             self.reporting.hosts,
         )
 
+    def own_stock(self) -> Stock:
+        """Return this keeper with its inventory."""
+        return Stock(self.host, self.inventory())
+
     async def _look_up(
         self, trainer: Trainer, message: messages.LookUp, fds: Sequence[int]
     ) -> _Reply:
@@ -474,32 +481,10 @@ class Keeper:
     async def _rebuild(
         self, trainer: Trainer, message: messages.Rebuild, fds: Sequence[int]
     ) -> _Reply:
-        pin = self._generations.pin(message.generation)  # keep its slots from being overwritten
-        try:
-            return await self._make_again(trainer, message), []
-        finally:
-            self._generations.unpin(pin)
-
-    async def _make_again(self, trainer: Trainer, message: messages.Rebuild) -> messages.Answer:
-        damaged = self.pool.slot_of(message.generation, message.rank)
-        if damaged is not None and await damaged.is_whole():
-            return messages.Done()
-        options = self.options
-        moved = self._trainers.in_flight(trainer)
-        try:
-            label, memory = await rebuilt(message, options.run, options.certificate, moved)
-        except HoldfastError as error:
-            text = f"the image of rank {message.rank} cannot be rebuilt: {error}"
-            return messages.Refused("lost", text)
-        refusal = await self.pool.add_rebuilt(label, memory, damaged)
-        if refusal is not None:
-            return messages.Refused(refusal.reason.value, refusal.text)
-        self._generations.agreed(label.generation)
-        if trainer in self._trainers:  # otherwise nobody would release it
+        refused = await self.rebuilding.rebuild(message, self._trainers.in_flight(trainer))
+        if refused is None and trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
-        self._counters.rebuilt += 1
-        _log.info("the image of rank %d of step %d is rebuilt", label.rank, label.generation.step)
-        return messages.Done()
+        return refused or messages.Done(), []
 
     async def _adopt(self, trainer: Trainer, message: messages.Adopt, fds: Sequence[int]) -> _Reply:
         if len(fds) != 2:
@@ -569,11 +554,18 @@ class Keeper:
         return self._generations.newest_agreed == self._writing.durable
 
     @property
+    def is_unused(self) -> bool:
+        """True while it has neither trainers nor tasks."""
+        return not (self._trainers or self._tasks)
+
+    def note_use(self) -> None:
+        """Record that this keeper is in use."""
+        self._used_s = time.monotonic()
+
+    @property
     def idle_s(self) -> float:
         """Seconds since this keeper was last in use; 0 while it has trainers or tasks."""
-        if self._trainers or self._tasks:
-            return 0.0
-        return time.monotonic() - self._used_s
+        return time.monotonic() - self._used_s if self.is_unused else 0.0
 
     async def finish(self, grace_s: float) -> None:
         """Wait, for ``grace_s`` at most, until all tasks are done and all trainers are gone.

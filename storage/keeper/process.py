@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
+from ..arenas.hosts import KeeperHost
 from ..arenas.numa import reset_policy
 from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
@@ -31,6 +32,7 @@ from .descriptor_store import DescriptorStore
 from .detached import TAKE_OVER
 from .keeper import Keeper
 from .options import KeeperOptions, ServeOptions, confine, new_token
+from .rebuilding import SPARE_LOOK_S, Spare
 from .serving.serve import address_and_port, interface_and_port, is_token, serve
 from .succession import Estate, RunningError, take_over
 
@@ -75,12 +77,20 @@ async def keep(
     *,
     is_service: bool = True,
     estate: Estate | None = None,
+    spare_of: Sequence[str] = (),
 ) -> None:
     """Run the keeper of a run until it is stopped (by SIGTERM, SIGINT or a message) or has been
     idle for ``linger_s``. ``store``: keeps the memory while a keeper service restarts.
     ``is_service``: False if a trainer has started it; then it also exits once training is finished
     and its last step in storage, or when a successor asks for its memory. ``estate``: memory of the
-    previous keeper. Raises RunningError, UsageError, OSError."""
+    previous keeper. ``spare_of``: addresses of keepers; while no trainer is connected, rebuild here
+    what their job has lost. Raises RunningError, UsageError, OSError."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if spare_of and not token:
+        raise UsageError(
+            "a spare needs the token of the keepers that it stands in for",
+            advice=f"Set {TOKEN_VARIABLE} to the same value for all keepers of the run.",
+        )
     folder.make()
     estate = estate or Estate()
     with contextlib.closing(estate), _locked(folder, estate.lock) as lock:
@@ -110,7 +120,9 @@ async def keep(
                     keeper.welcomes()
                     where = os.getpid(), folder.path
                     _log.info("keeper of run %s, process %d, %s", options.run, *where)
-                    await _until_ended(keeper)
+                    job = [KeeperHost("", "", one, token, keeper.host.tls) for one in spare_of]
+                    async with _preparing(keeper, job):
+                        await _until_ended(keeper)
                 await keeper.finish(GRACE_S)  # still together with the other keepers
                 await keeper.reporting.close()
             await keeper.succession.hand_over(keeper.pool, keeper.options, lock)
@@ -172,6 +184,26 @@ async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncItera
         keeper.serves_at(address_and_port(server.address, server.port), token)
         _log.info("memory is served at %s", keeper.address)
         yield
+
+
+@contextlib.asynccontextmanager
+async def _preparing(keeper: Keeper, job: Sequence[KeeperHost]) -> AsyncIterator[None]:
+    """Rebuild what the job of these keepers has lost, during the body, while no trainer is
+    connected. Does nothing without any."""
+    spare = Spare(keeper.rebuilding, keeper.own_stock, job, keeper.options.certificate)
+
+    async def prepare() -> None:
+        while job:
+            await asyncio.sleep(SPARE_LOOK_S)
+            if keeper.is_unused and await spare.look():
+                keeper.note_use()
+
+    preparing = asyncio.ensure_future(prepare())
+    try:
+        yield
+    finally:
+        preparing.cancel()
+        await asyncio.wait([preparing])
 
 
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:

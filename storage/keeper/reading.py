@@ -10,26 +10,36 @@ A keeper serves these keys to other keepers and to trainers of its run:
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
-from ...errors import DamagedError
+from ...errors import DamagedError, HoldfastError, StorageDownError
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import GenerationId, Label, check_sizes
+from ..arenas.messages import Inventory
+from ..ranks.messages import codec
+from .decisions.choice import Stock
 
 HELD = "held"
 INVENTORY_KEY = f"{HELD}/inventory"
 QUIET_S = 20.0
 """Time without any data after which a read fails."""
 TRIES = 3
+ASK_S = 5.0
+"""Deadline for the inventory of another keeper."""
 
 _HELD = re.compile(
     r"held/(\d{1,18})-(\d{1,18})/(?:(\d{1,9})\.(label|safetensors)|(\d{1,9})\.(\d)\.parity)",
     re.ASCII,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def generation_folder(generation: GenerationId) -> str:
@@ -120,3 +130,41 @@ async def peers_of(
         yield peers
     finally:
         await peers.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """A keeper that may hold images, but has not answered. ``listens``: its host accepts
+    connections, so the host is not lost."""
+
+    host: KeeperHost
+    listens: bool
+
+
+async def stock_of(host: KeeperHost, certificate: str) -> Stock | Unheard | None:
+    """Return the inventory of a keeper; None if it is gone. ``certificate``: PEM file to verify it
+    with."""
+    listens = False
+    try:
+        driver = opened_peer(host, HELD, certificate, timeout_s=ASK_S, tries=1)
+        try:
+            async with asyncio.timeout(ASK_S):
+                listens = await _listens(host)
+                data = await driver.get("inventory")
+        finally:
+            await driver.close()
+        return Stock(replace(host, ranks=()), codec(Inventory).decode(data, "an inventory"))
+    except (HoldfastError, OSError) as error:
+        text = str(error) or f"no answer within {ASK_S:g} s"
+        _log.warning("the keeper %s at %s does not answer: %s", host.name, host.address, text)
+        # After any other error nobody listens there, or another server: its images are lost.
+        is_late = isinstance(error, StorageDownError | TimeoutError)
+        return Unheard(host, listens) if is_late else None
+
+
+async def _listens(host: KeeperHost) -> bool:
+    """Return True once the keeper's host accepts a connection. Raises OSError."""
+    address, _, port = host.address.rpartition(":")
+    _, writer = await asyncio.open_connection(address.strip("[]"), int(port))
+    writer.close()
+    return True

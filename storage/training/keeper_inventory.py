@@ -11,18 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ...errors import HoldfastError, StorageDownError, UsageError
+from ...errors import UsageError
 from ...planner.parity import GROUP_HOSTS, HostDomain, Mode, protection
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId
 from ..arenas.messages import GenerationEntry, Inventory, ParityEntry
 from ..keeper.decisions.choice import Choice, Stock, choices
-from ..keeper.reading import opened_peer
-from ..ranks.messages import codec
+from ..keeper.reading import Unheard, stock_of
 from .epochs import Epochs
-
-ASK_S = 5.0
-"""Deadline for the inventory of a keeper that no rank owns."""
 
 NOTHING = Inventory(-1, ())
 _log = logging.getLogger(__name__)
@@ -60,15 +56,6 @@ class InMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
-    """A keeper that may hold images, but has not answered. ``listens``: its host accepts
-    connections, so the host is not lost."""
-
-    host: KeeperHost
-    listens: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Meeting:
     """The keepers of a job that work together, with their ranks; empty with a ``problem``.
     ``temporary``: the problem may be solved by keepers that answer later."""
@@ -102,7 +89,7 @@ async def asked(
     known |= {statement.silent for statement in statements}
     named = _named(stocks).values()
     absent = [host for host in named if host.address and host.name not in known]
-    answers = await asyncio.gather(*(_stock(host, option) for host in absent))
+    answers = await asyncio.gather(*(stock_of(host, option.certificate) for host in absent))
     unheard = [answer for answer in answers if isinstance(answer, Unheard)]
     return [answer for answer in answers if isinstance(answer, Stock)], unheard
 
@@ -122,34 +109,6 @@ def _named(stocks: Sequence[Stock]) -> dict[str, KeeperHost]:
     """Return the keepers that these have worked with, as of the newest epoch of each."""
     by_epoch = sorted(stocks, key=lambda stock: stock.inventory.epoch)
     return {host.name: host for stock in by_epoch for host in stock.inventory.hosts}
-
-
-async def _stock(host: KeeperHost, option: GuardOption) -> Stock | Unheard | None:
-    """Return the inventory of a keeper; None if it is gone."""
-    listens = False
-    try:
-        driver = opened_peer(host, "held", option.certificate, timeout_s=ASK_S, tries=1)
-        try:
-            async with asyncio.timeout(ASK_S):
-                listens = await _listens(host)
-                data = await driver.get("inventory")
-        finally:
-            await driver.close()
-        return Stock(replace(host, ranks=()), codec(Inventory).decode(data, "an inventory"))
-    except (HoldfastError, OSError) as error:
-        text = str(error) or f"no answer within {ASK_S:g} s"
-        _log.warning("the keeper %s at %s does not answer: %s", host.name, host.address, text)
-        # After any other error nobody listens there, or another server: its images are lost.
-        is_late = isinstance(error, StorageDownError | TimeoutError)
-        return Unheard(host, listens) if is_late else None
-
-
-async def _listens(host: KeeperHost) -> bool:
-    """Return True once the keeper's host accepts a connection. Raises OSError."""
-    address, _, port = host.address.rpartition(":")
-    _, writer = await asyncio.open_connection(address.strip("[]"), int(port))
-    writer.close()
-    return True
 
 
 def next_epoch(stocks: Sequence[Stock], epochs: Epochs) -> int:

@@ -12,6 +12,7 @@ from ...drivers.uri import join
 from ...errors import DamagedError, UsageError
 from ..arenas.hosts import KeeperHost
 from ..keeper.decisions.choice import Choice, Stock
+from ..keeper.reading import Unheard
 from ..operations.loading.start_load import load_state
 from ..operations.location import Place
 from ..operations.maintenance.listing import ListedCheckpoint
@@ -24,7 +25,6 @@ from .keeper_inventory import (
     GuardOption,
     InMemory,
     Meeting,
-    Unheard,
     asked,
     awaited,
     kept_in_memory,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,8 @@ from support.kept_runs import (
 from support.stopped_keepers import stopped_keeper
 
 import holdfast
+from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
+from holdfast.storage.keeper.process import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,6 +70,34 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
     assert run.status_of("a")["protected_step"] == 9
     with holdfast.open(run.uri / "step-00000008") as checkpoint:
         checkpoint.verify()
+
+
+@pytest.mark.nightly(33)
+def test_a_spare_host_has_the_lost_images_before_the_job_restarts(run: KeptRun) -> None:
+    """Its keeper rebuilds them ahead, so the resume rebuilds none, and reads them on that host."""
+    run.environment[TOKEN_VARIABLE] = "0123456789abcdef" * 2
+    run.train(killed_at(5, hosts=HOSTS[:3]), 3)
+    lost = run.status_of("b")["address"]
+    base = run.base / "new"
+    base.mkdir(mode=0o700)
+    command = [sys.executable, "-c", "import sys, holdfast.cli as c; sys.exit(c.main())", "keeper"]
+    command += ["run", str(run.uri), "--domain", "new", "--serve", "127.0.0.9", "--linger", "60s"]
+    command += ["--spare-of", f"{lost},{run.status_of('a')['address']}"]
+    environment = os.environ | run.environment | {KEEPER_DIR_VARIABLE: str(base)}
+    with subprocess.Popen(command, env=environment) as spare:
+        wait_until(lambda: bool(run.status_of("new")["ready"]))
+        time.sleep(5)
+        assert run.status_of("new")["generations"] == []  # nothing is lost
+        run.lose("b")
+        wait_until(lambda: run.status_of("new")["counters"]["rebuilt"] == 1, 60)
+        (held,) = run.status_of("new")["generations"]
+        assert (held["step"], held["ranks"], held["agreed"]) == (5, [1], True)
+        found = run.train(Job(9, hosts=("a", "new", "c"), guards=True), 3)
+        check(found, 5, "memory", 9)
+        assert run.status_of("new")["counters"]["rebuilt"] == 1
+        assert found.resumed["tiers"]["parity"] == 0
+        run.end_keepers()
+        assert spare.wait(60) == 0
 
 
 @pytest.mark.nightly(8)

@@ -15,8 +15,8 @@ from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import GenerationEntry, Inventory, ParityEntry
 from holdfast.storage.arenas.sockets import connected, listening
+from holdfast.storage.keeper import reading
 from holdfast.storage.keeper.decisions.choice import Stock
-from holdfast.storage.training import keeper_inventory
 from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.keeper_inventory import (
     GuardOption,
@@ -106,7 +106,7 @@ async def test_keepers_that_do_not_answer_are_told_from_those_that_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A refused connection is the end of a keeper; a connection without an answer is not."""
-    monkeypatch.setattr(keeper_inventory, "ASK_S", 0.5)
+    monkeypatch.setattr(reading, "ASK_S", 0.5)
     async with kept_hosts("off", [0], [1]) as job:
         await job.step(1)
         own = job.stocks()[0]

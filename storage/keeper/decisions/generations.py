@@ -29,7 +29,7 @@ from ....core.units import size_text
 from ...arenas.label import GenerationId
 from ...arenas.messages import GenerationEntry
 from .history import level_of, retained
-from .slots import Content, Grant, Pin, Reason, Refusal, Slot
+from .slots import Content, Grant, Pin, Reason, Refusal, Slot, short_of_memory
 
 SLOTS_PER_RANK = 3
 """For the newest agreed image, the next to be agreed, and the image being filled."""
@@ -359,18 +359,9 @@ class Generations:
         held = sum(slot.nbytes for slot in self._slots.values())
         if wanted <= self.budget_nbytes and held + nbytes <= self.budget_nbytes:
             return None
-        if wanted > self.budget_nbytes:
-            text = (
-                f"{SLOTS_PER_RANK} images of {size_text(nbytes)} for {len(ranks)} "
-                f"rank{'s' * (len(ranks) > 1)} take {size_text(wanted)}, and there is room for "
-                f"{size_text(self.budget_nbytes)}"
-            )
-        else:
-            text = (
-                f"{size_text(held)} are held, some of it by processes of former epochs, and there "
-                f"is room for {size_text(self.budget_nbytes)}"
-            )
-        return Refusal(Reason.NO_MEMORY, text)
+        count = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+        needed = f"{SLOTS_PER_RANK} images of {size_text(nbytes)} for {count}"
+        return short_of_memory(needed, wanted, held, self.budget_nbytes)
 
     def _ranks_now(self, rank: int) -> set[int]:
         entered = {
@@ -466,6 +457,12 @@ class Generations:
         """Return whether a restart may use the generation."""
         of = self._generations.get(id)
         return of is not None and (of.agreed or of.was_agreed)
+
+    def discard(self, id: GenerationId) -> None:
+        """Discard a generation with its slots, which nobody has mapped."""
+        freed = [number for number, slot in self._slots.items() if slot.generation == id]
+        self._forget(id)
+        self._remove([number for number in freed if self._may_be_filled(self._slots[number])])
 
     def void(self, id: GenerationId) -> None:
         """Discard a generation that is inconsistent, damaged or incomplete. Ranks that are behind

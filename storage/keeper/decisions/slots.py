@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ....core.units import size_text
 from ...arenas.label import GenerationId
 
 
@@ -78,3 +79,14 @@ class Slot:
 
 Pin: TypeAlias = tuple[Slot, ...]
 """Slots that one reader has pinned."""
+
+
+def short_of_memory(
+    needed: str, needed_nbytes: int, held_nbytes: int, budget_nbytes: int
+) -> Refusal:
+    """Return the refusal of a slot. ``needed``: the images that the ranks need."""
+    if needed_nbytes > budget_nbytes:
+        text = f"{needed} take {size_text(needed_nbytes)}"
+    else:
+        text = f"{size_text(held_nbytes)} are held, some of it by processes of former epochs"
+    return Refusal(Reason.NO_MEMORY, f"{text}, and there is room for {size_text(budget_nbytes)}")

@@ -156,7 +156,7 @@ class Guards:
             self._let_go(id)
 
 
-async def _unseen() -> None:
+async def unseen() -> None:
     """Ignore progress."""
 
 
@@ -164,7 +164,7 @@ class _Pull:
     """Reads blocks from the keepers of a group. Calls ``moved()`` after each."""
 
     def __init__(
-        self, peers: Peers, group: GuardedGroup, moved: Callable[[], Awaitable[None]] = _unseen
+        self, peers: Peers, group: GuardedGroup, moved: Callable[[], Awaitable[None]] = unseen
     ) -> None:
         self._peers = peers
         self._group = group
@@ -196,7 +196,7 @@ async def rebuilt(
     request: Rebuild,
     run: str,
     certificate: str,
-    moved: Callable[[], Awaitable[None]] = _unseen,
+    moved: Callable[[], Awaitable[None]] = unseen,
 ) -> tuple[Label, Memory]:
     """Rebuild a lost image, and verify it. Calls ``moved()`` on progress. A member whose blocks are
     damaged or cannot be read is left out, if parity allows. Raises DamagedError, StorageError,
