@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,14 @@ from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.radosgw import Radosgw, find_ceph
 
 TIMEOUT_S = 300
-"""Of a test, unless it says otherwise: servers share the machine, and boot within the first test
-that asks."""
+"""Of a test, unless it says otherwise: servers boot within the first test that asks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests of this folder more time."""
     for item in items:
-        if (
-            Path(__file__).parent in item.path.parents
-            and item.get_closest_marker("timeout") is None
-        ):
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
@@ -41,36 +38,24 @@ def _running(server: Any) -> Iterator[Any]:
             server.stop()
 
 
-@pytest.fixture(scope="session")
-def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
-    """A radosgw with a bucket, ``holdfast``, whose credentials are in the environment."""
-    if find_ceph() is None:
-        pytest.skip("radosgw is not installed: make test-servers")
-    yield from _running(Radosgw(tmp_path_factory.mktemp("radosgw")))
+def _server(
+    name: str, find: Callable[[], object], make: Callable[[Path], Any], needs: str = ""
+) -> Any:
+    """Make a fixture of a server that all tests share."""
+
+    @pytest.fixture(scope="session", name=name)
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+        if find() is None:
+            pytest.skip(f"{name} is not installed: make test-servers{needs}")
+        yield from _running(make(tmp_path_factory.mktemp(name)))
+
+    return server
 
 
-@pytest.fixture(scope="session")
-def hadoop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
-    """An HDFS of one name node and two DataNodes."""
-    if find_hadoop() is None:
-        pytest.skip("Hadoop is not installed: make test-servers")
-    yield from _running(Hadoop(tmp_path_factory.mktemp("hadoop")))
-
-
-@pytest.fixture(scope="session")
-def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    """An Azurite with a container, ``holdfast``, whose account and key are in the environment."""
-    if find_azurite() is None:
-        pytest.skip("Azurite is not installed: make test-servers, with npm")
-    yield from _running(Azurite(tmp_path_factory.mktemp("azurite")))
-
-
-@pytest.fixture(scope="session")
-def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeGcs]:
-    """A fake-gcs-server with a bucket, ``holdfast``, whose service account is in the environment."""
-    if find_fake_gcs() is None:
-        pytest.skip("fake-gcs-server is not installed: make test-servers")
-    yield from _running(FakeGcs(tmp_path_factory.mktemp("fake-gcs")))
+radosgw = _server("radosgw", find_ceph, Radosgw)
+hadoop = _server("hadoop", find_hadoop, Hadoop)
+azurite = _server("azurite", find_azurite, Azurite, ", with npm")
+fake_gcs = _server("fake_gcs", find_fake_gcs, FakeGcs)
 
 
 @pytest.fixture(scope="session")
@@ -84,32 +69,19 @@ def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield from _running(SftpServer(tmp_path_factory.mktemp("sftp")))
 
 
-def _root_url(request: pytest.FixtureRequest, scheme: str, server: str) -> str:
-    """Return the URI of an empty root on HOLDFAST_TEST_<scheme>_URL, or else on a server."""
-    given = os.environ.get(f"HOLDFAST_TEST_{scheme}_URL") or request.getfixturevalue(server).uri
-    location, mark, options = given.partition("?")
-    return f"{location.rstrip('/')}/{uuid.uuid4().hex}{mark}{options}"
+def _root(scheme: str, server: str) -> Any:
+    """Make a fixture of the URI of an empty root, on HOLDFAST_TEST_<scheme>_URL or a server."""
+
+    @pytest.fixture(name=f"{scheme}_url")
+    def root(request: pytest.FixtureRequest) -> str:
+        own = os.environ.get(f"HOLDFAST_TEST_{scheme.upper()}_URL")
+        location, mark, options = (own or request.getfixturevalue(server).uri).partition("?")
+        return f"{location.rstrip('/')}/{uuid.uuid4().hex}{mark}{options}"
+
+    return root
 
 
-@pytest.fixture
-def s3_url(request: pytest.FixtureRequest) -> str:
-    """The URI of an empty root on a radosgw."""
-    return _root_url(request, "S3", "radosgw")
-
-
-@pytest.fixture
-def hdfs_url(request: pytest.FixtureRequest) -> str:
-    """The URI of an empty root on a Hadoop."""
-    return _root_url(request, "HDFS", "hadoop")
-
-
-@pytest.fixture
-def az_url(request: pytest.FixtureRequest) -> str:
-    """The URI of an empty root on an Azurite."""
-    return _root_url(request, "AZ", "azurite")
-
-
-@pytest.fixture
-def gs_url(request: pytest.FixtureRequest) -> str:
-    """The URI of an empty root on a fake-gcs-server."""
-    return _root_url(request, "GS", "fake_gcs")
+s3_url = _root("s3", "radosgw")
+hdfs_url = _root("hdfs", "hadoop")
+az_url = _root("az", "azurite")
+gs_url = _root("gs", "fake_gcs")

@@ -121,13 +121,8 @@ async def test_a_stranger_is_refused(
     client.set_permission(root, 0o700)
     monkeypatch.setenv("HADOOP_USER_NAME", "stranger")
     driver = open_driver(hdfs_url)
-    for call in (
-        driver.put("y", b""),
-        driver.get("x"),
-        driver.create("y", 1),
-        driver.delete("x"),
-        driver.delete_all("x"),
-    ):
+    writing = (driver.put("y", b""), driver.create("y", 1), driver.delete("x"))
+    for call in (driver.get("x"), *writing, driver.delete_all("x")):
         with pytest.raises(AccessError, match="HADOOP_USER_NAME"):
             await call
     await driver.close()
@@ -156,13 +151,8 @@ async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> Non
     """Every call and close() end by the deadline if a host never answers or nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         driver = open_driver(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", timeout="500ms")
-        for call in (
-            driver.get("a"),
-            driver.put("a", b""),
-            driver.stat("a"),
-            driver.delete_all("a"),
-            driver.sweep("a"),
-        ):
+        reading = (driver.get("a"), driver.stat("a"))
+        for call in (*reading, driver.put("a", b""), driver.delete_all("a"), driver.sweep("a")):
             began_s = time.monotonic()
             with pytest.raises(StorageDownError, match=r"no answer for 0\.5 s") as caught:
                 await call
@@ -180,8 +170,7 @@ async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> Non
 
 @asynchronous
 async def test_a_sweep_takes_the_dead_only(hadoop: Hadoop, hdfs_url: str) -> None:
-    """Temporary files that nothing has changed for an hour, by the name node's clock, and folders
-    that are empty then."""
+    """Temporary files that are an hour old by the name node's clock go, with empty folders."""
     client, root = native(hadoop), path_of(hdfs_url)
     driver = open_driver(hdfs_url)
     live = await driver.create("data/a/live", 10)
@@ -227,10 +216,7 @@ async def test_a_live_upload_shows_that_it_lives(
 async def test_a_rename_whose_answer_was_lost_is_looked_up(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put whose rename lost its answer succeeds if the key holds our file.
-
-    If the key holds another writer's file, the put fails.
-    """
+    """A put whose rename lost its answer succeeds exactly if the key holds its own file."""
     driver = open_driver(hdfs_url)
     rename = driver._client.rename
 
@@ -271,11 +257,7 @@ async def test_a_rename_that_finds_nothing_does_not_take_anothers_file_for_ours(
 async def test_a_file_that_was_completed_short_never_gets_the_key(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that was completed too short is never renamed to its key.
-
-    A failing writer may still complete its file, so the driver first asks the name node for the
-    length.
-    """
+    """A file that a failing writer completed too short is never renamed to its key."""
     driver = open_driver(hdfs_url)
     write = uploads._write
 
@@ -297,11 +279,8 @@ async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: s
     client.mkdirs(f"{root}/folder", create_parent=True)
     with client.create(f"{root}/50%", hdfs_native.WriteOptions()) as file:
         file.write(b"foreign")
-    for call in (
-        driver.get("folder"),
-        driver.stat("folder"),
-        driver.read("folder", 0, memoryview(bytearray(1))),
-    ):
+    into = memoryview(bytearray(1))
+    for call in (driver.get("folder"), driver.stat("folder"), driver.read("folder", 0, into)):
         with pytest.raises(NotFoundError):
             await call
     assert [info async for info in driver.list()] == []
@@ -310,8 +289,7 @@ async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: s
 
 @asynchronous
 async def test_an_upload_whose_file_was_deleted_says_so(hadoop: Hadoop, hdfs_url: str) -> None:
-    """Somebody takes the unfinished file away: that is no object which is missing, and the error
-    says to save again."""
+    """The error for an unfinished file that somebody deleted says to save again."""
     client, driver = native(hadoop), open_driver(hdfs_url)
     upload = await driver.create("x", MIB)
     await upload.write(0, memoryview(bytes(MIB)))

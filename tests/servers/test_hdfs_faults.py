@@ -1,7 +1,4 @@
-"""Saves to a real HDFS whose servers die, hang, restart and fail over.
-
-A save finishes or fails with a clear error, and is never torn.
-"""
+"""Saves to a real HDFS whose servers die, hang, restart and fail over: none is ever torn."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from support.bits import difference
 from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.hdfs_probe import HdfsProbe
 from support.servers.proxy import FaultProxy
@@ -57,13 +55,6 @@ def state(rng: np.random.Generator) -> State:
     return {name: torch.from_numpy(rng.standard_normal(6 << 20)) for name in ("a", "b")}
 
 
-def same(left: State, right: State) -> bool:
-    """Return whether two states are equal bit for bit."""
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
-
-
 def changed(state: State) -> State:
     """Return another state of the same shape."""
     return {name: tensor + 1 for name, tensor in state.items()}
@@ -75,20 +66,18 @@ def files(uri: str) -> list[str]:
 
 
 def finished(uri: str, old: State, new: State) -> bool:
-    """Save ``new`` over ``old`` has ended, one way or the other: whether it is there. Anything else
-    than one of both, whole, fails here."""
+    """Return True if ``new`` replaced ``old``, and False if not; fail if neither is whole."""
     found = holdfast.load(uri)
-    assert same(found, old) or same(found, new)
+    assert difference(found, old) is None or difference(found, new) is None
     with holdfast.open(uri) as checkpoint:
         assert checkpoint.verify().ok
-    return same(found, new)
+    return difference(found, new) is None
 
 
 def one_save_tidies_up(uri: str, state: State) -> None:
-    """The next save works, and nothing but its own files is left; and attempts that died after they
-    had claimed their fate, which have an hour of grace."""
+    """The next save leaves only its files, and attempts that died after claiming their fate."""
     attempt = holdfast.save(uri, state).attempt
-    assert same(holdfast.load(uri), state)
+    assert difference(holdfast.load(uri), state) is None
     left = files(uri)
     others = {name.split("/")[1] for name in left if name.startswith("data/")} - {attempt}
     assert all(f"data/{other}/fate" in left for other in others), left
@@ -103,10 +92,9 @@ def one_save_tidies_up(uri: str, state: State) -> None:
 def test_a_datanode_is_gone_mid_save(
     cluster: Hadoop, uri: str, state: State, victim: str, how: signal.Signals, block_size: str
 ) -> None:
-    """A save survives the loss of a DataNode, or fails with an error and leaves a whole checkpoint.
+    """A save survives a DataNode that dies among small blocks, or hangs in the middle of one.
 
-    The node dies or hangs in the middle of a block, or among small blocks, where the client keeps
-    requesting new ones. Either the old or the new checkpoint is there.
+    Or it fails with an error, and leaves the old checkpoint whole.
     """
     holdfast.save(uri, state)
     newer = changed(state)
@@ -131,9 +119,7 @@ def test_a_datanode_is_gone_mid_save(
 def test_the_name_node_is_gone_mid_save(
     cluster: Hadoop, uri: str, state: State, how: signal.Signals
 ) -> None:
-    """A save without its name node fails by its deadlines, names the storage and keeps the old
-    checkpoint.
-    """
+    """A save without its name node fails in time, names it, and keeps the old checkpoint."""
     holdfast.save(uri, state)
     handle = holdfast.async_save(uri, changed(state), budget_nbytes=64 << 20)
     time.sleep(0.2)
@@ -155,11 +141,7 @@ def test_the_name_node_is_gone_mid_save(
 
 @pytest.mark.nightly(6)
 def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, state: State) -> None:
-    """A save finishes or fails with an error when its name node connections are cut again and
-    again.
-
-    They are cut while the save requests files and blocks.
-    """
+    """A save finishes, or fails with an error, while its connections are cut again and again."""
     holdfast.save(hdfs_url, state)
     newer = changed(state)
     host, _, port = hadoop.address.partition(":")
@@ -183,16 +165,13 @@ def test_connections_to_the_name_node_are_cut(hadoop: Hadoop, hdfs_url: str, sta
 def test_a_quota_that_is_used_up_fails_the_save(
     hadoop: Hadoop, hdfs_url: str, state: State
 ) -> None:
-    """A save that exhausts a quota raises FullError, and the old checkpoint stays whole.
-
-    With more room the next save works and cleans up.
-    """
+    """A save that exhausts a quota raises FullError; with more room the next one cleans up."""
     holdfast.save(hdfs_url, state)
     root = "/" + parse(hdfs_url).location.partition("/")[2]
     hadoop.admin("-setSpaceQuota", "300m", root)  # each byte counts twice
     with pytest.raises(FullError, match="quota"):
         holdfast.save(hdfs_url, changed(state))
-    assert same(holdfast.load(hdfs_url), state)
+    assert difference(holdfast.load(hdfs_url), state) is None
     hadoop.admin("-clrSpaceQuota", root)
     one_save_tidies_up(hdfs_url, changed(state))
 
@@ -215,15 +194,14 @@ def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: S
         error = _outcome(handle)
         assert finished(uri, state, newer) == (error is None)
         holdfast.save(uri, newer)
-        assert same(holdfast.load(uri), newer)
+        assert difference(holdfast.load(uri), newer) is None
         _names_the_standby(server)
     finally:
         server.stop()
 
 
 def _names_the_standby(server: Hadoop) -> None:
-    """A URI of the name node that is not active fails at the deadline, and the error says what to
-    name instead."""
+    """A load from a standby fails at the deadline, and the error says what to name instead."""
     server.begin("nn0")
     server.wait_for_standby("nn0")
     with pytest.raises(StorageDownError, match=r"standby: name the name service.*op_timeout_s"):

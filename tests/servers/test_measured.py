@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-
 import pytest
+from support.commands import run_json
+from support.drivers import keys, used
 from support.servers.proxy import FaultProxy
 from support.servers.radosgw import Radosgw
 
@@ -13,51 +12,32 @@ import holdfast
 from holdfast.bench.simulated.forecast import forecast
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.sized import sized
-from holdfast.cli import app
-from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import parse
 
 
-def keys_at(uri: str) -> list[str]:
-    """Return all keys at a URI."""
-
-    async def listed() -> list[str]:
-        driver = open_driver(uri)
-        try:
-            return [info.key async for info in driver.list("")]
-        finally:
-            await driver.close()
-
-    return asyncio.run(listed())
-
-
 @pytest.mark.nightly(10)
-def test_a_server_is_measured(az_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_is_measured(az_url: str) -> None:
     """Phases of checkpoints have a share of the client's rate, and nothing is left."""
-    assert app.run(["bench", az_url, "--size", "4MiB", "--runs", "1", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = run_json("bench", az_url, "--size", "4MiB", "--runs", "1", status=1)
     assert {limit.partition(",")[0] for limit in found["limits"].values()} == {"obstore"}
     phases = {phase["name"]: phase for phase in found["phases"]}
     assert all(phase["seconds"][0] > 0 for phase in phases.values())
     held = {name for name, phase in phases.items() if phase["share"] is not None}
     assert held == {"save", "async save", "overwrite", "load", "verify"}
-    assert keys_at(az_url) == []
+    assert used(az_url, keys) == []
 
 
 @pytest.mark.nightly(16)
-def test_a_peer_saves_to_a_server_and_is_checked(
-    s3_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_saves_to_a_server_and_is_checked(s3_url: str) -> None:
     """DCP saves through s3fs, next to our own phases."""
     pytest.importorskip("s3fs")
-    arguments = ["bench", s3_url, "--size", "4MiB", "--runs", "1", "--json", "--peer", "dcp"]
-    assert app.run(arguments) == 1
-    found = json.loads(capsys.readouterr().out)
+    arguments = ["bench", s3_url, "--size", "4MiB", "--runs", "1", "--peer", "dcp"]
+    found = run_json(*arguments, status=1)
     shares = {phase["name"]: phase["share"] for phase in found["phases"]}
     assert shares["save: DCP, s3fs"] > 0
     assert shares["load: DCP, s3fs"] > 0
     assert found["invalid"]["load: DCP, s3fs"][-1] == "only 1 rounds"  # and too short, where it is
-    assert keys_at(s3_url) == []
+    assert used(s3_url, keys) == []
 
 
 @pytest.mark.nightly(5)

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference
+from support.drivers import keys, used
 from support.framework_jobs import run_job
 
 import holdfast
 from holdfast.cli import app
-from holdfast.drivers.contract import Driver
-from holdfast.drivers.registry import open_driver
-from holdfast.storage.runtime.engine import run
 
 
-@pytest.fixture(params=["s3", "hdfs"])
+@pytest.fixture(params=["s3", "hdfs", "az", "gs"])
 def server(request: pytest.FixtureRequest) -> str:
     """An empty root on a real server."""
     url: str = request.getfixturevalue(f"{request.param}_url")
@@ -27,18 +25,6 @@ def below(url: str, path: str) -> str:
     """The URI of what lies at ``path`` below ``url``."""
     location, mark, options = url.partition("?")
     return f"{location}/{path}{mark}{options}"
-
-
-def keys(url: str) -> list[str]:
-    """Return the visible keys."""
-
-    async def listed(driver: Driver) -> list[str]:
-        try:
-            return sorted([info.key async for info in driver.list()])
-        finally:
-            await driver.close()
-
-    return run(listed(open_driver(url)))
 
 
 @pytest.mark.nightly(10)
@@ -57,16 +43,15 @@ def test_there_and_back(server: str, tmp_path: Path) -> None:
     report = holdfast.save(below(server, "run/step-8"), {"mask": mask}, step=8, compression="lz4")
     assert report.stored_nbytes < report.nbytes / 2
     with holdfast.open(below(server, "run/step-8")) as c:
-        assert torch.equal(
-            c.read("mask", rows=slice(2_000_000, 2_000_010)), mask[2_000_000:2_000_010]
-        )
+        rows = slice(2_000_000, 2_000_010)
+        assert torch.equal(c.read("mask", rows=rows), mask[rows])
 
     holdfast.copy(server, tmp_path / "back", recursive=True)
     assert difference(state, holdfast.load(tmp_path / "back/run/step-7")) is None
     assert torch.equal(holdfast.load(tmp_path / "back/run/step-8")["mask"], mask)
     holdfast.prune(below(server, "run"), keep_last=1)
     assert [(c.path, c.step) for c in holdfast.list_checkpoints(server)] == [("run/step-8", 8)]
-    assert {key.split("/")[1] for key in keys(server)} == {"step-8"}
+    assert {key.split("/")[1] for key in used(server, keys)} == {"step-8"}
 
 
 @pytest.mark.parametrize("server", ["s3"], indirect=True)

@@ -1,5 +1,4 @@
-"""Memory on other hosts: a real server over sealed memory, what ``peer://`` and others read from
-it, and what it answers to requests that are wrong."""
+"""A real server over sealed memory: what ``peer://`` reads from it, and answers to bad requests."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.drivers import used
 from support.shelves import MemfdShelf, Showing, showing, until
 
 from holdfast.drivers.registry import open_driver
@@ -86,6 +86,12 @@ def asked(
     status, *fields = head.decode().split("\r\n")
     named = dict(field.lower().split(": ", 1) for field in fields)
     return int(status.split()[1]), named, body
+
+
+def request_for(shown: Showing, key: str, *headers: str) -> bytes:
+    """Return a request with the token for an object."""
+    lines = (f"GET /v1/object/{key} HTTP/1.1", "Host: x", f"Authorization: Bearer {shown.token}")
+    return "\r\n".join([*lines, *headers, "", ""]).encode()
 
 
 def is_alive(shown: Showing) -> bool:
@@ -175,36 +181,22 @@ def issued(folder: Path) -> tuple[str, str, str]:
 
 
 def test_tls(shelf: MemfdShelf, tmp_path: Path) -> None:
-    """Served with a certificate of a private authority: who names the authority reads; who does
-    not, or who speaks no TLS, gets an error that says so, at once."""
+    """Clients that do not name the server's authority, or speak no TLS, are told so at once."""
     certificate, key, ca = issued(tmp_path)
 
-    async def use(shown: Showing) -> None:
-        driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token)
-        assert await driver.get("a/big") == BIG
-        await driver.close()
-        began_s = time.monotonic()
-        stranger = open_driver(shown.uri("run", tls="on"), token=shown.token)
-        with pytest.raises(StorageError, match=r"not trusted.*\?ca="):
-            await stranger.get("b")
-        await stranger.close()
-        plain = open_driver(shown.uri("run"), token=shown.token, retries=0)
-        with pytest.raises(StorageError):
-            await plain.get("b")
-        await plain.close()
-        assert time.monotonic() - began_s < 20
+    def got(shown: Showing, key: str, **options: str) -> bytes:
+        return used(shown.uri("run", **options), lambda d: d.get(key), token=shown.token, retries=0)
 
     with showing(shelf, certificate=certificate, key=key) as shown:
-        asyncio.run(use(shown))
-    with showing(shelf) as shown:
-
-        async def without() -> None:
-            driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token)
-            with pytest.raises(StorageError, match="no TLS connection"):
-                await driver.get("b")
-            await driver.close()
-
-        asyncio.run(without())
+        assert got(shown, "a/big", tls="on", ca=ca) == BIG
+        began_s = time.monotonic()
+        with pytest.raises(StorageError, match=r"not trusted.*\?ca="):
+            got(shown, "b", tls="on")
+        with pytest.raises(StorageError):
+            got(shown, "b")
+        assert time.monotonic() - began_s < 20
+    with showing(shelf) as shown, pytest.raises(StorageError, match="no TLS connection"):
+        got(shown, "b", tls="on", ca=ca)
 
 
 def test_a_tls_connection_that_was_reset_is_replaced(tmp_path: Path) -> None:
@@ -247,26 +239,14 @@ def test_a_tls_connection_that_was_reset_is_replaced(tmp_path: Path) -> None:
 # Deadlines
 
 
-def test_a_keeper_that_is_silent_is_given_up(shelf: MemfdShelf) -> None:
+def test_a_keeper_that_is_silent_is_given_up() -> None:
     """After ``timeout``, with an error that may be tried again; one that is gone at once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-
-        async def use() -> None:
-            driver = open_driver(f"peer://127.0.0.1:{port}/run?timeout=300ms", retries=0)
-            with pytest.raises(StorageDownError, match="does not answer"):
-                await driver.get("x")
-            await driver.close()
-
-        asyncio.run(use())
-
-    async def gone() -> None:
-        driver = open_driver(f"peer://127.0.0.1:{port}/run", retries=0)
-        with pytest.raises(StorageDownError):
-            await driver.get("x")
-        await driver.close()
-
-    asyncio.run(gone())
+        uri = f"peer://127.0.0.1:{silent.getsockname()[1]}/run"
+        with pytest.raises(StorageDownError, match="does not answer"):
+            used(f"{uri}?timeout=300ms", lambda driver: driver.get("x"), retries=0)
+    with pytest.raises(StorageDownError):
+        used(uri, lambda driver: driver.get("x"), retries=0)
 
 
 def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
@@ -275,8 +255,7 @@ def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
     with showing(shelf, quiet_s=0.5) as shown, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", shown.port))
-        request = f"GET /v1/object/run/huge HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown.token}\r\n\r\n"
-        sock.sendall(request.encode())
+        sock.sendall(request_for(shown, "run/huge"))
         until(lambda: shelf.pinned.get("run/huge") == 1, "the answer has begun")
         until(lambda: shelf.pinned["run/huge"] == 0, "the answer is given up")
         assert is_alive(shown)
@@ -298,9 +277,7 @@ def test_memory_that_is_let_go_is_not_sent_from_any_more(shelf: MemfdShelf) -> N
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         slow.settimeout(60)
         slow.connect(("127.0.0.1", shown.port))
-        slow.sendall(
-            f"GET /v1/object/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {shown.token}\r\n\r\n".encode()
-        )
+        slow.sendall(request_for(shown, "x", "Connection: close"))
         time.sleep(0.2)
         received = bytearray()
         while chunk := slow.recv(1 << 20):
@@ -331,10 +308,7 @@ def connected(shown: Showing) -> socket.socket:
 
 def authenticate(sock: socket.socket, shown: Showing) -> None:
     """Send a request with the token, and receive the response."""
-    request = (
-        f"GET /v1/object/run/b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown.token}\r\n\r\n"
-    )
-    sock.sendall(request.encode())
+    sock.sendall(request_for(shown, "run/b"))
     received = b""
     while not received.endswith(b"small"):
         received += (data := sock.recv(1000))
@@ -376,8 +350,7 @@ def metric(shown: Showing, name: str) -> int:
 def test_strangers_do_not_keep_others_out(
     shelf: MemfdShelf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Idle, slow and reconnecting clients without the token, from the same address, delay neither
-    a new keeper nor one that is connected, and cost few lines in the log."""
+    """Idle, slow and reconnecting clients without the token delay no keeper, and log little."""
 
     async def hear(report: bytes) -> bytes:
         return b"heard " + report
@@ -472,14 +445,12 @@ def test_a_flood_displaces_itself(shelf: MemfdShelf) -> None:
 
 
 def test_tls_handshakes_are_limited_too(shelf: MemfdShelf, tmp_path: Path) -> None:
-    """Clients that never finish a handshake have the same deadline and the same places, and no
-    effect on others."""
+    """Clients that never finish a handshake have the same deadline and places as strangers."""
     certificate, key, ca = issued(tmp_path)
 
-    async def use(shown: Showing) -> None:
-        driver = open_driver(shown.uri("run", tls="on", ca=ca), token=shown.token, retries=0)
-        assert await driver.get("b") == b"small"
-        await driver.close()
+    def use(shown: Showing) -> None:
+        uri = shown.uri("run", tls="on", ca=ca)
+        assert used(uri, lambda driver: driver.get("b"), token=shown.token, retries=0) == b"small"
 
     with (
         showing(shelf, certificate=certificate, key=key, strangers_max=8, stranger_s=1.0) as shown,
@@ -489,10 +460,10 @@ def test_tls_handshakes_are_limited_too(shelf: MemfdShelf, tmp_path: Path) -> No
         for client in clients[::2]:
             with contextlib.suppress(ConnectionError):
                 client.sendall(b"\x16\x03\x01\x02\x00")  # the head of a TLS record
-        asyncio.run(use(shown))
+        use(shown)
         assert all(is_closed(client) for client in clients)
         assert shown.server.connections == 0
-        asyncio.run(use(shown))
+        use(shown)
 
 
 # Limits
@@ -519,9 +490,7 @@ def test_requests_beyond_the_limit_come_back_later(shelf: MemfdShelf) -> None:
     with showing(shelf, requests_max=1) as shown, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", shown.port))
-        slow.sendall(
-            f"GET /v1/object/run/huge HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown.token}\r\n\r\n".encode()
-        )
+        slow.sendall(request_for(shown, "run/huge"))
         until(lambda: shelf.pinned.get("run/huge") == 1, "the first is under way")
 
         async def use() -> None:
@@ -591,14 +560,9 @@ def test_a_wrong_token_gets_nothing(shown: Showing, token: str) -> None:
         if status == 401:
             assert headers["www-authenticate"] == "bearer"
 
-    async def use() -> None:
-        driver = open_driver(shown.uri("run"), token="0123456789abcdef" * 2)
-        with pytest.raises(AccessError, match="HOLDFAST_PEER_TOKEN") as raised:
-            await driver.get("b")
-        assert "0123456789abcdef" not in str(raised.value) + repr(driver)
-        await driver.close()
-
-    asyncio.run(use())
+    with pytest.raises(AccessError, match="HOLDFAST_PEER_TOKEN") as raised:
+        used(shown.uri("run"), lambda driver: driver.get("b"), token="0123456789abcdef" * 2)
+    assert "0123456789abcdef" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Saves while a real S3 server, or the way to it, fails: they finish, or end with a clear error
-within their deadline; nothing torn can be loaded, and after the next save nothing is left."""
+"""Saves to a real S3 server that fails: they finish, or fail in time, and leave nothing torn."""
 
 from __future__ import annotations
 
@@ -107,10 +106,7 @@ def test_a_server_that_restarts_is_waited_for(place: Place, proxy: FaultProxy) -
 def test_a_server_that_stays_away_fails_the_save(
     place: Place, proxy: FaultProxy, fault: str
 ) -> None:
-    """A killed server, or a dead line to it, fails a save by its deadline.
-
-    The checkpoint before stays whole, and the save after collects what was left.
-    """
+    """A killed server or a dead line fails a save in time; the next save collects leftovers."""
     holdfast.save(place.uri(), OLD)
     proxy.faults = Faults(up_nbytes_per_s=4 * MIB)
     handle = holdfast.async_save(place.uri(SHORT, proxy.endpoint), NEW)
@@ -137,8 +133,7 @@ def test_a_server_that_stays_away_fails_the_save(
 def test_connections_that_are_cut_are_made_again(place: Place, proxy: FaultProxy) -> None:
     """A save finishes although its connections are cut among the parts again and again.
 
-    Where the answer to the first request is cut off, the store has begun an upload that nobody
-    knows of. It holds no part, and the next save drops it.
+    An upload that began unknown, since its answer was cut off, has no part; the next save drops it.
     """
     proxy.faults = Faults(up_nbytes_per_s=20 * MIB)
     handle = holdfast.async_save(place.uri(endpoint=proxy.endpoint), OLD)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import finished
 from support.conformance_run import run_conformance
 from support.disks import new_disk, tmpfs
 
@@ -35,41 +35,37 @@ assert [found.path for found in holdfast.list_checkpoints(uri)] == ["step-1", "s
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
 
+LAYERS = (
+    "metrics=on&max_concurrency=4&max_bytes_per_s=10GB&retries=3&op_timeout_s=60&hedge_percent=5"
+)
+ROOTS = {
+    "memory": "memory://conformance",
+    "layers": f"memory://layered?{LAYERS}",
+    "disk": "file://{folder}/root",
+    "buffered": "file://{folder}/root?direct=off",
+    "fsspec-file": "fsspec+file://{folder}/root",
+    "fsspec-memory": "fsspec+memory://conformance",
+    "lustre": "lustre://{folder}/root",  # its layouts are refused here, which is logged
+}
+DRILLS = ("memory", "fsspec-memory", "tmpfs")  # the layers are above memory
+
+
 @pytest.fixture(
     params=[
-        pytest.param("memory", marks=pytest.mark.drill),  # the layers are above it
-        "layers",
-        "disk",
-        "xfs",
-        pytest.param("tmpfs", marks=pytest.mark.drill),
-        "buffered",
-        "fsspec-file",
-        pytest.param("fsspec-memory", marks=pytest.mark.drill),
-        "lustre",
+        pytest.param(name, marks=[pytest.mark.drill] if name in DRILLS else [])
+        for name in (*ROOTS, "xfs", "tmpfs")
     ]
 )
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Yield a root of each kind."""
-    if request.param == "memory":
-        yield "memory://conformance"
-    elif request.param == "layers":
-        yield (
-            "memory://layered?metrics=on&max_concurrency=4&max_bytes_per_s=10GB&retries=3&op_timeout_s=60&hedge_percent=5"
-        )
-    elif request.param == "fsspec-memory":
-        yield "fsspec+memory://conformance"
-    elif request.param == "fsspec-file":
-        yield f"fsspec+file://{tmp_path}/root"
-    elif request.param == "lustre":
-        yield f"lustre://{tmp_path}/root"  # its layouts are refused here, which is logged
-    elif request.param == "xfs":
+    if request.param == "xfs":
         with new_disk("xfs", tmp_path).mounted() as disk:
             yield f"file://{disk.folder}/root"
     elif request.param == "tmpfs":
         with tmpfs(tmp_path / "small", 1 << 30) as folder:
             yield f"file://{folder}/root"
     else:
-        yield f"file://{tmp_path}/root" + ("?direct=off" if request.param == "buffered" else "")
+        yield ROOTS[request.param].format(folder=tmp_path)
 
 
 def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
@@ -83,45 +79,31 @@ def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip installed the example as its users would, without a network and
-    without building Holdfast."""
+    """A folder into which pip installed the example, without a network or building Holdfast."""
     folder = tmp_path_factory.mktemp("example")
     source, target = folder / "source", folder / "target"
     unwanted = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     shutil.copytree(EXAMPLE, source, ignore=unwanted)
     target.mkdir()
-    options = [
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-    ]
-    _run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)],
-        target,
-    )
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["--no-index", "--no-deps", "--no-build-isolation"]
+    _run([*pip, "--target", str(target), str(source)], target)
     return target
 
 
 def _run(command: list[str], installed: Path) -> str:
     """The output of a command that finds the installed package; the command succeeds."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *filter(None, sys.path)])}
-    done = subprocess.run(
-        command, cwd=installed, env=env, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = finished(command, cwd=installed, env=env, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.nightly(28)
 def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None:
-    """Every trial of the conformance kit passes that is not about streams or small objects; nothing is declared as a
-    deviation."""
-    probe = ["--driver-probe", "holdfast_sqlite.probe:SqliteProbe"]
-    output = run_conformance(
-        f"sqlite://{tmp_path}/try.db/below", *probe, cwd=tmp_path, path=[installed]
-    )
+    """Every trial that is not about streams or small objects passes, without a deviation."""
+    uri, probe = f"sqlite://{tmp_path}/try.db/below", "holdfast_sqlite.probe:SqliteProbe"
+    output = run_conformance(uri, "--driver-probe", probe, cwd=tmp_path, path=[installed])
     assert "not applicable  2\n" in output
     assert "1 × an upload is one stream" in output
     assert "1 × objects may be larger than 64 MiB" in output
@@ -131,10 +113,8 @@ def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None
 @pytest.mark.nightly(6)
 def test_the_example_saves_and_loads(installed: Path, tmp_path: Path) -> None:
     """A URI is all it takes to save and load with the example."""
-    _run(
-        [sys.executable, "-W", "error", "-c", SAVE_AND_LOAD, f"sqlite://{tmp_path}/runs.db/run"],
-        installed,
-    )
+    program = [sys.executable, "-W", "error", "-c", SAVE_AND_LOAD]
+    _run([*program, f"sqlite://{tmp_path}/runs.db/run"], installed)
 
 
 def test_the_example_is_as_short_as_the_guide_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -19,8 +20,7 @@ pytestmark = pytest.mark.clocked
 
 
 def test_ranks_share_a_batch_evenly() -> None:
-    """The parts of all ranks, in order, are the batch. An uneven share would change the mean, and
-    is refused."""
+    """The parts of all ranks, in order, are the batch; an uneven share is refused."""
     batch = text.batch(text.read_text(), 1)
     for world in (1, 4):
         parts = [text.part_of(batch, rank, world) for rank in range(world)]
@@ -34,10 +34,8 @@ def test_journal_is_followed_line_by_line(tmp_path: Path) -> None:
     journals, watcher = [Journal(tmp_path, rank) for rank in (0, 1)], Watcher(tmp_path)
     journals[0].write("step", step=1)
     journals[1].write("step", step=1)
-    assert [(e.rank, e.kind, e.told) for e in watcher.news()] == [
-        (0, "step", {"step": 1}),
-        (1, "step", {"step": 1}),
-    ]
+    events = [(event.rank, event.kind, event.told) for event in watcher.news()]
+    assert events == [(rank, "step", {"step": 1}) for rank in (0, 1)]
     with (tmp_path / "rank-1.jsonl").open("ab") as file:
         file.write(b'{"kind": "sa')
     assert list(watcher.news()) == []
@@ -51,19 +49,16 @@ def test_unfinished_files_are_seen_as_such(tmp_path: Path) -> None:
     attempt.mkdir(parents=True)
     (attempt / "0.safetensors").write_bytes(bytes(10))
     assert not torn.image_is_begun(str(tmp_path), 2)
-    (attempt / ".2.safetensors.0123456789abcdef.tmp").write_bytes(bytes(5000))
+    temporary = ".2.safetensors.0123456789abcdef.tmp"
+    (attempt / temporary).write_bytes(bytes(5000))
     found = [(Path(f.key).name, f.nbytes, f.finished) for f in torn.find(str(tmp_path))]
-    assert found == [
-        (".2.safetensors.0123456789abcdef.tmp", 5000, False),
-        ("0.safetensors", 10, True),
-    ]
+    assert found == [(temporary, 5000, False), ("0.safetensors", 10, True)]
     assert torn.image_is_begun(str(tmp_path), 2)
     assert torn.find(str(tmp_path / "nowhere")) == []
 
 
 def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:
-    """A folder of an earlier demo is emptied of the demo's own files; a folder of somebody else is
-    refused, untouched."""
+    """A folder is emptied of an earlier demo's own files; somebody else's is refused."""
     made = plan.prepare(str(tmp_path / "demo"))
     for name in ("loss.svg", "notes.txt", "checkpoints/step-000001/manifest.safetensors"):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,27 +74,17 @@ def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:
 
 def test_given_uri_gets_a_fresh_place_below_it() -> None:
     """Two runs into one URI never meet, and its options are kept."""
-    uris = [
-        plan.checkpoints_uri("file:///somewhere/runs?direct=off", Path("unused")) for _ in range(2)
-    ]
-    assert all(
-        u.startswith("file:///somewhere/runs/demo-") and u.endswith("?direct=off") for u in uris
-    )
-    assert uris[0] != uris[1]
+    given = "file:///somewhere/runs?direct=off"
+    uris = {plan.checkpoints_uri(given, Path("unused")) for _ in range(2)}
+    assert len(uris) == 2
+    assert all(re.fullmatch(r"file:///somewhere/runs/demo-.*\?direct=off", uri) for uri in uris)
     for uri in ("memory://x", "fsspec+memory://x"):
         with pytest.raises(holdfast.UsageError, match="memory"):
             plan.checkpoints_uri(uri, Path("unused"))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 4},
-        {"before": 1},
-        {"before": 3},
-        {"after": 0},
-    ],
-    ids=str,
+    "change", [{"steps": 4}, {"before": 1}, {"before": 3}, {"after": 0}], ids=str
 )
 def test_impossible_plan_is_refused(change: dict[str, int]) -> None:
     """Too few steps for a save to resume from; ranks that share unevenly."""

@@ -19,15 +19,10 @@ import holdfast
 ROOT = Path(__file__).parents[2]
 ROOMS = "bench|cli|core|docs|drivers|errors|planner|storage|tests"
 MODULE_LINES_MAX = 600
-NOT_OURS = {
-    "build",
-    "dist",
-    "demo-run",
-    "__pycache__",
-}  # made by tools; what begins with a dot is, too
+# Made by tools, as are names that begin with a dot.
+NOT_OURS = {"build", "dist", "demo-run", "__pycache__"}
 BANNED_KEYWORDS = {("shell", True), ("allow_pickle", True), ("weights_only", False)}
-# Prose is for whoever reads the project, not about who wrote it, at whose request, or on which
-# machine.
+# Prose is for readers of the project, not about its writers, their tasks or their machines.
 WORKPLACE = re.compile(
     r"\b(this|previous|earlier|next) session\b|\bas an ai\b|\bthe brief says\b|\bas (requested|instructed)\b"
     r"|\bthe user (asked|wants)\b|(?<![\w.~])/(root|work|tmp/hf)/",
@@ -117,9 +112,13 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module or ""
 
 
+def is_in(module: str, *packages: str) -> bool:
+    """Whether a module is, or lies in, one of some packages."""
+    return module.partition(".")[0] in packages
+
+
 def test_rooms_import_each_other_relatively() -> None:
-    """The public name is for those outside of the house; so a folder of any name, this one's
-    included, holds one package."""
+    """The public name is for those outside, so that a folder of any name holds one package."""
     outside = (
         "bench/",  # peers are measured through the public name, as their users see them
         "cli/demo/train.py",  # training scripts
@@ -129,14 +128,12 @@ def test_rooms_import_each_other_relatively() -> None:
         "drivers/conformance/conftest.py",
     )
     inside = [path for path in shipped() if not at(path).startswith(outside)]
-    assert [
-        at(p, line) for p in inside for line, name in imports(p) if name.split(".")[0] == "holdfast"
-    ] == []
+    found = [at(p, line) for p in inside for line, name in imports(p) if is_in(name, "holdfast")]
+    assert found == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Modules have an order, in which each imports earlier ones alone: at its top, in a function,
-    or under TYPE_CHECKING."""
+    """Modules have an order: each imports earlier ones, at its top, in functions or for types."""
     left = {at(path): set(modules_imported(path)) for path in shipped()}
     while free := {name for name, imported in left.items() if not imported & left.keys()}:
         left = {name: imported for name, imported in left.items() if name not in free}
@@ -193,8 +190,7 @@ def private_torch(path: Path) -> Iterator[int]:
 
 
 def test_nothing_runs_text_as_code() -> None:
-    """No ``eval``, no ``exec``, no shell, and no argument that lets numpy or torch unpickle; tests
-    included."""
+    """No ``eval``, ``exec`` or shell, and no argument that lets numpy or torch unpickle."""
     assert [at(path, line) for path in files(".py") for line in code_runners(path)] == []
 
 
@@ -203,30 +199,25 @@ def code_runners(path: Path) -> Iterator[int]:
     for node in nodes_of(path):
         if isinstance(node, ast.Call):
             by_name = isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
-            given = {
-                (k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)
-            }
+            constants = [k for k in node.keywords if isinstance(k.value, ast.Constant)]
+            given = {(keyword.arg, keyword.value.value) for keyword in constants}
             if by_name or given & BANNED_KEYWORDS:
                 yield node.lineno
 
 
 def test_locks_are_free_after_a_fork() -> None:
-    """Every lock comes from ``core.forks``, and so does the property that is computed once; no
-    module makes an executor, a queue or an event when it is imported. Else a child forked at the
-    wrong moment waits for ever."""
+    """Locks and cached properties come from ``core.forks``; no import makes a queue or an event.
+
+    Else a child that is forked at the wrong moment waits for ever.
+    """
     modules = [path for path in shipped() if not at(path).startswith(("bench/", "core/forks/"))]
     assert [at(path, line) for path in modules for line in unsafe_at_forks(path)] == []
 
 
 def unsafe_at_forks(path: Path) -> Iterator[int]:
-    """The lines that take a lock from elsewhere, or make something for threads at the top of a
-    module."""
-    banned = {
-        "threading.Lock",
-        "threading.RLock",
-        "_thread.allocate_lock",
-        "functools.cached_property",
-    }
+    """The lines that take a lock from elsewhere, or make something for threads in an import."""
+    banned = {"threading.Lock", "threading.RLock"}
+    banned |= {"_thread.allocate_lock", "functools.cached_property"}
     types = {id(node.annotation) for node in nodes_of(path) if isinstance(node, ast.AnnAssign)}
     for node in nodes_of(path):
         if (
@@ -246,20 +237,15 @@ def unsafe_at_forks(path: Path) -> Iterator[int]:
 
 
 def test_the_package_does_without_its_tests() -> None:
-    """No module of the package, a benchmark included, imports or starts what lies in tests/: users
-    do not have it."""
+    """No module of the package imports or starts what lies in tests/: users do not have it."""
     reaching = [
         at(path, node.lineno)
         for path in shipped()
         for node in nodes_of(path)
         if isinstance(node, ast.Constant) and re.match(r"tests(/|$)", str(node.value))
     ]
-    importing = [
-        at(path, line)
-        for path in shipped()
-        for line, name in imports(path)
-        if name.split(".")[0] in {"support", "tests"}
-    ]
+    lines = [(path, *found) for path in shipped() for found in imports(path)]
+    importing = [at(path, line) for path, line, name in lines if is_in(name, "support", "tests")]
     assert reaching + importing == []
 
 
@@ -269,55 +255,26 @@ def test_modules_are_short() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > MODULE_LINES_MAX} == {}
 
 
-DOORS = (
-    "errors/",
-    "storage/integrations/",
-    *(
-        f"drivers/{name}.py"
-        for name in ["contract", "asynchronous", "options", "threads", "ranges", "uri"]
-    ),
-    "drivers/layers/metrics.py",
-)
+OF_DRIVERS = ("contract", "asynchronous", "options", "threads", "ranges", "uri", "layers/metrics")
+DOORS = ("errors/", "storage/integrations/", *(f"drivers/{name}.py" for name in OF_DRIVERS))
 """What users import: the rest is internal, and an underscore says what is private to its module."""
 
 
 def test_doors_declare_their_public_names() -> None:
-    """A module that users import has a literal ``__all__``, whose names exist."""
-    modules = [path for path in shipped() if str(path.relative_to(ROOT)).startswith(DOORS)]
+    """A module that users import has a literal ``__all__``; ruff checks that its names exist."""
+    modules = [path for path in shipped() if at(path).startswith(DOORS)]
     assert len(modules) > 20
-    assert [fault for path in modules for fault in all_faults(path)] == []
+    assert [at(path) for path in modules if not declares_its_names(path)] == []
 
 
-def all_faults(path: Path) -> Iterator[str]:
-    """What is wrong with a module's ``__all__``."""
-    defined = set(top_level_names(tree_of(path).body))
-    if "__all__" not in defined:
-        public = [
-            n.name
-            for n in tree_of(path).body
-            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        ]
-        if any(name != "main" and not name.startswith("_") for name in public):
-            yield f"{at(path)} has public names and no __all__"
-        return
-    value = next(
-        n.value
-        for n in tree_of(path).body
-        if isinstance(n, ast.Assign | ast.AnnAssign) and "__all__" in targets(n)
-    )
-    try:
-        listed = ast.literal_eval(value) if value else []
-    except ValueError:
-        yield f"{at(path)} computes its __all__: no reader and no tool can see what is public"
-        return
-    modules = (
-        {child.stem for child in path.parent.iterdir()} if path.name == "__init__.py" else set()
-    )
-    yield from (
-        f"{at(path)} declares {name}, which is not there"
-        for name in listed
-        if name not in defined | modules
-    )
+def declares_its_names(path: Path) -> bool:
+    """Whether a module has a literal ``__all__``, or no public names but ``main``."""
+    body = tree_of(path).body
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "__all__" in targets(node):
+            return isinstance(node.value, ast.List | ast.Tuple)
+    defined = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    return all(name == "main" or name.startswith("_") for name in defined)
 
 
 def targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
@@ -327,8 +284,7 @@ def targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
 
 
 def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that a module binds, also under ``if TYPE_CHECKING`` (lazy names are mirrored
-    there) and ``try``."""
+    """The names that a module binds, also in ``try``, and in ``if`` for lazy names' types."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -337,10 +293,9 @@ def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.If | ast.Try):
-            handlers = [
-                statement for handler in getattr(node, "handlers", []) for statement in handler.body
-            ]
-            yield from top_level_names([*node.body, *handlers, *node.orelse])
+            yield from top_level_names([*node.body, *node.orelse])
+            for handler in getattr(node, "handlers", []):
+                yield from top_level_names(handler.body)
 
 
 def test_every_public_name_can_be_had() -> None:
@@ -349,8 +304,7 @@ def test_every_public_name_can_be_had() -> None:
 
 
 def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
-    """The lines of such files that the pattern is found in, with where they are; not of this file,
-    which has the patterns."""
+    """The matching lines of such files, but for this one, with their places."""
     return [
         f"{at(path, number)} {text.strip()}"
         for path in files(*suffixes)
@@ -366,8 +320,7 @@ def test_prose_is_about_the_project() -> None:
 
 
 def test_nobody_is_sent_to_the_package_of_another_project() -> None:
-    """The distribution is ``holdfast-checkpoint``; on PyPI ``holdfast``, the name that is imported,
-    is another project's."""
+    """The distribution is ``holdfast-checkpoint``: on PyPI, ``holdfast`` is another project."""
     assert lines_matching(ANOTHERS, ".py", ".md", ".toml", ".sh", "Makefile", "run") == []
 
 
@@ -390,14 +343,13 @@ def test_every_definition_that_the_architecture_names_is_there() -> None:
 
 
 def test_the_architecture_names_every_module() -> None:
-    """Each module of the planner, of the engine, and of what drivers share is in a table of
-    ``ARCHITECTURE.md``, which says what it is for; the folders of backends have the same names."""
+    """A table of ``ARCHITECTURE.md`` has each module of the planner, of the engine and of drivers.
+
+    The folders of backends have the same names.
+    """
     named = set(re.findall(r"`(\w+)`", (ROOT / "ARCHITECTURE.md").read_text()))
-    modules = [
-        *ROOT.glob("planner/*.py"),
-        *ROOT.glob("drivers/*.py"),
-        *ROOT.glob("storage/**/*.py"),
-    ]
+    folders = ("planner/*.py", "drivers/*.py", "storage/**/*.py")
+    modules = [module for folder in folders for module in ROOT.glob(folder)]
     assert len(modules) > 100
     assert sorted(at(path) for path in modules if path.stem not in {*named, "__init__"}) == []
 
@@ -420,8 +372,7 @@ def anchored(path: Path, reference: str) -> tuple[Path, list[str]]:
 
 
 def leads_somewhere(folder: Path, names: Sequence[str]) -> bool:
-    """Whether ``names`` below a folder are those of folders, of a module, and of what is defined in
-    it."""
+    """Whether ``names`` below a folder are of folders, of a module, and of a definition in it."""
     for number, name in enumerate(names):
         module = folder / f"{name}.py"
         if module.exists():
@@ -443,8 +394,7 @@ def is_defined(scope: ast.Module | ast.ClassDef, names: Sequence[str]) -> bool:
 
 
 def loaded_by(code: str) -> set[str]:
-    """The top-level modules outside the standard library that a fresh interpreter loads to run
-    ``code``."""
+    """The packages outside the standard library that a fresh interpreter loads to run ``code``."""
     report = (
         "import sys; before = set(sys.modules)\ntry:\n {}\nexcept SystemExit: "
         "pass\nprint(*set(sys.modules) - before)"
@@ -460,17 +410,12 @@ def test_importing_holdfast_loads_nothing_else() -> None:
 
 
 def test_help_loads_only_what_parses_the_command_line() -> None:
-    """``holdfast --help`` loads neither torch nor numpy, and not rich, which alone costs three
-    times the rest."""
-    loaded = loaded_by(
-        "sys.argv = ['holdfast', '--help']; import holdfast.cli; holdfast.cli.main()"
-    )
-    assert loaded & {"torch", "numpy", "rich"} == set()
-    assert loaded == {"holdfast"}
+    """``holdfast --help`` loads no torch, numpy or rich, which alone costs three times the rest."""
+    code = "sys.argv = ['holdfast', '--help']; import holdfast.cli; holdfast.cli.main()"
+    assert loaded_by(code) == {"holdfast"}
 
 
 def test_the_package_is_imported_by_one_name() -> None:
-    """Not by that of the folder, which may have any, too: pytest would import it, where it took the
-    root for a package of its own."""
+    """No module is imported by the folder's name, as pytest does with packages."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     assert [name for name, file in files.items() if file == holdfast.__file__] == ["holdfast"]

@@ -109,9 +109,8 @@ def test_keepers_take_their_options(container: dict[str, Any]) -> None:
         VARIABLE.sub(lambda name: environment[name[1]], word) for word in container["command"][1:]
     ]
     options = vars(command_parser().parse_args(call))
-    keeper = holdfast.Keeper(
-        **{one.name: options[one.name] for one in fields(holdfast.Keeper) if one.name in options}
-    )
+    names = options.keys() & {field.name for field in fields(holdfast.Keeper)}
+    keeper = holdfast.Keeper(**{name: options[name] for name in names})
     probe = container.get("startupProbe", {}).get("httpGet")
     if probe is not None:
         assert probe["path"] == "/health"
@@ -122,12 +121,8 @@ def test_keepers_and_trainers_meet() -> None:
     """Containers that use a keeper find the same folder, as the same user."""
     for name in MANIFESTS:
         pods = [pod for of, pod in PODS if of == name]
-        folders = {
-            environment[KEEPER_DIR_VARIABLE]
-            for pod in pods
-            for container in containers_of(pod)
-            if KEEPER_DIR_VARIABLE in (environment := environment_of(container))
-        }
+        containers = [container for pod in pods for container in containers_of(pod)]
+        folders = {environment_of(one).get(KEEPER_DIR_VARIABLE) for one in containers} - {None}
         assert len(folders) == 1
         assert len({pod["securityContext"]["runAsUser"] for pod in pods}) == 1
         text = " ".join(str(pod) for pod in pods)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -40,13 +41,8 @@ def tied() -> nn.Module:
 def shared() -> nn.Module:
     """A module that is in two places, the first of them deeper."""
     inner = nn.Linear(3, 3)
-    return nn.ModuleDict(
-        {
-            "deep": nn.Sequential(nn.Sequential(inner), nn.ReLU()),
-            "again": inner,
-            "last": nn.Linear(3, 3),
-        }
-    )
+    deep = nn.Sequential(nn.Sequential(inner), nn.ReLU())
+    return nn.ModuleDict({"deep": deep, "again": inner, "last": nn.Linear(3, 3)})
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -70,16 +66,11 @@ def test_names_are_those_that_torch_gives(kind: str) -> None:
     optim.step()
     for _ in range(2):
         expected = get_model_state_dict(module)
-        assert walk(module) == [
-            (f"{name}." if name else "", part) for name, part in module.named_modules()
-        ]
-        assert {k: str(v) for k, v in module_state(Walked(module)).items()} == {
-            k: str(v) for k, v in expected.items()
-        }
-        assert list(module_state(Walked(module))) == list(expected)
-        assert str(optimizer_state(optim, [Walked(module)])) == str(
-            get_optimizer_state_dict(module, optim)
-        )
+        named = [(f"{name}." if name else "", part) for name, part in module.named_modules()]
+        assert walk(module) == named
+        assert str(dict(module_state(Walked(module)))) == str(dict(expected))
+        found = optimizer_state(optim, [Walked(module)])
+        assert str(found) == str(get_optimizer_state_dict(module, optim))
 
 
 def hooked() -> nn.Module:
@@ -139,9 +130,7 @@ def test_a_modules_state_is_what_its_state_dict_says(kind: str) -> None:
     """A module's state equals its state dict, in the same memory, also with hooks and overrides."""
     module = STATES[kind]()
     found, expected = module_state(Walked(module)), module.state_dict()
-    names = [
-        key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for key in expected
-    ]
+    names = [re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", key) for key in expected]
     assert sorted(found) == sorted(names)
     for name, value in zip(names, expected.values(), strict=True):
         if not isinstance(value, torch.Tensor):

@@ -17,26 +17,15 @@ import holdfast
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 
 ROOT = Path(__file__).parents[2]
-UNPICKLERS = {
-    ("torch", "load"),
-    ("np", "load"),
-    ("numpy", "load"),
-    ("yaml", "load"),
-    ("yaml", "unsafe_load"),
-    ("pandas", "read_pickle"),
-}
+UNPICKLERS = {(module, "load") for module in ("torch", "np", "numpy", "yaml")}
+UNPICKLERS |= {("yaml", "unsafe_load"), ("pandas", "read_pickle")}
 PEERS = {"bench"}  # peers are measured there as they are, torch.load among them
 
 
 def test_no_module_calls_what_unpickles() -> None:
-    """Also not by way of a library that would: of all modules that are shipped, but for the peers
-    that are measured."""
+    """No shipped module, but for the peers that are measured, calls a library that unpickles."""
     others = {"tests", "docs", "build", *PEERS}
-    folders = [
-        f
-        for f in ROOT.iterdir()
-        if f.is_dir() and not f.name.startswith(".") and f.name not in others
-    ]
+    folders = [folder for folder in ROOT.glob("[!.]*/") if folder.name not in others]
     rooms = [path for folder in folders for path in folder.rglob("*.py")]
     assert len(rooms) > 100
     calls = [
@@ -53,8 +42,7 @@ def test_no_module_calls_what_unpickles() -> None:
 def test_nothing_is_unpickled_while_checkpoints_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Save, load, slices, copy, verify, list, compare, export, import and the files that fsspec shows:
-    with everything that unpickles out of order."""
+    """All operations work while everything that unpickles is out of order."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something is unpickled")
@@ -71,13 +59,8 @@ def test_nothing_is_unpickled_while_checkpoints_are_used(
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
     optim.step()
-    state = {
-        "model": model,
-        "optim": optim,
-        "rng": holdfast.RNGState(),
-        "list": [1, (2, b"3")],
-        "a": np.arange(3),
-    }
+    values = {"rng": holdfast.RNGState(), "list": [1, (2, b"3")], "a": np.arange(3)}
+    state = {"model": model, "optim": optim, **values}
     holdfast.save(tmp_path / "a", state)
     holdfast.copy(tmp_path / "a", tmp_path / "b")
     holdfast.load(tmp_path / "b", into=state)

@@ -33,22 +33,10 @@ JERSEY = "com/sun/jersey"
 
 _TEXT = 1
 _NBYTES_OF_CONSTANT = {
-    3: 4,
-    4: 4,
-    5: 8,
-    6: 8,
-    7: 2,
-    8: 2,
-    9: 4,
-    10: 4,
-    11: 4,
-    12: 4,
+    **dict.fromkeys((7, 8, 16, 19, 20), 2),
     15: 3,
-    16: 2,
-    17: 4,
-    18: 4,
-    19: 2,
-    20: 2,
+    **dict.fromkeys((3, 4, 9, 10, 11, 12, 17, 18), 4),
+    **dict.fromkeys((5, 6), 8),
 }
 _TAKES_TWO_PLACES = (5, 6)
 
@@ -67,11 +55,10 @@ def constants(code: bytes) -> Iterator[tuple[int, bytes]]:
     count, at, number = struct.unpack_from(">H", code, 8)[0], 10, 1
     while number < count:
         tag = code[at]
-        nbytes = (
-            2 + struct.unpack_from(">H", code, at + 1)[0]
-            if tag == _TEXT
-            else _NBYTES_OF_CONSTANT[tag]
-        )
+        if tag == _TEXT:
+            nbytes = 2 + struct.unpack_from(">H", code, at + 1)[0]
+        else:
+            nbytes = _NBYTES_OF_CONSTANT[tag]
         yield tag, code[at + 1 : at + 1 + nbytes]
         at += 1 + nbytes
         number += 2 if tag in _TAKES_TWO_PLACES else 1
@@ -95,20 +82,16 @@ def unrelocate(source: zipfile.ZipFile, target: zipfile.ZipFile, old: str, new: 
     services = "META-INF/services/"
     there = set(target.namelist())
     for name in source.namelist():
-        to = (
-            new + name[len(old) :]
-            if name.startswith(old)
-            else name.replace(old.replace("/", "."), new.replace("/", "."))
-        )
+        to = name.replace(old.replace("/", "."), new.replace("/", "."))
+        if name.startswith(old):
+            to = new + name[len(old) :]
         moved = name.startswith(old) or (name.startswith(services) and old != new)
         if name.endswith("/") or not moved or to in there or JERSEY in to or "com.sun.jersey" in to:
             continue
         data = source.read(name)
         there.add(to)
-        target.writestr(
-            to,
-            renamed_class(data, old, new) if name.endswith(".class") else renamed(data, old, new),
-        )
+        change = renamed_class if name.endswith(".class") else renamed
+        target.writestr(to, change(data, old, new))
 
 
 def main(wheel: str, folder: str) -> None:
@@ -116,9 +99,8 @@ def main(wheel: str, folder: str) -> None:
     lib = Path(folder, "lib")
     lib.mkdir(parents=True)
     with zipfile.ZipFile(wheel) as packed:
-        jars = {
-            name.rpartition("/")[2]: name for name in packed.namelist() if name.endswith(".jar")
-        }
+        names = [name for name in packed.namelist() if name.endswith(".jar")]
+        jars = {name.rpartition("/")[2]: name for name in names}
         for jar, name in jars.items():
             if WANTED.match(jar):
                 (lib / jar).write_bytes(packed.read(name))
