@@ -42,16 +42,12 @@ RUN_ELSEWHERE = {
 }
 """Pages whose blocks run under the framework that they are about, and the tests that run them."""
 
-
 HERE = sorted(BLOCKS.keys() - RUN_ELSEWHERE)
 
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the problems found in the session of each page, and of a faulty page, ``wrong``.
-
-    All sessions share a process because importing torch takes seconds.
-    """
+    """Return the problems found in each page's session, all in one process, and in ``wrong``."""
     folder = tmp_path_factory.mktemp("documents")
     page = folder / "page.md"
     page.write_text(WRONG)
@@ -116,42 +112,34 @@ def test_the_keepers_protocol_names_its_guards() -> None:
         assert set(names) <= broken
 
 
-def excerpts() -> list[tuple[str, Block]]:
-    """The blocks that are said to be part of a file."""
-    return [
-        (page, block)
-        for page, blocks in BLOCKS.items()
-        for block in blocks
-        if (block.reason or "").startswith(EXCERPT)
-    ]
+EXCERPTS = [
+    pytest.param(block, id=f"{page}:{number}")
+    for page, blocks in BLOCKS.items()
+    for number, block in enumerate(blocks)
+    if (block.reason or "").startswith(EXCERPT)
+]
 
 
-@pytest.mark.parametrize(("page", "block"), excerpts(), ids=lambda value: str(value)[:40])
-def test_excerpts_are_in_their_files(page: str, block: Block) -> None:
+@pytest.mark.parametrize("block", EXCERPTS)
+def test_excerpts_are_in_their_files(block: Block) -> None:
     """Every line of an excerpt is in its file, however formatted; ``...`` marks omitted lines."""
     folder = ROOT / (block.reason or "").removeprefix(EXCERPT)
-    files = sorted(folder.rglob("*.py"))
-    assert files
-    known = {line.strip() for file in files for line in unparsed(file.read_text())}
-    lines = [line.strip() for line in unparsed(block.code) if "..." not in line]
-    assert [line for line in lines if line not in known] == []
+    known = {line for file in folder.rglob("*.py") for line in unparsed(file.read_text())}
+    assert known
+    assert [line for line in unparsed(block.code) if "..." not in line and line not in known] == []
 
 
 def unparsed(code: str) -> list[str]:
-    """Code in one form, without its comments and docstrings."""
-    return ast.unparse(ast.parse(code)).splitlines()
+    """The lines of code in one form, without comments and indentation."""
+    return list(map(str.strip, ast.unparse(ast.parse(code)).splitlines()))
 
 
 @pytest.mark.parametrize("page", sorted(page for page in TEXTS if any(commands_in(TEXTS[page]))))
 def test_calls_of_the_command_are_parsed(page: str) -> None:
     """Each ``holdfast …`` in a block of a document is a call that the command takes."""
-    faults = [
-        f"{page}:{number}: {line}: {fault}"
-        for number, line in commands_in(TEXTS[page])
-        for call in holdfast_calls(line)
-        if (fault := fault_of(call))
-    ]
-    assert faults == []
+    for number, line in commands_in(TEXTS[page]):
+        for call in holdfast_calls(line):
+            assert fault_of(call) == "", f"{page}:{number}: {line}"
 
 
 def fault_of(call: list[str]) -> str:
@@ -177,8 +165,7 @@ def test_calls_are_found_and_refused() -> None:
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_every_help_has_examples(command: str) -> None:
-    """The help of each command ends with examples, which it takes, and with what its exit status
-    says; its lines have at most 80 columns."""
+    """Each help has 80 columns, and ends with valid examples and the meanings of its status."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")

@@ -1,5 +1,4 @@
-"""Docstrings, comments and pages are in plain English: turns of phrase that no native engineer would
-use stay rare in every room. CONTRIBUTING.md says how to write."""
+"""Turns of phrase that no native engineer would use stay rare in docstrings, comments and pages."""
 
 from __future__ import annotations
 
@@ -71,12 +70,9 @@ def folders() -> Iterator[tuple[str, str, list[Path]]]:
             yield kind, part, files
 
 
-@pytest.mark.parametrize(
-    ("kind", "files"), [pytest.param(k, files, id=name) for k, name, files in folders()]
-)
-def test_stilted_phrases_are_rare(kind: str, files: list[Path]) -> None:
-    """A hit is a place to read aloud, not an error; a room full of them is one. A small folder may
-    have five."""
+@pytest.mark.parametrize(("kind", "folder", "files"), [*folders()])
+def test_stilted_phrases_are_rare(kind: str, folder: str, files: list[Path]) -> None:
+    """A hit is a place to read aloud; only a room full of them, more than five, is an error."""
     words, hits = 0, Counter[str]()
     for file in files:
         texts = texts_of_code if file.suffix == ".py" else texts_of_page

@@ -57,8 +57,7 @@ def test_parity_is_what_its_definition_says(count: int) -> None:
 
 
 def test_blocks_of_many_pieces() -> None:
-    """Piece after piece gives what one piece would: at both sides of every border, and at the
-    end."""
+    """Piece after piece gives the same bytes at both sides of every border, and at the end."""
     blocks = noise(4, ODD_NBYTES)
     blocks[1] = blocks[1][: ODD_NBYTES - 70_001]
     p, q = parity_of(blocks, ODD_NBYTES)
@@ -87,9 +86,7 @@ def test_any_two_lost_blocks_come_back(nbytes: int) -> None:
 def test_what_cannot_be_computed_is_refused() -> None:
     """Too few blocks of parity, blocks that do not fit, and more blocks than there are weights."""
     a, b, c = noise(3, 64)
-    with pytest.raises(
-        ValueError, match="cannot be recovered from 1 parity blocks, with 2 unknown"
-    ):
+    with pytest.raises(ValueError, match="recovered from 1 parity blocks, with 2 unknown"):
         recover(a, 0, {}, {0: b}, [0, 1])
     with pytest.raises(ValueError, match="block 2 cannot be recovered"):
         recover(a, 2, {}, {0: b, 1: c}, [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -39,34 +40,23 @@ def test_split_joins_and_cuts_evenly() -> None:
     halves = spread(FOUR, "split", 2)
     assert halves == [{"epoch": 3, "left": [0, 1, 10, 11]}, {"epoch": 3, "left": [20, 21, 30, 31]}]
     assert [len(part["left"]) for part in spread(halves, "split", 3)] == [2, 3, 3]
-    values = [
-        {"a": np.arange(3) + rank, "t": torch.arange(6.0).reshape(3, 2), "p": (rank,)}
-        for rank in range(2)
-    ]
-    expected = {
-        "a": np.array([0, 1, 2, 1, 2, 3]),
-        "t": torch.arange(6.0).reshape(3, 2).repeat(2, 1),
-        "p": (0, 1),
-    }
+    tensor = torch.arange(6.0).reshape(3, 2)
+    values = [{"a": np.arange(3) + rank, "t": tensor, "p": (rank,)} for rank in range(2)]
+    expected = {"a": np.array([0, 1, 2, 1, 2, 3]), "t": tensor.repeat(2, 1), "p": (0, 1)}
     assert difference(expected, resharded(values, "split", 0, 1)) is None
 
 
 def test_merge_joins_and_never_cuts() -> None:
     """Neighbours come together; where there are more ranks than values, some have nothing."""
-    assert [part["left"] for part in spread(FOUR, "merge", 3)] == [
-        [0, 1],
-        [10, 11],
-        [20, 21, 30, 31],
-    ]
+    thirds = spread(FOUR, "merge", 3)
+    assert [part["left"] for part in thirds] == [[0, 1], [10, 11], [20, 21, 30, 31]]
     assert spread([["a"], ["b", "c"]], "merge", 4) == [[], ["a"], [], ["b", "c"]]
 
 
 def test_a_function_is_told_all_values() -> None:
     """In order of rank; what it returns is what the rank gets."""
-    assert spread([1, 2, 4], lambda values, rank, world: sum(values) + 10 * rank + world, 2) == [
-        9,
-        19,
-    ]
+    found = spread([1, 2, 4], lambda values, rank, world: sum(values) + 10 * rank + world, 2)
+    assert found == [9, 19]
 
 
 @pytest.mark.parametrize("rule", ["split", "merge"])
@@ -102,22 +92,17 @@ def test_nothing_is_lost_or_doubled_over_any_changes(
     for rule, world in changes:
         values = spread(values, rule, world)
         assert len(values) == world
-    assert [item for value in values for item in value] == [
-        item for value in start for item in value
-    ]
+    assert list(itertools.chain(*values)) == list(itertools.chain(*start))
 
 
 def test_an_object_gets_its_state_back_and_a_value_is_replaced() -> None:
     """Alone, a rank gets its own, bit for bit."""
     generator = torch.Generator().manual_seed(5)
     uri = fresh_uri()
-    holdfast.save(
-        uri, {"g": holdfast.PerRank(generator), "v": holdfast.PerRank([1, torch.ones(2)], "split")}
-    )
+    own = [1, torch.ones(2)]
+    holdfast.save(uri, {"g": holdfast.PerRank(generator), "v": holdfast.PerRank(own, "split")})
     other, value = torch.Generator(), holdfast.PerRank(None, "split")
     holdfast.load(uri, into={"g": holdfast.PerRank(other), "v": value})
     assert torch.equal(other.get_state(), generator.get_state())
-    assert difference([1, torch.ones(2)], value.value) is None
-    assert (
-        difference({"world": 1, "of": {"0": [1, torch.ones(2)]}}, holdfast.load(uri)["v"]) is None
-    )
+    assert difference(own, value.value) is None
+    assert difference({"world": 1, "of": {"0": own}}, holdfast.load(uri)["v"]) is None

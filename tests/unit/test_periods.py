@@ -13,9 +13,8 @@ HOUR_S = 3600.0
 
 def test_young_where_saves_are_short() -> None:
     """20 ms per save and one failure in two hours: close to √(2·C/λ)."""
-    assert period_s(0.02, 1 / (2 * HOUR_S)) == pytest.approx(
-        math.sqrt(2 * 0.02 * 2 * HOUR_S), rel=2e-3
-    )
+    young_s = math.sqrt(2 * 0.02 * 2 * HOUR_S)
+    assert period_s(0.02, 1 / (2 * HOUR_S)) == pytest.approx(young_s, rel=2e-3)
 
 
 @pytest.mark.parametrize("cost_s", [0.1, 30.0, 600.0])
@@ -37,14 +36,9 @@ def test_saves_that_take_longer_than_failures_are_apart() -> None:
 
 def test_periods_are_whole_steps() -> None:
     """Periods are whole steps, and a slower level's period is a multiple of the faster one's."""
-    found = periods(
-        [
-            Level("memory", 0.02, 1 / (2 * HOUR_S)),
-            Level("local", 1.0, 1 / (24 * HOUR_S)),
-            Level("remote", 8.0, 1 / (7 * 24 * HOUR_S)),
-        ],
-        step_s=2.0,
-    )
+    given = (("memory", 0.02, 2), ("local", 1.0, 24), ("remote", 8.0, 7 * 24))
+    levels = [Level(name, cost_s, 1 / (hours * HOUR_S)) for name, cost_s, hours in given]
+    found = periods(levels, step_s=2.0)
     assert [one.every_steps for one in found] == [8, 208, 1456]
     assert [one.every_s for one in found] == [16.0, 416.0, 2912.0]
     assert [round(one.best_s) for one in found] == [17, 415, 3105]

@@ -34,9 +34,7 @@ def test_intersection_has_the_common_elements(
 ) -> None:
     """The intersection of two boxes contains exactly the elements of both."""
     n = min(len(a), len(b))
-    one, two = (
-        Box(tuple(o for o, _ in x[:n]), tuple(length for _, length in x[:n])) for x in (a, b)
-    )
+    one, two = (Box(tuple(o for o, _ in x[:n]), tuple(size for _, size in x[:n])) for x in (a, b))
     common = intersect(one, two)
     assert (elements(common) if common else set()) == elements(one) & elements(two)
 
@@ -109,12 +107,8 @@ def test_every_byte_is_in_one_window(sizes: list[int], window_nbytes: int, first
     """Windows hold all items in order, and all but the last end at multiples of their size."""
     begin = first * window_nbytes // 2
     found = list(windows(sizes, window_nbytes, begin))
-    seen = [
-        (part.item, byte)
-        for w in found
-        for part in w.slices
-        for byte in range(part.start, part.stop)
-    ]
+    parts = [part for w in found for part in w.slices]
+    seen = [(part.item, byte) for part in parts for byte in range(part.start, part.stop)]
     assert seen == [(item, byte) for item, nbytes in enumerate(sizes) for byte in range(nbytes)]
     assert [w.start for w in found] == [begin, *(w.stop for w in found)][: len(found)]
     assert all(w.nbytes <= window_nbytes for w in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ def test_a_rank_alone_asks_no_other(second_of_three: None, tmp_path: Path) -> No
 
 
 def test_an_undecided_step_counts_as_one_failed_save(second_of_three: None, tmp_path: Path) -> None:
-    """An undecided step counts as one failed save, by the clock and by steps. Otherwise the number
-    of saves in flight could become negative."""
+    """An undecided step counts as one failed save, by the clock and by steps."""
     for every in ("1h", 1):
         with holdfast.Checkpointer(tmp_path, every=every, deadline_s=0.05) as ckpt:
             assert ckpt.step(1, {"w": torch.ones(1)}) is None
@@ -60,22 +60,21 @@ def test_a_zero_optimizer_that_ddp_steps_is_refused(second_of_three: None, tmp_p
         torch.nn.Linear(2, 2).parameters(), torch.optim.Adam, overlap_with_ddp=True
     )
     for call in (holdfast.save, holdfast.load):
-        with pytest.raises(
-            holdfast.StateError, match=r'state\["optim"\] is a ZeroRedundancy.*overlap_with_ddp'
-        ):
+        says = r'state\["optim"\] is a ZeroRedundancy.*overlap_with_ddp'
+        with pytest.raises(holdfast.StateError, match=says):
             call(tmp_path / "c", {"optim": optim}, process_group="self")
 
 
 @pytest.mark.parametrize("group", ["all", 3, dist.GroupMember.NON_GROUP_MEMBER])
 def test_what_is_no_group_is_refused(group: Any, second_of_three: None, tmp_path: Path) -> None:
     """Every operation refuses an invalid process group before any I/O."""
-    uri = tmp_path / "c"
+    uri, state = tmp_path / "c", {"w": torch.ones(1)}
+    calls = [partial(call, uri, state) for call in (holdfast.save, holdfast.async_save)]
     for call in (
-        lambda: holdfast.save(uri, {"w": torch.ones(1)}, process_group=group),
-        lambda: holdfast.async_save(uri, {"w": torch.ones(1)}, process_group=group),
-        lambda: holdfast.load(uri, into={"w": torch.ones(1)}, process_group=group),
-        lambda: holdfast.Checkpointer(uri, process_group=group),
+        *calls,
+        partial(holdfast.load, uri, into=state),
+        partial(holdfast.Checkpointer, uri),
     ):
         with pytest.raises(UsageError, match=r"process_group is|not in the process group"):
-            call()
+            call(process_group=group)
     assert not uri.exists()
