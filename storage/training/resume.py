@@ -467,7 +467,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
         async with root.opened() as driver:
             epochs = await read_epochs(driver)
             epoch = next_epoch([*stocks, *others], epochs)
-            await put_epochs(driver, epochs.with_next(epoch, memory.since))
+            await put_epochs(driver, epochs.with_next(epoch, memory.since, again=again))
         return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)

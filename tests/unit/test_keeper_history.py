@@ -89,6 +89,7 @@ def test_a_resume_goes_back_after_starts_without_a_newer_step() -> None:
         before.append(epochs.go_back_before(3))
         epochs = Epochs.decode(epochs.with_next(number, step).encode("job"))
     assert before == [None, None, None, None, 6, None, None, 4, None, None]
+    assert epochs.with_next(10, 9, again=True).repeats == epochs.repeats
 
 
 def train(uri: Path, until: int, **options: int) -> tuple[int | None, str]:
