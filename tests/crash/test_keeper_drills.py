@@ -10,19 +10,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.kept_job import Accident, Job
-from support.kept_runs import (
-    Found,
-    KeptRun,
-    expected_losses,
-    kept_run,
-    trainers_of,
-    wait_until,
-)
+from support.kept_runs import Found, KeptRun, expected_losses, trainers_of, wait_until
 
 import holdfast
 
@@ -31,13 +22,6 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly(40)]
 HOSTS = ("a", "b", "c", "d")
 SLOWLY = "20KiB"
 """Rate of reading from other keepers. At this rate, encoding or rebuilding a step takes seconds."""
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[KeptRun]:
-    """A run whose keepers are its own."""
-    with kept_run(tmp_path) as made:
-        yield made
 
 
 def check(found: Found, step: int, steps: int) -> None:

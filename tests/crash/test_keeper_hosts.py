@@ -11,20 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from support.kept_job import Accident, Job
-from support.kept_runs import (
-    Found,
-    KeptRun,
-    expected_losses,
-    kept_run,
-    wait_until,
-)
-from support.stopped_keepers import stopped_keeper
+from support.kept_runs import Found, KeptRun, expected_losses, wait_until
 
 import holdfast
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
@@ -34,13 +25,6 @@ pytestmark = pytest.mark.timeout(300)
 
 HOSTS = ("a", "b", "c", "d")
 DELAY_S = 0.12
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[KeptRun]:
-    """A run whose keepers are its own."""
-    with kept_run(tmp_path) as made:
-        yield made
 
 
 def check(found: Found, step: int, tier: str, steps: int) -> None:
@@ -152,7 +136,7 @@ def test_a_resume_waits_for_a_host_that_does_not_answer(run: KeptRun, ranks: int
     run.train(Job(5, every=4, hosts=HOSTS[:2], protect="off", accident=Accident(5, "kill")), 2)
     assert run.steps() == [4]
     job = Job(8, every=4, hosts=HOSTS[:ranks], protect="off", deadline_s=2.0)
-    with stopped_keeper(run, "b") as pid, ThreadPoolExecutor(1) as pool:
+    with run.stopped_keeper("b") as pid, ThreadPoolExecutor(1) as pool:
         out = run.folder / "job 2"
         training = pool.submit(run.train, job, 2)
         wait_until((out / "resuming 0").exists, 60)
@@ -169,7 +153,7 @@ def test_all_ranks_join_once_the_last_keeper_answers(run: KeptRun) -> None:
     """They agree on the step, although only one of them waits for its keeper."""
     run.train(Job(2, hosts=HOSTS[:2], accident=Accident(2, "kill")), 2)
     job = Job(100, hosts=HOSTS[:2], deadline_s=2.0, pause_s=0.1, gives_up_after="0")
-    with stopped_keeper(run, "b") as pid, ThreadPoolExecutor(1) as pool:
+    with run.stopped_keeper("b") as pid, ThreadPoolExecutor(1) as pool:
         out = run.folder / "job 2"
         training = pool.submit(run.train, job, 2)
         wait_until((out / "resumed 0").exists, 60)
@@ -188,7 +172,7 @@ def test_all_ranks_join_once_the_last_keeper_answers(run: KeptRun) -> None:
 def test_a_resume_does_not_wait_for_a_host_whose_images_can_be_rebuilt(run: KeptRun) -> None:
     """No step depends on the answer of that host."""
     run.train(killed_at(5, every=4, hosts=HOSTS[:3]), 3)
-    with stopped_keeper(run, "b"):
+    with run.stopped_keeper("b"):
         found = run.train(Job(6, every=4, hosts=("a", "c")), 2)
     check(found, 5, "memory", 6)
     assert "waiting for these keepers" not in found.stderr

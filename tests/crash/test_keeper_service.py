@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.kept_job import Accident, Job
-from support.kept_runs import KeptRun, expected_losses, kept_run, wait_until
-from support.user_systemd import UserSystemd, user_systemd
+from support.kept_runs import KeptRun, expected_losses, wait_until
+from support.user_systemd import user_systemd
 
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 
@@ -30,17 +30,9 @@ StandardError=append:{log}
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[KeptRun]:
-    """A run whose keeper is a service."""
-    with user_systemd() as systemd, kept_run(tmp_path) as made:
-        add(systemd, made)
-        wait_until(lambda: made.status()["pid"] > 0, 60)
-        yield made
-
-
-def add(systemd: UserSystemd, run: KeptRun) -> None:
-    """The service that is the run's keeper."""
+@pytest.fixture(autouse=True)
+def service(run: KeptRun) -> Iterator[None]:
+    """Make the run's keeper a service."""
     text = SERVICE.format(
         command=Path(sys.executable).with_name("holdfast"),
         uri=run.uri,
@@ -48,17 +40,20 @@ def add(systemd: UserSystemd, run: KeptRun) -> None:
         base=run.base,
         log=run.folder / "service.log",
     )
-    systemd.add("keeper", text)
+    with user_systemd() as systemd:
+        systemd.add("keeper", text)
+        wait_until(lambda: run.status_of()["pid"] > 0, 60)
+        yield
 
 
 def steps_held(run: KeptRun) -> list[int]:
     """Those in memory."""
-    return [one["step"] for one in run.status()["generations"]]
+    return [one["step"] for one in run.status_of()["generations"]]
 
 
 def is_anew(run: KeptRun, pid: int) -> bool:
     """Whether the service has another process than this one, and that is ready."""
-    status = run.status()
+    status = run.status_of()
     return status["pid"] != pid and bool(status["ready"])
 
 
@@ -69,7 +64,7 @@ def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
     for first, accident in ((1, 6), (7, 10)):
         found = run.train(Job(15, starts=False, accident=Accident(accident, "kill")), 2)
         assert min(found.losses) == first, found.stderr
-        before = run.status()
+        before = run.status_of()
         assert accident in steps_held(run)
         os.kill(before["pid"], signal.SIGKILL)
         wait_until(partial(is_anew, run, before["pid"]), 60)

@@ -10,32 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.kept_job import POINTS, Accident, Job
-from support.kept_runs import (
-    Found,
-    KeptRun,
-    expected_losses,
-    kept_run,
-    wait_until,
-)
-from support.stopped_keepers import stopped_keeper
+from support.kept_runs import Found, KeptRun, expected_losses, wait_until
 
 from holdfast.storage.arenas.client import status_of
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[KeptRun]:
-    """A run with a keeper of its own."""
-    with kept_run(tmp_path) as made:
-        yield made
 
 
 def check_losses(found: Found, steps: int) -> None:
@@ -68,7 +53,7 @@ def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) 
     check_losses(found, 9)
     assert found.counters is not None
     assert found.counters["kept"] == 5
-    assert len(run.status()["generations"]) <= 3
+    assert len(run.status_of()["generations"]) <= 3
 
 
 @pytest.mark.nightly(11)
@@ -96,7 +81,7 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     found = run.train(job, world)
     assert found.code == 0
     check_losses(found, 9)
-    status = run.status()
+    status = run.status_of()
     assert status["counters"]["agreed"] >= 1
     after = run.train(Job(11), world)
     assert after.resumed["tier"] == "memory"
@@ -124,7 +109,7 @@ def test_survivors_of_a_dead_rank_end_at_once(run: KeptRun) -> None:
 def test_a_keeper_ends_with_the_training(run: KeptRun) -> None:
     """Its memory is not needed any more if the last step is in storage, unlike after a kill."""
     run.train(Job(4, every=4, accident=Accident(4, "kill")), 2)
-    keeper = run.keeper
+    keeper = run.keeper_of()
     time.sleep(2)
     assert status_of(keeper) is not None
     found = run.train(Job(8, every=4), 2)
@@ -145,12 +130,12 @@ def test_a_keeper_serves_ranks_of_another_pid_namespace(run: KeptRun) -> None:
         env=os.environ | {KEEPER_DIR_VARIABLE: str(run.base)},
     )
     try:
-        wait_until(lambda: run.status()["pid"] == 1, 60)
+        wait_until(lambda: run.status_of()["pid"] == 1, 60)
         run.train(Job(6, starts=False, accident=Accident(4, "kill")), 2)
         found = run.train(Job(6, starts=False), 2)
         assert found.resumed == {"step": 4, "tier": "memory"}, found.stderr
         check_losses(found, 6)
-        assert run.status()["ranks"] == []
+        assert run.status_of()["ranks"] == []
     finally:
         run.end_keepers()
         sidecar.wait(60)
@@ -194,7 +179,7 @@ def test_a_resume_waits_for_a_keeper_that_does_not_answer(
     """Its steps would be lost for good. The user can choose not to wait."""
     run.train(Job(6, every=4, accident=Accident(6, "kill")))
     job = Job(9, every=4, deadline_s=2.0, gives_up_after=gives_up_after)
-    with stopped_keeper(run) as pid, ThreadPoolExecutor(1) as pool:
+    with run.stopped_keeper() as pid, ThreadPoolExecutor(1) as pool:
         out = run.folder / "job 2"
         training = pool.submit(run.train, job)
         if gives_up_after != "0":
@@ -217,17 +202,17 @@ def test_steps_are_kept_once_a_silent_keeper_answers(run: KeptRun) -> None:
     """The job resumes and trains without its keeper, and joins it later."""
     run.train(Job(2, accident=Accident(2, "kill")))
     job = Job(100, deadline_s=2.0, pause_s=0.1, gives_up_after="0", accident=Accident(100, "kill"))
-    with stopped_keeper(run) as pid, ThreadPoolExecutor(1) as pool:
+    with run.stopped_keeper() as pid, ThreadPoolExecutor(1) as pool:
         out = run.folder / "job 2"
         training = pool.submit(run.train, job)
         wait_until((out / "resumed 0").exists, 60)
         os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: bool(run.status()["problem"]))
+        wait_until(lambda: bool(run.status_of()["problem"]))
         found = training.result()
     assert found.resumed["step"] is None
     assert "1 ranks have no keeper" in found.resumed["problem"]
     assert "steps are kept in memory from" in found.stderr
-    assert not run.status()["problem"]
+    assert not run.status_of()["problem"]
     after = run.train(Job(101))
     assert after.resumed == {"step": 100, "tier": "memory"}
 
@@ -260,7 +245,7 @@ def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run:
     """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped
     that cannot be taken from it."""
     process, out = run.begin(Job(2000, pause_s=0.02))
-    wait_until(lambda: (out / "resumed 0").exists() and run.status()["counters"]["agreed"] > 5)
+    wait_until(lambda: (out / "resumed 0").exists() and run.status_of()["counters"]["agreed"] > 5)
     process.send_signal(signal.SIGSTOP)
     first = run.train(Job(300, pause_s=0.005, accident=Accident(60, "kill")))
     begun = first.resumed["step"]

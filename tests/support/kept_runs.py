@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import holdfast
 from holdfast.errors import CoordinationError
 from holdfast.storage.arenas.client import status_of, stop
@@ -31,7 +33,6 @@ from . import kept_job
 from .kept_job import Job
 
 TESTS = Path(__file__).parents[1]
-ENDED_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -114,28 +115,30 @@ class KeptRun:
         )
         return process, out
 
-    @property
-    def keeper(self) -> KeeperFolder:
-        """The folder of its keeper."""
-        run = json.loads((self.uri / "run.json").read_text())["run"]
-        return KeeperFolder.of(run, self.base)
-
-    def status(self) -> dict[str, Any]:
-        """What its keeper does."""
-        status = status_of(self.keeper)
-        assert status is not None
-        return status
-
-    def keeper_of(self, host: str) -> KeeperFolder:
-        """The folder of the keeper of this host."""
+    def keeper_of(self, host: str = "") -> KeeperFolder:
+        """Return the folder of a host's keeper. ``host`` is "" for a job without hosts."""
         run = json.loads((self.uri / "run.json").read_text())["run"]
         return KeeperFolder.of(run, self.base / host)
 
-    def status_of(self, host: str) -> dict[str, Any]:
-        """What the keeper of this host does."""
+    def status_of(self, host: str = "") -> dict[str, Any]:
+        """Return the status of a host's keeper."""
         status = status_of(self.keeper_of(host))
         assert status is not None
         return status
+
+    @contextmanager
+    def stopped_keeper(self, host: str = "") -> Iterator[int]:
+        """Stop a host's keeper during the body, as on an overloaded host; yield its process id.
+
+        The body may resume it earlier.
+        """
+        pid = int(self.keeper_of(host).lock.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            with suppress(ProcessLookupError):  # it ends with the training
+                os.kill(pid, signal.SIGCONT)
 
     def lose(self, *hosts: str) -> None:
         """Hosts break down, with all that is in their memory."""
@@ -195,16 +198,16 @@ def keepers_below_a_folder() -> Iterator[None]:
             _end_keepers(Path(base))
 
 
-@contextmanager
-def kept_run(folder: Path) -> Iterator[KeptRun]:
-    """A run in ``folder``; its keepers are ended at the end. The path of a socket is short, so they
-    have a folder elsewhere."""
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[KeptRun]:
+    """A run whose keepers are its own, and are ended at the end. The path of a socket is short, so
+    they have a folder elsewhere."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
-        run = KeptRun(folder, Path(base))
+        made = KeptRun(tmp_path, Path(base))
         try:
-            yield run
+            yield made
         finally:
-            run.end_keepers()
+            made.end_keepers()
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 30) -> None:
