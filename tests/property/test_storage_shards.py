@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import fresh_uri, random_bits, raw
+from support.drivers import storage_at
 from support.effort import examples
 from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast import Shard
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
@@ -119,7 +119,7 @@ def test_parts_are_loaded_into_any_other_parts(case: Any, data: st.DataObject) -
     """Parts come back bit for bit to ranks that hold other parts; readers slice the whole tensors."""
     tensors, saved, loaded = case
     uri = fresh_uri()
-    driver = MemoryDriver(uri.removeprefix("memory://"))
+    driver = storage_at(uri)
     save_as_ranks(driver, saved)
     with holdfast.open(uri) as checkpoint:
         for name, whole in tensors.items():

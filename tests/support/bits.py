@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,19 @@ def saved(state: Any) -> str:
     uri = fresh_uri()
     holdfast.save(uri, state)
     return uri
+
+
+def image_in(folder: Path) -> Path:
+    """Return the only image of a checkpoint in a folder."""
+    (image,) = folder.glob("data/*/0.safetensors")
+    return image
+
+
+def flip(file: Path, at: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
 
 
 def raw(tensor: torch.Tensor) -> bytes:

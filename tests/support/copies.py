@@ -62,6 +62,18 @@ def checkpoint(elements: int = 4000) -> MemoryDriver:
     return storage
 
 
+DEAD = "20200101T000000-00000000"
+
+
+def prepared() -> MemoryDriver:
+    """Return storage with a checkpoint and the leftovers of a dead attempt."""
+    storage = MemoryDriver()
+    run(save(storage, OLD))
+    run(storage.put(f"data/{DEAD}/attempt.json", b"{}"))
+    run(storage.put(f"data/{DEAD}/0.safetensors", b"half an image"))
+    return storage
+
+
 def images(storage: Driver) -> list[str]:
     """The images that are visible, whichever attempt they are of."""
     return sorted(

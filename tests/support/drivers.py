@@ -10,6 +10,7 @@ from typing import TypeVar
 import holdfast
 from holdfast.drivers.contract import Driver, ObjectInfo
 from holdfast.drivers.layers.layer import Layer, Operation
+from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 
@@ -91,6 +92,16 @@ async def stored(driver: Driver, key: str, content: bytes | memoryview) -> None:
     upload = await driver.create(key, view.nbytes)
     await upload.write(0, view)
     await upload.commit()
+
+
+def storage_at(uri: str) -> MemoryDriver:
+    """Return a driver of a URI in memory, without options and layers."""
+    return MemoryDriver(uri.removeprefix("memory://"))
+
+
+def retried(driver: Driver) -> Driver:
+    """Return the driver within a layer that retries."""
+    return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
 
 
 async def contents(driver: Driver) -> dict[str, bytes]:

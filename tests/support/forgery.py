@@ -14,13 +14,13 @@ import torch
 
 import holdfast
 from holdfast.cli import app as cli
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.columns import decode_columns, encode_columns
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.integrations.fsspec import HoldfastFileSystem
 from holdfast.storage.runtime.engine import start
 
 from .bits import fresh_uri
+from .drivers import storage_at
 
 Columns = dict[str, np.ndarray]
 Head = dict[str, Any]
@@ -48,12 +48,12 @@ def stored() -> str:
 
 def replace_manifest(uri: str, data: bytes) -> None:
     """Put these bytes where the manifest was."""
-    start(MemoryDriver(uri.removeprefix("memory://")).put(MANIFEST_KEY, data)).result()
+    start(storage_at(uri).put(MANIFEST_KEY, data)).result()
 
 
 def forge(uri: str, alter: Alter) -> None:
     """Take the manifest apart, alter it, and put it together again, checksum and all."""
-    data = start(MemoryDriver(uri.removeprefix("memory://")).get(MANIFEST_KEY)).result()
+    data = start(storage_at(uri).get(MANIFEST_KEY)).result()
     columns, metadata = decode_columns(data, "manifest")
     head = json.loads(metadata["holdfast"])
     columns = {name: column.copy() for name, column in columns.items()}

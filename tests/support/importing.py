@@ -9,9 +9,8 @@ from typing import Any
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
-from holdfast.drivers.memory import MemoryDriver
 from support.bits import fresh_uri
-from support.drivers import HookedDriver
+from support.drivers import HookedDriver, storage_at
 from support.given import Serve
 
 
@@ -26,7 +25,7 @@ def imported(source: Path | str, **options: Any) -> Any:
 
 def objects_at(uri: str) -> dict[str, Any]:
     """Return the objects in a storage in memory."""
-    return MemoryDriver(uri.removeprefix("memory://")).objects
+    return storage_at(uri).objects
 
 
 def noted(serve: Serve, folder: Path) -> tuple[str, list[str]]:

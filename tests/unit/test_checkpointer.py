@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import fresh_uri
+from support.bits import flip, fresh_uri, image_in
 from support.drivers import HookedDriver
 from support.given import Serve
 from torch import nn
@@ -111,10 +111,7 @@ def test_resume_skips_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCapt
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:
         for step in range(1, 5):
             ckpt.step(step, state(step))
-    (image,) = (tmp_path / "step-00000003").glob("data/*/0.safetensors")
-    data = bytearray(image.read_bytes())
-    data[70_000] ^= 1
-    image.write_bytes(data)
+    flip(image_in(tmp_path / "step-00000003"), 70_000)
     (tmp_path / "step-00000004" / "manifest.safetensors").write_bytes(b"torn")
     into = state(0)
     with holdfast.Checkpointer(tmp_path, every=1, when_busy="wait") as ckpt:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.bits import fresh_uri
+from support.bits import flip, fresh_uri, image_in
 from support.drivers import Fault, HookedDriver
 from support.given import Serve
 
@@ -54,10 +54,7 @@ def resumed(uri: str | Path, **back: Any) -> tuple[int, float]:
 
 def damage(folder: Path, step: int) -> None:
     """Flip a bit in the image of a step."""
-    (image,) = (folder / f"step-{step:08d}").glob("data/*/0.safetensors")
-    data = bytearray(image.read_bytes())
-    data[5000] ^= 1
-    image.write_bytes(data)
+    flip(image_in(folder / f"step-{step:08d}"), 5000)
 
 
 def test_going_back_abandons_later_checkpoints(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from support.bits import difference
+from support.bits import difference, flip, image_in
 
 import holdfast
 from holdfast.drivers.registry import open_driver
@@ -292,9 +292,7 @@ def test_the_reader_reads_what_ranks_saved_together(
 def test_the_reader_notices_damage(tmp_path: Path) -> None:
     """The reader refuses a flipped bit in an image or in the manifest."""
     holdfast.save(tmp_path, rich_state(0))
-    for path in (next(tmp_path.glob("data/*/0.safetensors")), tmp_path / "manifest.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+    for path in (image_in(tmp_path), tmp_path / "manifest.safetensors"):
+        flip(path, path.stat().st_size // 2)
         with pytest.raises(AssertionError):
             Reader(tmp_path, 0).state()

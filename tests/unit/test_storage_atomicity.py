@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri
 from support.copies import attempts, loaded, run, save
-from support.drivers import Fault, HookedDriver, age, contents
+from support.drivers import Fault, HookedDriver, age, contents, storage_at
 from support.given import Serve
 from support.inside import clean_up_within
 
@@ -252,7 +252,7 @@ def test_two_saves_of_one_process_to_one_uri_take_turns() -> None:
     for handle in handles:
         handle.wait(30)
     assert difference({"i": 4, "x": torch.full((1000,), 4)}, holdfast.load(uri)) is None
-    assert len(attempts(MemoryDriver(uri.removeprefix("memory://")))) == 1
+    assert len(attempts(storage_at(uri))) == 1
 
 
 def test_what_a_newer_release_wrote_is_not_overwritten() -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.drivers import storage_at
 from support.forgery import Alter, Columns, Head, forge
 from support.ranks import save_cut, save_flats
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.state.flat_state import FlatState
@@ -23,9 +23,7 @@ def in_two_shards() -> str:
     """A checkpoint of a tensor of 4 x 3, of which two ranks have stored two rows each."""
     uri = fresh_uri()
     boxes = {"w": [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]}
-    save_cut(
-        MemoryDriver(uri.removeprefix("memory://")), {"w": np.arange(12.0).reshape(4, 3)}, boxes
-    )
+    save_cut(storage_at(uri), {"w": np.arange(12.0).reshape(4, 3)}, boxes)
     return uri
 
 
@@ -104,7 +102,7 @@ def test_what_is_tied_on_one_rank_and_stored_by_another_is_no_alias() -> None:
         replicated({"a": a, "p": p, "q": p}),
         replicated({"a": a, "p": p.clone(), "q": p.clone()}),
     ]
-    save_flats(MemoryDriver(uri.removeprefix("memory://")), flats)
+    save_flats(storage_at(uri), flats)
     assert difference({"a": a, "p": p, "q": p}, holdfast.load(uri)) is None
     with holdfast.open(uri) as checkpoint:
         assert torch.equal(checkpoint.read("q"), p)

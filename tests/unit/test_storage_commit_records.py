@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri
 from support.copies import attempts, checkpoint, copied, images, loaded, run, save
-from support.drivers import HookedDriver, age, contents
+from support.drivers import HookedDriver, age, contents, storage_at
 
 import holdfast
 from holdfast.drivers.contract import Driver
@@ -367,7 +367,7 @@ def test_a_save_that_meets_the_second_put_deletes_nothing_that_is_named_again(
 def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(grace_over: bool) -> None:
     """A pruning waits for the saver, or for the hour."""
     root, pruned = fresh_uri(), []
-    storage = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
+    storage = storage_at(f"{root}/step-1")
 
     def others() -> None:
         if grace_over:

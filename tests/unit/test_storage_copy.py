@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, flip, fresh_uri, image_in
 from support.copies import (
     OLD,
     RANKS,
@@ -163,10 +163,7 @@ def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -
         holdfast.save(
             root / f"step-{step}", {"x": torch.zeros(5 << 20, dtype=torch.uint8), "step": step}
         )
-    (image,) = (root / "step-2/data").glob("*/*.safetensors")
-    content = bytearray(image.read_bytes())
-    content[4 << 20] ^= 1
-    image.write_bytes(content)
+    flip(image_in(root / "step-2"), 4 << 20)
     report = holdfast.copy(
         root,
         tmp_path / "to",

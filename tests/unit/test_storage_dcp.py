@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.bits import difference
+from support.bits import difference, flip, image_in
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -152,10 +152,8 @@ def test_another_dtype_is_refused_unless_cast(tmp_path: Path) -> None:
 def test_flipped_byte_is_an_error(tmp_path: Path) -> None:
     """Damage raises an error in DCP's load."""
     holdfast.save(tmp_path / "c", {"w": torch.zeros(1000)})
-    (image,) = tmp_path.glob("c/data/*/0.safetensors")
-    data = bytearray(image.read_bytes())
-    data[data.index(b"}") + 3000] ^= 1
-    image.write_bytes(data)
+    image = image_in(tmp_path / "c")
+    flip(image, image.read_bytes().index(b"}") + 3000)
     reader = HoldfastReader(tmp_path / "c")
     error = cause_of(lambda: dcp.load({"w": torch.zeros(1000)}, storage_reader=reader))
     assert isinstance(error, DamagedError)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 from collections import OrderedDict
@@ -14,21 +12,16 @@ import numpy as np
 import pytest
 import torch
 from support.bits import fresh_uri, from_bytes, random_bits, raw, saved
+from support.commands import printed
 from support.copies import flipped, images
+from support.drivers import storage_at
 from support.ranks import save_as_ranks, save_cut
 
 import holdfast
-from holdfast.cli import app
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.storage.state.gaps import gap_between
 
 DTYPES = [torch.bool, torch.int8, torch.uint64, torch.float8_e5m2, torch.bfloat16, torch.complex64]
-
-
-def store(uri: str) -> MemoryDriver:
-    """The storage of a checkpoint."""
-    return MemoryDriver(uri.removeprefix("memory://"))
 
 
 def whats(report: holdfast.DiffReport) -> list[tuple[str, str]]:
@@ -42,7 +35,7 @@ def test_a_copy_is_equal_and_not_read() -> None:
     a = saved(state)
     b = fresh_uri()
     holdfast.copy(a, b)
-    flipped(store(b), images(store(b))[0], 5000)
+    flipped(storage_at(b), images(storage_at(b))[0], 5000)
     report = holdfast.diff(a, b)
     assert report.equal
     assert (report.equal_tensors, report.equal_by_digest, report.read_nbytes) == (2, 2, 0)
@@ -77,10 +70,10 @@ def test_tensors_of_different_layouts_are_compared_by_their_values() -> None:
     """Tensors cut in rows, cut in columns and whole are compared by their elements."""
     array = np.arange(24.0).reshape(4, 6)
     by_rows = fresh_uri()
-    save_cut(store(by_rows), {"w": array}, {"w": [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]})
+    save_cut(storage_at(by_rows), {"w": array}, {"w": [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]})
     by_columns = fresh_uri()
     columns = [Box((0, at), (4, 2)) for at in (0, 2, 4)]
-    save_cut(store(by_columns), {"w": array}, {"w": columns})
+    save_cut(storage_at(by_columns), {"w": array}, {"w": columns})
     for uri in (by_columns, saved({"w": torch.from_numpy(array)})):
         report = holdfast.diff(by_rows, uri)
         assert report.equal, report
@@ -161,12 +154,12 @@ def test_small_values_are_compared() -> None:
 def test_the_number_of_ranks_is_no_difference_and_their_own_tensors_are_compared() -> None:
     """Per-rank tensors are compared by rank."""
     one = fresh_uri()
-    save_as_ranks(store(one), [{"n": 1, "w": torch.ones(3)}])
+    save_as_ranks(storage_at(one), [{"n": 1, "w": torch.ones(3)}])
     two = fresh_uri()
-    save_as_ranks(store(two), [{"n": 1, "w": torch.ones(3)}] * 2)
+    save_as_ranks(storage_at(two), [{"n": 1, "w": torch.ones(3)}] * 2)
     assert holdfast.diff(one, two).equal
     own = fresh_uri()
-    save_as_ranks(store(own), [{"n": 1, "w": torch.ones(3)}, {"n": 2, "w": torch.zeros(3)}])
+    save_as_ranks(storage_at(own), [{"n": 1, "w": torch.ones(3)}, {"n": 2, "w": torch.zeros(3)}])
     report = holdfast.diff(one, own)
     assert [(t.name, t.rank, t.what, t.max_abs) for t in report.tensors] == [("w", 1, "values", 1)]
     assert [v.path for v in report.values] == ['state["n"]']
@@ -184,34 +177,25 @@ def test_tied_tensors_are_equal_to_separate_ones() -> None:
 def test_damage_is_an_error_and_no_difference() -> None:
     """Diff raises DamagedError for damage in what it has to read."""
     a, b = (saved({"w": torch.full((10_000,), value)}) for value in (0.0, 1.0))
-    flipped(store(b), images(store(b))[0], 5000)
+    flipped(storage_at(b), images(storage_at(b))[0], 5000)
     with pytest.raises(holdfast.DamagedError, match="not what was written"):
         holdfast.diff(a, b)
-
-
-def run(*arguments: str, status: int) -> str:
-    """What a command prints on stdout."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        ended = app.run(arguments)
-    assert ended == status, out.getvalue() + err.getvalue()
-    return out.getvalue()
 
 
 def test_the_command_says_whether_they_are_equal() -> None:
     """The command exits with 0 if equal, with 1 and a line per difference if not, with 2 on errors."""
     state = {"m": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "step": 1}
     a = saved(state)
-    assert run("diff", a, a, status=0) == "equal: 2 tensors; 0 B of each side read\n"
+    assert printed("diff", a, a, status=0) == "equal: 2 tensors; 0 B of each side read\n"
     state["m"]["w"] = torch.tensor([[0, 0.25], [0, 0]])
     b = saved({**state, "step": 2, "new": torch.ones(1, dtype=torch.int8)})
-    assert run("diff", a, b, status=1).splitlines() == [
+    assert printed("diff", a, b, status=1).splitlines() == [
         'value  state["step"]  1 | 2',
         "only in b  new  int8 [1]",
         "values  m.w  float32 [2×2]  1 of 4 elements, by up to 0.25",
         "different: 2 tensors and 1 value; 1 tensor equal; 24 B of each side read",
     ]
-    run("diff", a, "memory://nothing-at-all", status=2)
+    printed("diff", a, "memory://nothing-at-all", status=2)
 
 
 def test_the_command_speaks_json() -> None:
@@ -222,7 +206,7 @@ def test_the_command_speaks_json() -> None:
     def refuse(constant: str) -> Callable[[], None]:
         raise AssertionError(constant)
 
-    found = json.loads(run("diff", a, b, "--json", status=1), parse_constant=refuse)
+    found = json.loads(printed("diff", a, b, "--json", status=1), parse_constant=refuse)
     kind = {"dtype": "float32", "shape": [2]}
     assert found.pop("seconds") > 0
     assert found == {

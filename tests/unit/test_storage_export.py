@@ -3,8 +3,6 @@ folders of torch's distributed checkpoint (DCP), bit for bit, and never torn."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import zipfile
@@ -19,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.bits import difference, fresh_uri, random_bits, saved
+from support.commands import printed
 from support.copies import flipped, images
-from support.drivers import HookedDriver
+from support.drivers import HookedDriver, storage_at
 from support.given import Serve
 from support.ranks import save_as_ranks, save_cut
 from torch.distributed.checkpoint import FileSystemReader
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
-from holdfast.cli import app
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.storage.operations.conversion import dcp_export
@@ -43,11 +41,6 @@ DTYPES = [
 TORCH_DTYPES = [*DTYPES, torch.uint32, torch.uint64, torch.complex64]
 DCP_DTYPES = [*DTYPES[1:], torch.complex64]
 INDEX = "model.safetensors.index.json"
-
-
-def store(uri: str) -> MemoryDriver:
-    """Return the storage of a checkpoint."""
-    return MemoryDriver(uri.removeprefix("memory://"))
 
 
 def model_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -88,7 +81,7 @@ def test_tensors_larger_than_a_window_are_merged(tmp_path: Path, rng: np.random.
         "w": [Box((0, at), (6, width)) for at, width in columns],
         "x": [Box((at,), (width,)) for at, width in columns],
     }
-    save_cut(store(uri), {"w": array, "x": array[0]}, boxes)
+    save_cut(storage_at(uri), {"w": array, "x": array[0]}, boxes)
     holdfast.export(uri, tmp_path / "same", budget_nbytes=1 << 20)
     expected = {"w": torch.from_numpy(array), "x": torch.from_numpy(array[0])}
     assert difference(expected, model_in(tmp_path / "same")) is None
@@ -140,7 +133,9 @@ def test_unsuitable_selection_is_refused(
         "complex": torch.ones(1, dtype=torch.complex128),
         "packed": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     }
-    save_as_ranks(store(uri), [{**state, "own": torch.full((2,), float(rank))} for rank in (0, 1)])
+    save_as_ranks(
+        storage_at(uri), [{**state, "own": torch.full((2,), float(rank))} for rank in (0, 1)]
+    )
     with pytest.raises(holdfast.UsageError, match=message):
         holdfast.export(uri, tmp_path / "x", only=only, rename=rename)
     assert not (tmp_path / "x").exists()
@@ -257,27 +252,18 @@ def test_patterns_match_whole_names() -> None:
     assert renamed(["a", "b"], {"a": "b", "b": "a"}) == {"a": "b", "b": "a"}
 
 
-def run(*arguments: str, status: int) -> str:
-    """Return what a command prints."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        ended = app.run(arguments)
-    assert ended == status, out.getvalue()
-    return out.getvalue()
-
-
 def test_command(tmp_path: Path) -> None:
     """The command says what it wrote and what is tied, or why it did not."""
     tensor = torch.randn(100)
     uri = saved({"model": {"w": tensor, "v": tensor}, "step": 1})
     chosen = ["export", uri, str(tmp_path), "--only", "model.*", "--rename", "model.*=*"]
-    out = run(*chosen, "--shard", "1KiB", "--dtype", "bf16", status=0)
+    out = printed(*chosen, "--shard", "1KiB", "--dtype", "bf16", status=0)
     lines = out.splitlines()
     assert lines[0] == "v is tied to w, whose bytes are written once"
     assert lines[1].startswith(f"exported: file://{tmp_path}: 1 tensor in 1 file, 4.20 KiB, 0.")
     assert difference({"w": tensor.bfloat16()}, model_in(tmp_path)) is None
-    assert "the folder already has a model or a checkpoint" in run(*chosen, status=2)
-    found = json.loads(run(*chosen, "--overwrite", "--json", status=0))
+    assert "the folder already has a model or a checkpoint" in printed(*chosen, status=2)
+    found = json.loads(printed(*chosen, "--overwrite", "--json", status=0))
     assert (found["files"], found["tensors"], found["tied"]) == (
         ["model.safetensors"],
         1,
@@ -353,7 +339,7 @@ def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
     with pytest.raises(holdfast.UsageError, match="not a format"):
         holdfast.export(uri, file, format="onnx")  # type: ignore[arg-type]
     damaged = saved({"w": torch.zeros(100_000)})
-    storage = store(damaged)
+    storage = storage_at(damaged)
     flipped(storage, images(storage)[0], 100_000)
     with pytest.raises(holdfast.DamagedError):
         holdfast.export(damaged, file, format="torch", overwrite=True)

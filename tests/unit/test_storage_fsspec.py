@@ -18,6 +18,7 @@ import torch
 from fsspec.registry import register_implementation
 from hypothesis import given
 from hypothesis import strategies as st
+from support.bits import flip, image_in
 from support.drivers import HookedDriver
 from support.given import Serve
 from support.ranks import save_cut
@@ -169,11 +170,8 @@ def test_damage_is_an_error_and_never_a_value(
     saved: tuple[str, dict[str, Any]], fs: HoldfastFileSystem
 ) -> None:
     """A flipped byte of a tensor is found when its file is read; other tensors can still be read."""
-    (image,) = Path(saved[0].removeprefix("file://")).glob("data/*/0.safetensors")
-    content = bytearray(image.read_bytes())
-    at = content.find(saved[1]["w"].numpy().tobytes())
-    content[at + 1000] ^= 1
-    image.write_bytes(content)
+    image = image_in(Path(saved[0].removeprefix("file://")))
+    flip(image, image.read_bytes().index(saved[1]["w"].numpy().tobytes()) + 1000)
     with pytest.raises(DamagedError, match="'tied'"):
         fs.cat_file("w.npy", 900, 2000)
     with pytest.raises(DamagedError), fs.open("w.npy") as file:

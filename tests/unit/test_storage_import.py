@@ -3,8 +3,6 @@ and files that contradict themselves are refused."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import struct
 from collections.abc import Sequence
@@ -16,11 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bits import difference, fresh_uri, random_bits, saved
+from support.commands import printed
 from support.given import Serve
 from support.importing import imported, noted, objects_at
 
 import holdfast
-from holdfast.cli import app
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -280,24 +278,15 @@ def test_huge_header_takes_no_memory(tmp_path: Path) -> None:
         imported(file)
 
 
-def run(*arguments: str, status: int) -> str:
-    """Return what a command prints."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        ended = app.run(arguments)
-    assert ended == status, out.getvalue()
-    return out.getvalue()
-
-
 def test_command(tmp_path: Path) -> None:
     """The command says what it made, or why it did not."""
     save_file({"w": torch.ones(256), "v": torch.ones(1)}, tmp_path / PLAIN)
     dest = tmp_path / "out"
     names = ["--rename", "*=model.*", "--skip", "v"]
     asked = ["import", str(tmp_path), str(dest), *names, "--step", "3"]
-    out = run(*asked, status=0)
+    out = printed(*asked, status=0)
     assert out.startswith(f"imported: file://{dest}: 1 tensor of 1 file, 1.00 KiB, 0.")
-    assert "a checkpoint already exists" in run(*asked, status=2)
-    found = json.loads(run(*asked, "--overwrite", "--json", status=0))
+    assert "a checkpoint already exists" in printed(*asked, status=2)
+    found = json.loads(printed(*asked, "--overwrite", "--json", status=0))
     assert (found["files"], found["tensors"], found["nbytes"]) == ([PLAIN], 1, 1024)
     assert [(c.step, c.tensors) for c in holdfast.list_checkpoints(dest)] == [(3, 1)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.bits import fresh_uri
+from support.drivers import storage_at
 from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 
 WHOLE = torch.arange(48.0).reshape(6, 8)
 Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
@@ -68,7 +68,7 @@ def empty(boxes: Boxes) -> Cut:
 
 def test_parts_go_to_any_other_layout_and_back() -> None:
     """Ranks with several boxes, or none, are loaded in place into any other layout."""
-    driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
+    driver = storage_at(fresh_uri())
     save_as_ranks(driver, [{"a": [Cut(LEFT)]}, {"a": [Cut(MIDDLE)]}, {"a": [Cut([])]}])
     with holdfast.open(driver.uri) as checkpoint:
         assert torch.equal(checkpoint.read("a.0"), WHOLE)

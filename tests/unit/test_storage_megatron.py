@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.drivers import storage_at
 from support.ranks import load_as_ranks, save_as_ranks
 from torch import nn
 
@@ -87,7 +88,7 @@ def layer(number: int, data: torch.Tensor | None = None, key: str = "layers.w") 
 
 def job_driver() -> MemoryDriver:
     """A store in memory for the ranks of one process."""
-    return MemoryDriver(fresh_uri().removeprefix("memory://"))
+    return storage_at(fresh_uri())
 
 
 def test_parts_have_the_names_that_are_their_keys() -> None:

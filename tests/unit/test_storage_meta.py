@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, flip, fresh_uri, image_in
 from torch import nn
 
 import holdfast
@@ -110,10 +110,8 @@ def test_after_a_load_that_fails_it_is_on_meta_as_before(tmp_path: Path) -> None
     into = on_meta()
     with pytest.raises(holdfast.MismatchError):
         holdfast.load(tmp_path / "c", into={"net": into})
-    (image,) = (tmp_path / "c").rglob("0.safetensors")
-    data = bytearray(image.read_bytes())
-    data[data.index(net.first.bias.detach().numpy().tobytes())] ^= 1
-    image.write_bytes(data)
+    image = image_in(tmp_path / "c")
+    flip(image, image.read_bytes().index(net.first.bias.detach().numpy().tobytes()))
     with pytest.raises(holdfast.DamagedError):
         holdfast.load(tmp_path / "c", into={"net": into, "more": torch.zeros(3)})
     assert all(parameter.is_meta for parameter in into.parameters())

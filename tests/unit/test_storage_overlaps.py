@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import fresh_uri
+from support.bits import flip, fresh_uri, image_in
 from torch import nn
 
 import holdfast
@@ -176,13 +176,9 @@ def test_a_dict_at_two_places_gets_values_of_one_of_them() -> None:
 def test_what_is_damaged_of_shared_memory_is_said_before_anything_is_filled(tmp_path: Any) -> None:
     """It is read first."""
     uri = str(tmp_path / "c")
-    report = holdfast.save(
-        uri, {"a": torch.ones(40_000), "b": torch.ones(40_000), "c": torch.ones(4)}
-    )
-    image = tmp_path / "c" / "data" / report.attempt / "0.safetensors"
-    data = bytearray(image.read_bytes())
-    data[len(data) // 2] ^= 1
-    image.write_bytes(data)
+    holdfast.save(uri, {"a": torch.ones(40_000), "b": torch.ones(40_000), "c": torch.ones(4)})
+    image = image_in(tmp_path / "c")
+    flip(image, image.stat().st_size // 2)
     tied, other = torch.zeros(40_000), torch.zeros(4)
     with pytest.raises(holdfast.DamagedError):
         holdfast.load(uri, into={"a": tied, "b": tied, "c": other})

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.drivers import contents
+from support.drivers import contents, storage_at
 from support.forgery import forge
 from support.ranks import BUDGET_NBYTES
 from support.tiny import Tiny
@@ -125,7 +125,7 @@ def test_the_report_and_the_commands_tell_what_is_stored(uri: str, truth: dict[s
     assert "version 2, lz4, attempt" in told("show", uri)
     assert json.loads(told("verify", uri, "--json"))["ok"]
     assert json.loads(told("show", to, "--json"))["format_version"] == 1
-    manifest = start(MemoryDriver(to.removeprefix("memory://")).get(MANIFEST_KEY)).result()
+    manifest = start(storage_at(to).get(MANIFEST_KEY)).result()
     assert b"compress" not in manifest
     assert b"stored_nbytes" not in manifest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.bits import difference, fresh_uri
+from support.bits import difference, flip, fresh_uri, image_in
 from support.copies import run, save
-from support.drivers import Fault, Hook, HookedDriver, age, contents, nothing
+from support.drivers import Fault, Hook, HookedDriver, age, contents, nothing, storage_at
 from support.given import Serve
 from support.inside import clean_up_within
 
@@ -137,7 +138,7 @@ def test_checkpoints_are_deleted_with_their_folders(where: str, tmp_path: Path) 
 def test_a_dry_run_deletes_nothing() -> None:
     """It says what would go, to the byte; so does whoever is asked and says no."""
     root = saved(fresh_uri(), 1, 2, 3)
-    storage = MemoryDriver(root.removeprefix("memory://"))
+    storage = storage_at(root)
     run(storage.put(f"step-9/data/{DEAD}/attempt.json", b"{}"))
     before = run(contents(storage))
     plan = holdfast.prune(root, keep_last=1, idle_s=0, dry_run=True)
@@ -155,7 +156,7 @@ def test_a_dry_run_deletes_nothing() -> None:
 def test_leftovers_are_collected_once_they_are_idle() -> None:
     """A claimed attempt has its grace period too."""
     root = saved(fresh_uri(), 1)
-    storage = MemoryDriver(root.removeprefix("memory://"))
+    storage = storage_at(root)
     for where in ("step-1", "step-2"):
         run(storage.put(f"{where}/data/{DEAD}/attempt.json", b"{}"))
         run(storage.put(f"{where}/data/{DEAD}/0.safetensors", bytes(1000)))
@@ -241,7 +242,7 @@ def hooked(serve: Serve, root: str, before: Hook, after: Hook = nothing) -> str:
 def prepared() -> str:
     """A folder with checkpoints and leftovers."""
     root = saved(fresh_uri(), 1, 2, 3)
-    run(MemoryDriver(root.removeprefix("memory://")).put(f"step-2/data/{DEAD}/attempt.json", b"{}"))
+    run(storage_at(root).put(f"step-2/data/{DEAD}/attempt.json", b"{}"))
     return root
 
 
@@ -253,7 +254,7 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
     """The newest always stays, and the next pruning finishes."""
     for n in itertools.count():
         root = prepared()
-        there = MemoryDriver(root.removeprefix("memory://"))
+        there = storage_at(root)
         fault = Fault(n, after=after, for_good=True)
         try:
             uri = hooked(serve, root, fault.on_before, fault.on_after)
@@ -275,7 +276,7 @@ def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
 def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
     """A stale lock is deleted, wherever it lies."""
     root = saved(fresh_uri(), 1, 2)
-    there = MemoryDriver(root.removeprefix("memory://"))
+    there = storage_at(root)
     signs = {"step-2/data/pruning", "step-7/data/pruning", "data/pruning"}
     for key in signs:
         run(there.put(key, new_lock()))
@@ -297,7 +298,7 @@ def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
 ) -> None:
     """A save fails without a write until the lock is stale or removed."""
     root = saved(fresh_uri(), 1)
-    there = MemoryDriver(f"{root}/step-1".removeprefix("memory://"))
+    there = storage_at(f"{root}/step-1")
     run(there.put("data/pruning", b"0" * 16))
     before = run(contents(there))
     with monkeypatch.context() as patch:
@@ -354,15 +355,13 @@ def damaged_folder(folder: Path, step_of_each: dict[str, int]) -> None:
     """Checkpoints that are good, flipped in a bit, without their image, and cut short."""
     for name, step in step_of_each.items():
         holdfast.save(folder / name, state(step))
-        (image,) = (folder / name).glob("data/*/0.safetensors")
-        data = bytearray(image.read_bytes())
+        image = image_in(folder / name)
         if name == "flipped":
-            data[4200] ^= 1
-            image.write_bytes(data)
+            flip(image, 4200)
         elif name == "gone":
             image.unlink()
         elif name == "short":
-            image.write_bytes(data[:-1])
+            os.truncate(image, image.stat().st_size - 1)
 
 
 def left(folder: Path) -> list[str]:
@@ -411,7 +410,7 @@ def test_an_abandoned_checkpoint_goes_only_beside_a_whole_one(tmp_path: Path) ->
         for step in (1, 2, 3):
             ckpt.save(step, state(step))
         ckpt.resume(state(0), step=1)
-    (image,) = (tmp_path / "step-00000001").glob("data/*/0.safetensors")
+    image = image_in(tmp_path / "step-00000001")
     whole = image.read_bytes()
     image.unlink()
     assert holdfast.prune(tmp_path, abandoned=True).checkpoints == ()
@@ -422,7 +421,7 @@ def test_an_abandoned_checkpoint_goes_only_beside_a_whole_one(tmp_path: Path) ->
 def test_a_dry_run_lists_no_attempt_that_may_be_alive() -> None:
     """A dry run lists exactly what would be deleted."""
     root = saved(fresh_uri(), 1)
-    storage = MemoryDriver(root.removeprefix("memory://"))
+    storage = storage_at(root)
     run(storage.put(f"step-2/data/{DEAD}/attempt.json", b""))
     assert holdfast.prune(root, dry_run=True).leftovers == holdfast.prune(root).leftovers == ()
     assert len(holdfast.prune(root, dry_run=True, idle_s=0).leftovers) == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri
 from support.copies import run
+from support.drivers import storage_at
 from support.ranks import as_ranks, load_as_ranks, save_as_ranks
 from support.wrapped import Given
 from torch import nn
@@ -66,7 +67,7 @@ def compared(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def driver() -> MemoryDriver:
     """Storage with a checkpoint of four ranks."""
-    storage = MemoryDriver(fresh_uri().removeprefix("memory://"))
+    storage = storage_at(fresh_uri())
     save_as_ranks(storage, [state_of(rank) for rank in range(WORLD)])
     return storage
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.drivers import storage_at
 from support.ranks import save_as_ranks
 
 import holdfast
@@ -26,7 +27,7 @@ def flat(start: int, stop: int, whole: torch.Tensor = WHOLE) -> Shard:
 
 def job_driver() -> MemoryDriver:
     """A store in memory for the ranks of one process."""
-    return MemoryDriver(fresh_uri().removeprefix("memory://"))
+    return storage_at(fresh_uri())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_elements_of_a_range_may_lie_apart() -> None:
     uri = fresh_uri()
     rows = torch.stack([torch.arange(44.0), torch.full((44,), -1.0)], dim=1)
     part = Shard(rows[:, 0], shape=WHOLE.shape, flat=(5, 49))
-    driver = MemoryDriver(uri.removeprefix("memory://"))
+    driver = storage_at(uri)
     save_as_ranks(driver, [{"w": flat(0, 5)}, {"w": part}, {"w": flat(49, 60)}])
     filled = torch.full((44, 3), -2.0)
     holdfast.load(uri, into={"w": Shard(filled[:, 1], shape=WHOLE.shape, flat=(5, 49))})
@@ -141,7 +142,7 @@ def test_a_state_of_parts_is_recognised() -> None:
 def test_ranks_that_hold_the_same_part_are_replicas() -> None:
     """What two ranks hold is stored once, and each writes a share of it."""
     uri = fresh_uri()
-    driver = MemoryDriver(uri.removeprefix("memory://"))
+    driver = storage_at(uri)
     whole = torch.arange(40_000.0).reshape(200, 200)
     ranges = [(0, 15_050), (15_050, 40_000), (0, 15_050), (15_050, 40_000)]
     save_as_ranks(driver, [{"w": flat(*ends, whole)} for ends in ranges])
@@ -186,7 +187,7 @@ def test_hardly_more_is_read_than_is_wanted(before: str, after: str) -> None:
         return {f"layer {i}": flat(start, stop, whole) for i in range(3)}
 
     uri = fresh_uri()
-    driver = MemoryDriver(uri.removeprefix("memory://"))
+    driver = storage_at(uri)
     save_as_ranks(driver, [state(before, rank, 4) for rank in range(4)])
     for rank in range(3):
         reports: list[holdfast.LoadReport] = []
