@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +24,14 @@ pytestmark = pytest.mark.clocked
 Calls = list[tuple[int, int]]
 Progress = Callable[[int, int], None]
 NBYTES = 17 << 20
+STATE = {"x": torch.zeros(NBYTES, dtype=torch.uint8)}
 
 
 @pytest.fixture(scope="module")
 def uri() -> str:
     """A checkpoint."""
     uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.zeros(NBYTES, dtype=torch.uint8)})
+    holdfast.save(uri, STATE)
     return uri
 
 
@@ -76,6 +79,9 @@ def test_error_of_a_callback_ends_the_operation(
     with pytest.raises(type(error)) as raised:
         copy(uri, fail)
     assert raised.value is error
+    if isinstance(error, KeyError):
+        with pytest.raises(KeyError, match="mine"):
+            holdfast.save(fresh_uri(), STATE, progress=fail)
     assert holdfast.load(uri)["x"].numel() == NBYTES
 
 
@@ -232,3 +238,72 @@ def test_coroutine_can_be_cancelled() -> None:
     with pytest.raises(CancelledError):
         future.result(60)
     assert not future.cancel()
+
+
+class Heard:
+    """The calls of a progress callback, and the threads that made them."""
+
+    def __init__(self) -> None:
+        self.calls: Calls = []
+        self.threads: set[str] = set()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.calls.append((done, total))
+        self.threads.add(threading.current_thread().name)
+
+    def check(self) -> None:
+        """Fail unless the calls describe one finished operation; blocks are read whole."""
+        done = [done for done, _ in self.calls]
+        (total_nbytes,) = {total for _, total in self.calls}
+        assert done == sorted(done)
+        assert done[-1] == total_nbytes
+        assert 0 <= total_nbytes - NBYTES < 1 << 20
+        assert self.threads == {"holdfast-progress"}
+
+
+def test_a_load_says_how_far_it_is(uri: str) -> None:
+    """A load reports progress, with or without a target, on a thread that may call Holdfast."""
+    for into in (dict(STATE), None):
+        heard = Heard()
+
+        def progress(done: int, total: int, heard: Heard = heard) -> None:
+            heard(done, total)
+            with holdfast.open(uri) as checkpoint:
+                assert checkpoint.nbytes == NBYTES
+
+        holdfast.load(uri, into=into, progress=progress)
+        heard.check()
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_a_save_says_how_far_it_is(compression: Any) -> None:
+    """A save reports the bytes written, in the foreground and in the background."""
+    for save in (holdfast.save, holdfast.async_save):
+        heard = Heard()
+        done = save(fresh_uri(), STATE, progress=heard, compression=compression)
+        if isinstance(done, holdfast.SaveHandle):
+            done.wait()
+        heard.check()
+
+
+def test_a_failure_that_is_raised_is_not_logged_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save raises its error without logging it; a Checkpointer continues and logs it once."""
+    (tmp_path / "file").touch()
+    state = {"w": torch.ones(10)}
+    with pytest.raises(holdfast.HoldfastError):
+        holdfast.save(tmp_path / "file" / "c", state)
+    assert caplog.records == []
+    holdfast.save(tmp_path / "run" / "step-00000001", state, step=1)
+    checkpoints = holdfast.Checkpointer(tmp_path / "run", grace_s=None)
+    with checkpoints:
+        assert checkpoints.resume(state) == 1
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        caplog.clear()
+        (tmp_path / "run" / "step-00000003").touch()
+        checkpoints.save(3, state)
+        checkpoints.wait()
+    assert len([record for record in caplog.records if "not saved" in record.getMessage()]) == 1
+    assert not [record for record in caplog.records if "the save to" in record.getMessage()]

@@ -36,10 +36,7 @@ from holdfast.errors import (
 )
 from holdfast.storage.integrations.dcp import HoldfastReader, HoldfastWriter
 
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

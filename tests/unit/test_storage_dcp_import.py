@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import math
 import pickle
 from collections import OrderedDict
 from pathlib import Path
@@ -298,3 +300,254 @@ def test_types_of_small_values_are_kept(tmp_path: Path) -> None:
     assert type(sizes["size"]) is torch.Size
     assert type(ordered) is OrderedDict
     assert list(ordered) == ["b", "a"]
+
+
+WEIGHT = "decoder.layers.weight"
+OBJECT = "decoder.layers._extra_state/shard_0.1_1.2"
+GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "wd_mult": 1.0, "step": 3.0}
+
+
+def optimizer(**changed: Any) -> dict[str, Any]:
+    """Return the state of a distributed optimizer without its tensors."""
+    return {
+        "optimizer": {"param_groups": [GROUP]},
+        "grad_scaler": {"scale": 4.0},
+        "param_state_sharding_type": "fully_reshardable",
+    } | changed
+
+
+def megatron_folder(folder: Path, common: object, **items: object) -> Path:
+    """Return a folder as Megatron lays it out: items by their keys, in no dicts."""
+    state = {WEIGHT: torch.arange(6.0).view(2, 3), OBJECT: [None], **items}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return folder
+
+
+def test_common_state_is_imported(tmp_path: Path) -> None:
+    """Values and tensors keep their paths; an optimizer and objects go where a job loads them."""
+    common = {
+        "iteration": 7,
+        "optimizer": optimizer(),
+        "scheduler": {"steps": [1, 2], "none": {}},
+        "scale": torch.tensor([2.0, 3.0]),
+    }
+    expected = {
+        WEIGHT: torch.arange(6.0).view(2, 3),
+        OBJECT: {"data": None},
+        "iteration": 7,
+        "scheduler": {"steps": [1, 2], "none": {}},
+        "scale": torch.tensor([2.0, 3.0]),
+        "optim": {"common": {"0": {"groups": [GROUP], "step": 3, "scaler": {"scale": 4.0}}}},
+    }
+    assert difference(expected, imported(megatron_folder(tmp_path, common))) is None
+
+
+def test_chain_of_optimizers(tmp_path: Path) -> None:
+    """Chained optimizers are imported by number."""
+    folder = megatron_folder(tmp_path, {"optimizer": {0: optimizer(), 1: optimizer()}})
+    assert sorted(imported(folder)["optim"]["common"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("step", [math.inf, math.nan, 2.5, None])
+def test_a_step_that_is_no_whole_number_is_ignored(tmp_path: Path, step: float | None) -> None:
+    """Only the other groups' step counts, and the group itself is unchanged."""
+    groups = [GROUP, GROUP | {"step": step}]
+    common = {"optimizer": optimizer(optimizer={"param_groups": groups})}
+    found = imported(megatron_folder(tmp_path, common))["optim"]["common"]["0"]
+    assert found["step"] == 3
+    assert difference(groups, found["groups"]) is None
+
+
+def cyclic() -> dict[str, Any]:
+    """Return a state that contains itself."""
+    state: dict[str, Any] = {"a": {}}
+    state["a"]["b"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"optimizer": optimizer(param_state_sharding_type="dp_reshardable")},
+        {"optimizer": {0: optimizer(), 1: {"lr": 1.0}}},
+        {"optimizer": optimizer(), "optim": 1},
+        {"optimizer": optimizer(optimizer=[1])},
+        {"optimizer": 5},
+        {"optimizer": {}},
+    ],
+)
+def test_other_optimizers_are_unchanged(tmp_path: Path, other: dict[str, Any]) -> None:
+    """State that does not follow the names of parameters keeps its path."""
+    found = imported(megatron_folder(tmp_path, other))
+    assert difference(other, {name: found[name] for name in other}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (argparse.Namespace(lr=1), "object of argparse.Namespace"),
+        ([Canary(Path("trace"))], r"posix\.system"),
+        (torch.float16, "torch.float16"),
+        ([torch.ones(1)], "a tensor at 0"),
+    ],
+)
+def test_common_objects_are_refused_or_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object, message: str
+) -> None:
+    """The error says how to leave an object out; Megatron unpickles the file, the import does not."""
+    monkeypatch.chdir(tmp_path)
+    folder = megatron_folder(tmp_path, {"iteration": 7, "odd": {"one": value}})
+    with pytest.raises(holdfast.UnsupportedFormatError, match=message) as caught:
+        imported(folder)
+    assert "--skip 'odd.one'" in str(caught.value)
+    assert "common.pt" in str(caught.value)
+    assert imported(folder, skip=["odd.*"])["iteration"] == 7
+    assert not (tmp_path / "trace").exists()
+
+
+def test_pickled_items_are_refused_or_skipped(tmp_path: Path) -> None:
+    """Older versions of Transformer Engine write such items."""
+    extra = f"{OBJECT}0"
+    folder = megatron_folder(tmp_path, {"iteration": 7}, **{extra: [io.BytesIO(b"x")]})
+    with pytest.raises(holdfast.UnsupportedFormatError, match=r"_io\.BytesIO") as caught:
+        imported(folder)
+    assert f"--skip '{extra}'" in str(caught.value)
+    assert OBJECT in imported(folder, skip=[extra])
+
+
+@pytest.mark.parametrize(
+    ("common", "message"),
+    [
+        ([1], "not a dict of names"),
+        ({"odd": {argparse.ArgumentError(None, "x"): 1}}, r"argparse\.ArgumentError"),
+        (cyclic(), "contains itself"),
+        ({"a.b": 1, "a": {"b": 2}}, "have the same dotted path"),
+        ({WEIGHT: 1}, "is in common.pt and elsewhere in the folder"),
+    ],
+)
+def test_impossible_common_state_is_refused(tmp_path: Path, common: object, message: str) -> None:
+    """Cycles, colliding names and anything but a dict of names are errors."""
+    with pytest.raises(holdfast.UnsupportedFormatError, match=message):
+        imported(megatron_folder(tmp_path, common))
+
+
+SHAPES = {"a.w": (3, 5), "a.b": (7,), "scalar": ()}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Different elements everywhere."""
+    found = {}
+    first = 0.0
+    for name, shape in SHAPES.items():
+        numel = math.prod(shape)
+        found[name] = torch.arange(first, first + numel).view(shape)
+        first += numel
+    return found
+
+
+def partitions(stage: int, world: int, flat: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """By rank, what it has of one group."""
+    if stage == 3:
+        shares = [
+            tensor.view(-1).split(math.ceil(tensor.numel() / world)) for tensor in flat.values()
+        ]
+        padded = [[*share, *[share[0].new_zeros(0)] * world] for share in shares]
+        width = [math.ceil(tensor.numel() / world) for tensor in flat.values()]
+        return [
+            torch.cat(
+                [
+                    torch.cat([p[rank], torch.zeros(w - len(p[rank]))])
+                    for p, w in zip(padded, width, strict=True)
+                ]
+            )
+            for rank in range(world)
+        ]
+    whole = torch.cat([tensor.reshape(-1) for tensor in flat.values()])
+    return list(whole.split(math.ceil(len(whole) / world)))
+
+
+def zero_folder(folder: Path, stage: int, world: int, **changed: Any) -> Path:
+    """A folder as DeepSpeed lays it out, without its classes."""
+    step = folder / "global_step7"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text("global_step7")
+    parts = partitions(stage, world, weights())
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    optimizer = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    for rank, part in enumerate(parts):
+        state = {
+            "zero_stage": stage,
+            "partition_count": world,
+            key: [part],
+            optimizer: {"state": {0: {"exp_avg": part + 100, "step": torch.tensor(7.0)}}},
+        }
+        torch.save(
+            {"optimizer_state_dict": state | changed},
+            step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+        prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+        info = {
+            "module": {"mask": torch.arange(3), "a.w": torch.zeros(3, 5)},
+            "buffer_names": ["mask"],
+            "param_shapes": [
+                OrderedDict((name, torch.Size(shape)) for name, shape in SHAPES.items())
+            ],
+            "shared_params": {"tied": "a.b"},
+        }
+        torch.save(info, step / f"{prefix}mp_rank_00_model_states.pt")
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 1), (2, 3), (3, 2), (3, 5)])
+def test_parameters_are_put_together(tmp_path: Path, stage: int, world: int) -> None:
+    """However many ranks share them; tied ones, buffers, and moments with them."""
+    uri = fresh_uri()
+    holdfast.import_(zero_folder(tmp_path, stage, world), uri)
+    model = weights() | {"tied": weights()["a.b"], "mask": torch.arange(3)}
+    moments = {
+        name: {"exp_avg": tensor + 100, "step": torch.tensor(7.0)}
+        for name, tensor in weights().items()
+    }
+    found = holdfast.load(uri)
+    for name, tensor in model.items():
+        assert difference(tensor, found["model"][name]) is None, name
+    for name, of_name in moments.items():
+        assert difference(of_name["exp_avg"], found["optim"]["state"][name]["exp_avg"]) is None, (
+            name
+        )
+        assert found["optim"]["state"][name]["step"] == 7
+    assert sorted(found["model"]) == sorted(model)
+
+
+def test_the_folder_of_a_step_and_the_model_alone(tmp_path: Path) -> None:
+    """By the same commands as of other models."""
+    uri = fresh_uri()
+    folder = zero_folder(tmp_path, 2, 2) / "global_step7"
+    holdfast.import_(folder, uri, only=["model.*"], rename={"model.*": "*"})
+    assert sorted(holdfast.load(uri)) == ["a.b", "a.w", "mask", "scalar", "tied"]
+
+
+def test_what_is_not_plain_zero_is_refused(tmp_path: Path) -> None:
+    """Missing ranks, other layouts, a tag that leads elsewhere; by name."""
+    folder = zero_folder(tmp_path / "missing", 2, 3)
+    (folder / "global_step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(holdfast.UnsupportedFormatError, match="2 files of stage 2 and 3 ranks"):
+        holdfast.import_(folder, fresh_uri())
+    folder = zero_folder(tmp_path / "parallel", 2, 1)
+    (folder / "global_step7" / "mp_rank_01_model_states.pt").touch()
+    with pytest.raises(holdfast.UnsupportedFormatError, match="mp_rank_01_model_states"):
+        holdfast.import_(folder, fresh_uri())
+    folder = zero_folder(tmp_path / "short", 2, 1, single_partition_of_fp32_groups=[torch.ones(20)])
+    with pytest.raises(
+        holdfast.UnsupportedFormatError, match=r"elements of 'model\.a\.b' are missing"
+    ):
+        holdfast.import_(folder, fresh_uri())
+    (folder / "latest").write_text("../missing/global_step7")
+    with pytest.raises(holdfast.DamagedError, match="not a folder next to it"):
+        holdfast.import_(folder, fresh_uri())
+    (folder / "latest").write_text("global_step8")
+    with pytest.raises(holdfast.NotFoundError, match="no ZeRO checkpoint"):
+        holdfast.import_(folder, fresh_uri())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,6 +24,12 @@ from support.importing import LAUGHS, Canary, imported, noted, objects_at
 
 import holdfast
 from holdfast.storage.format.torch_pickle import StoredTensor, leaves, read_pickle
+from holdfast.storage.format.torch_records import (
+    EarlierError,
+    ZipError,
+    ZipRecord,
+    directory,
+)
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -375,3 +382,73 @@ def test_any_pickle_is_read_or_refused(tail: bytes, keep: int) -> None:
     known = (StoredTensor, str, int, float, bytes, bool, type(None))
     for _, value in found:
         assert isinstance(value, known) or type(value).__module__.endswith("torch_pickle")
+
+
+def zipped(contents: dict[str, bytes], comment: bytes = b"") -> bytes:
+    """A zip file with these records in a folder."""
+    into = io.BytesIO()
+    with zipfile.ZipFile(into, "w") as archive:
+        archive.comment = comment
+        for name, content in contents.items():
+            archive.writestr(f"folder/{name}", content)
+    return into.getvalue()
+
+
+TWO_RECORDS = zipped({"data.pkl": b"pickle", "data/0": bytes(100)})
+
+
+@pytest.mark.nightly(4)
+@pytest.mark.parametrize(("count", "comment"), [(0, b""), (3, b"a comment"), (66_000, b"")])
+def test_records_are_where_zipfile_finds_them(count: int, comment: bytes) -> None:
+    """Also where there are more than 16 bits count, and before a comment."""
+    data = zipped({f"data/{number}": bytes(number % 7) for number in range(count)}, comment)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        expected = {
+            info.filename.removeprefix("folder/"): ZipRecord(
+                info.header_offset, info.file_size, is_stored=True
+            )
+            for info in archive.infolist()
+        }
+        assert (expected, archive.start_dir) == directory(data, 0)
+
+
+def test_what_is_not_stored_as_it_is_says_so() -> None:
+    """Compressed records, and encrypted ones."""
+    into = io.BytesIO()
+    with zipfile.ZipFile(into, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("folder/data/0", bytes(1000))
+    records, _ = directory(into.getvalue(), 0)
+    assert not records["data/0"].is_stored
+    _, start = directory(TWO_RECORDS, 0)
+    encrypted = bytearray(TWO_RECORDS)
+    encrypted[start + 8] |= 1
+    records, _ = directory(bytes(encrypted), 0)
+    assert [record.is_stored for record in records.values()] == [False, True]
+
+
+def test_numbers_of_64_bits() -> None:
+    """Sizes and places beyond 4 GiB are in the extra field, behind other fields or not."""
+    full = 0xFFFF_FFFF
+    size = 5 << 30
+    extra = struct.pack("<HHI", 0x5455, 4, 0) + struct.pack("<HH3Q", 1, 24, size, size, 6 << 30)
+    entry = struct.pack(
+        "<4s4xHH8xIIHHH8xI", b"PK\x01\x02", 0, 0, full, full, 3, len(extra), 0, full
+    )
+    entry += b"f/a" + extra
+    end = struct.pack("<4s8xII2x", b"PK\x05\x06", len(entry), 3 << 30)
+    with pytest.raises(ZipError, match="not in it"):
+        directory(entry + end, 0)
+    records, _ = directory(entry + end, 3 << 30)
+    assert records == {"a": ZipRecord(6 << 30, size, is_stored=True)}
+    with pytest.raises(ZipError, match="lacks a number"):
+        directory(
+            entry.replace(struct.pack("<HH", 1, 24), struct.pack("<HH", 2, 24)) + end, 3 << 30
+        )
+
+
+def test_what_was_not_read_is_asked_for() -> None:
+    """The whole directory."""
+    _, start = directory(TWO_RECORDS, 0)
+    with pytest.raises(EarlierError) as raised:
+        directory(TWO_RECORDS[start + 1 :], start + 1)
+    assert raised.value.start == start

@@ -1,9 +1,14 @@
-"""Names, keys, containers and small values come back equal and of the same type."""
+"""Names, keys, containers and values come back equal and of the same type, or are converted."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import enum
 import math
-from collections import ChainMap, OrderedDict
+from collections import ChainMap, Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +16,12 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.wrapped import Given
+from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import holdfast
+from holdfast.storage.format.tree import Container, Tree, merge_trees
 
 
 def saved_and_loaded(state: Any) -> Any:
@@ -186,3 +195,294 @@ def test_deep_nesting_comes_back() -> None:
     for i in range(200):
         state = {"d": state} if i % 2 else [state]
     assert difference(state, saved_and_loaded(state)) is None
+
+
+def kinds(value: Any, path: str = "") -> dict[str, str]:
+    """The type of everything in a nested state, by its path."""
+    found = {path: type(value).__qualname__}
+    if isinstance(value, defaultdict):
+        found[path] += f"({value.default_factory})"
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found |= kinds(item, f"{path}/{key!r}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            found |= kinds(item, f"{path}/{index}")
+    return found
+
+
+KINDS: dict[str, Any] = {
+    "counter": Counter({2: 1, 4: 3}),
+    "empty": Counter(),
+    "ordered": OrderedDict(b=1, a=torch.tensor(1)),
+    "lists": defaultdict(list, {"a": [1, (2,)], 3: []}),
+    "counts": defaultdict(int, {"a": 1}),
+    "none": defaultdict(None, {1: OrderedDict()}),
+    "nested": [Counter("abca"), (OrderedDict({1: Counter()}),)],
+    "plain": {"a": {}},
+}
+
+
+@pytest.mark.parametrize("other", [{}, KINDS], ids=["empty", "alike"])
+def test_kinds_of_dicts_come_back(other: dict[str, Any]) -> None:
+    """In a state that is built, and in that of an object, whatever the object has had."""
+    uri = fresh_uri()
+    for _ in range(2):  # the second save sees a state that is laid out as before
+        holdfast.save(uri, {"state": KINDS, "object": Given(KINDS)})
+        built = holdfast.load(uri)
+        assert kinds(built) == kinds({"state": KINDS, "object": KINDS})
+        assert built["state"]["counter"] == KINDS["counter"]
+        into = Given(dict(other))
+        holdfast.load(uri, into={"object": into}, strict=False)
+        assert kinds(into.state) == kinds(KINDS)
+    into.state["lists"]["new"].append(1)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    """One that schedulers can work with."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
+
+
+class Scale:
+    """A function that is an object."""
+
+    def __call__(self, step: int) -> float:
+        return 0.9**step
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 4]),
+    "CyclicLR, an object": lambda o: schedules.CyclicLR(o, 0.1, 0.2, scale_fn=Scale()),
+    "LambdaLR": lambda o: schedules.LambdaLR(o, Scale()),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.MultiStepLR(o, [2]), schedules.MultiStepLR(o, [5])], [3]
+    ),
+}
+
+
+def stepped(scheduler: Any, optim: Any, steps: int) -> list[float]:
+    """Return the learning rates of some steps."""
+    rates = []
+    for _ in range(steps):
+        optim.step()
+        scheduler.step()
+        rates.append(optim.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_of_torch_come_back_as_they_were(name: str) -> None:
+    """Every type in their state is restored, and the next learning rates are the same."""
+    optim, other = optimizer(), optimizer()
+    scheduler, into = SCHEDULES[name](optim), SCHEDULES[name](other)
+    stepped(scheduler, optim, 3)
+    uri = fresh_uri()
+    holdfast.save(uri, {"optim": optim, "scheduler": scheduler})
+    holdfast.load(uri, into={"optim": other, "scheduler": into})
+    assert kinds(into.state_dict()) == kinds(scheduler.state_dict())
+    assert stepped(into, other, 4) == stepped(scheduler, optim, 4)
+
+
+def test_a_checkpoint_without_kinds_takes_them_from_the_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkpoint of an older release has no kinds; the object's own state has."""
+    real = Tree.to_json
+    uri = fresh_uri()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tree, "to_json", lambda self: real(self) | {"kinds": []})
+        holdfast.save(uri, {"held": Given(KINDS)})
+    assert type(holdfast.load(uri)["held"]["counter"]) is dict
+    held = Given(dict(KINDS))
+    holdfast.load(uri, into={"held": held})
+    assert kinds(held.state) == kinds(KINDS)
+
+
+class Own(dict[str, int]):
+    """A dict of somebody's own."""
+
+
+class OwnList(list[int]):
+    """A list of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Own(a=1), OwnList([1]), defaultdict(lambda: 1), {1, 2}, namedtuple("Pair", "a b")(1, 2)],
+    ids=["dict", "list", "factory", "set", "namedtuple"],
+)
+def test_a_type_that_an_object_would_not_get_back_is_refused(value: Any) -> None:
+    """Refused in an object's state, by path; allowed in the user's own containers."""
+    with pytest.raises(holdfast.StateError, match=r'state\["object"\]\["deep"\]\[0\] is a '):
+        holdfast.save(fresh_uri(), {"object": Given({"deep": [value]})})
+    if isinstance(value, dict | list):
+        uri = fresh_uri()
+        state = {"deep": [value]}
+        holdfast.save(uri, state)
+        assert holdfast.load(uri, into=state)["deep"][0] is value
+
+
+def test_a_kind_of_a_later_release_is_a_dict() -> None:
+    """Fields may say more than this release knows; nothing is imported for them."""
+    uri = fresh_uri()
+    real = Tree.to_json
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tree, "to_json", lambda self: real(self) | {"kinds": [[1, "os.system"]]})
+        holdfast.save(uri, {"a": {"b": 1}})
+    assert kinds(holdfast.load(uri)) == kinds({"a": {"b": 1}})
+
+
+def test_ranks_that_disagree_on_a_kind_cannot_save() -> None:
+    """One of them would get back what it did not have; those that agree may have other containers."""
+    trees = [
+        Tree([Container(-1, None, "dict"), Container(0, key, "dict")]) for key in ("a", "b", "b")
+    ]
+    trees[1].kinds = {1: "Counter"}
+    merged, _ = merge_trees(trees[:2])
+    assert merged.kinds == {2: "Counter"}
+    for order in (trees, trees[::-1]):
+        with pytest.raises(
+            holdfast.SaveError, match=r'state\["b"\] is a (Counter and a dict|dict and a Counter)'
+        ):
+            merge_trees(order)
+
+
+class Phase(enum.Enum):
+    """An enum in a state."""
+
+    WARM_UP = "warm-up"
+    DECAY = "decay"
+
+
+@dataclasses.dataclass
+class Progress:
+    """A dataclass in a state."""
+
+    phase: Phase
+    seen: set[int]
+    curve: torch.Tensor
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def plain(value: Any) -> Any:
+    """Convert values as a caller would."""
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    if isinstance(value, tuple):
+        return value._asdict()
+    raise TypeError("unknown kind")
+
+
+def state() -> dict[str, Any]:
+    """Return a nested state with a value of each kind."""
+    progress = Progress(Phase.DECAY, {3, 1}, torch.arange(3.0))
+    return {"at": [progress, Point(1, {"p": Path("a/b")})], "model": nn.Linear(2, 2), "n": 3}
+
+
+def check(at: Any) -> None:
+    """Fail unless the values are those that ``plain`` returns."""
+    at[0]["curve"] = at[0]["curve"].tolist()
+    progress = {"phase": "DECAY", "seen": [1, 3], "curve": [0.0, 1.0, 2.0]}
+    assert at == [progress, {"x": 1, "y": {"p": "a/b"}}]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_returned_values_are_stored(lazy: bool, tmp_path: Path) -> None:
+    """Values are converted at any depth, also within what the function has returned."""
+    uri = fresh_uri()
+    for _ in range(2):
+        holdfast.async_save(uri, state(), lazy=lazy, default=plain).wait()
+    check(holdfast.load(uri)["at"])
+    into: dict[str, Any] = {
+        "at": [{"phase": "", "seen": [0, 0], "curve": torch.zeros(3)}, {"x": 0, "y": {"p": ""}}],
+        "model": nn.Linear(2, 2),
+        "n": 0,
+    }
+    holdfast.load(uri, into=into)
+    check(into["at"])
+    with holdfast.Checkpointer(tmp_path, every=1, default=plain, lazy=lazy) as checkpointer:
+        checkpointer.step(1, state())
+    check(holdfast.load(tmp_path / "step-00000001")["at"])
+
+
+def test_state_of_an_object_is_converted() -> None:
+    """A load passes the converted values to the object's load_state_dict."""
+
+    class Schedule:
+        phase: object = Phase.WARM_UP
+
+        def state_dict(self) -> dict[str, object]:
+            return {"phase": self.phase}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            self.phase = Phase[str(state["phase"])]
+
+    uri = fresh_uri()
+    holdfast.save(uri, {"s": Schedule()}, default=plain)
+    into = Schedule()
+    into.phase = Phase.DECAY
+    holdfast.load(uri, into={"s": into})
+    assert into.phase is Phase.WARM_UP
+
+
+def test_storable_values_are_not_converted() -> None:
+    """The function is called once for each value that needs it."""
+    asked = []
+
+    def recorded(value: Any) -> Any:
+        asked.append(value)
+        return 0
+
+    given = {"a": [1, None, 2.5, "x", b"y", torch.ones(1), nn.Linear(1, 1)], "b": {7}, "c": (1,)}
+    holdfast.save(fresh_uri(), given, default=recorded)
+    assert asked == [{7}]
+
+
+@pytest.mark.parametrize(
+    ("default", "said"),
+    [
+        (plain, "is a function, which can neither be saved nor.*unknown kind"),
+        (lambda value: value, "function, which default.* has converted to a function"),
+        (lambda value: {1}, "has converted to a set"),
+        (lambda value: [value], "seem to be circular"),
+        (None, "is a builtins.function"),
+    ],
+    ids=["type error", "itself", "another", "circular", "none"],
+)
+def test_unconverted_values_are_refused(default: Any, said: str) -> None:
+    """A value that the function does not convert is refused by path, before any I/O."""
+    with pytest.raises(holdfast.StateError, match=said) as caught:
+        holdfast.save("memory://", {"a": [plain]}, default=default)
+    assert caught.match(r'state\["a"\]\[0\]')
+
+
+def test_other_errors_of_the_function_are_raised() -> None:
+    """Errors of the function are not hidden."""
+
+    def broken(value: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        holdfast.save("memory://", {"a": {1}}, default=broken)
+
+
+def test_load_replaces_values_of_any_kind() -> None:
+    """Stored replacements are loaded; a value that was not stored is a mismatch."""
+    uri = fresh_uri()
+    holdfast.save(uri, {"phase": Phase.DECAY}, default=plain)
+    into: dict[str, Any] = {"phase": Phase.WARM_UP}
+    holdfast.load(uri, into=into)
+    assert into == {"phase": "DECAY"}
+    into = {"phase": "", "seen": {1}}
+    with pytest.raises(holdfast.MismatchError, match=r'state\["seen"\]: no such value'):
+        holdfast.load(uri, into=into)
+    holdfast.load(uri, into=into, strict=False)
+    assert into == {"phase": "DECAY", "seen": {1}}
