@@ -22,7 +22,10 @@ from .ranks import save_as_ranks
 
 BUDGET_NBYTES = 64 << 20
 RANKS = 3
-OLD = {"who": "old", "x": torch.full((5,), 1.0)}
+OLD, NEW, LAST = (
+    {"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]}
+    for i, who in enumerate(["old", "new", "last"])
+)
 
 
 def run(work: Awaitable[Any]) -> Any:

@@ -305,8 +305,7 @@ def test_parent_survives_the_clean_up_of_a_child(tmp_path: Path) -> None:
 @pytest.fixture
 def uri() -> str:
     """A checkpoint."""
-    uri = fresh_uri()
-    holdfast.save(uri, STATE)
+    uri = saved(STATE)
     return uri
 
 

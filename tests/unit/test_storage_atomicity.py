@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.copies import attempts, loaded, run, save
+from support.copies import DEAD, LAST, NEW, OLD, attempts, loaded, prepared, run, save
 from support.drivers import Fault, HookedDriver, age, contents, storage_at
 from support.given import Serve
 from support.inside import clean_up_within
@@ -19,15 +20,11 @@ from support.inside import clean_up_within
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.protocol import limits
 
 pytestmark = pytest.mark.clocked
-
-OLD, NEW, LAST = (
-    {"who": who, "x": torch.full((5,), float(i)), "y": [torch.arange(i)]}
-    for i, who in enumerate(["old", "new", "last"])
-)
 
 
 def test_a_checkpoint_is_a_manifest_and_one_attempt(tmp_path: Path) -> None:
@@ -67,15 +64,6 @@ def accesses(storage: MemoryDriver) -> list[tuple[str, str]]:
 
     run(save(HookedDriver(storage, before=note), NEW))
     return seen
-
-
-def prepared() -> MemoryDriver:
-    """Return storage with a checkpoint and the leftovers of a dead attempt."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
-    run(storage.put("data/20200101T000000-00000000/attempt.json", b"{}"))
-    run(storage.put("data/20200101T000000-00000000/0.safetensors", b"half an image"))
-    return storage
 
 
 N_ACCESSES = len(accesses(prepared()))
@@ -132,8 +120,8 @@ def test_a_save_that_fails_does_not_wait_for_ever_to_clean_up(
         if operation.startswith("delete"):
             await asyncio.sleep(3600)
 
-    run(storage.delete("data/20200101T000000-00000000/attempt.json"))
-    run(storage.delete_all("data/20200101T000000-00000000"))
+    run(storage.delete(f"data/{DEAD}/attempt.json"))
+    run(storage.delete_all(f"data/{DEAD}"))
     with pytest.raises(holdfast.StorageDownError, match="injected"):
         run(asyncio.wait_for(save(HookedDriver(storage, before=go_away), NEW), 30))
     assert difference(OLD, loaded(storage)) is None
@@ -156,7 +144,7 @@ def test_a_first_save_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
         finally:
             await driver.close()
 
-    for others in ([], ["data/20200101T000000-00000000/fate"]):
+    for others in ([], [f"data/{DEAD}/fate"]):
         for key in others:
             (tmp_path / key).parent.mkdir(parents=True)
             (tmp_path / key).touch()
@@ -259,8 +247,6 @@ def test_what_a_newer_release_wrote_is_not_overwritten() -> None:
     """A manifest of a version that this release does not know is left alone."""
     storage = prepared()
     newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":3")
-    from holdfast.storage.format.digest import digest
-
     run(storage.put(MANIFEST_KEY, newer[:-16] + digest(newer[:-16])))
     before, there = run(contents(storage)), attempts(storage)
     with pytest.raises(holdfast.UnsupportedFormatError, match="version 3"):
@@ -303,6 +289,7 @@ def halting(serve: Serve, operation: str) -> tuple[str, threading.Event, threadi
 def test_after_an_async_save_returns_the_state_may_change(serve: Serve) -> None:
     """All bytes were copied by then: tensors, arrays, and small values."""
     state = {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}
+    expected = copy.deepcopy(state)
     uri, reached, go = halting(serve, "write")
     handle = holdfast.async_save(uri, state)
     assert handle.captured.done()
@@ -314,13 +301,7 @@ def test_after_an_async_save_returns_the_state_may_change(serve: Serve) -> None:
     go.set()
     handle.wait(30)
     assert reached.is_set()
-    assert (
-        difference(
-            {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}},
-            holdfast.load(uri),
-        )
-        is None
-    )
+    assert difference(expected, holdfast.load(uri)) is None
 
 
 def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import fresh_uri
+from support.bits import fresh_uri, saved
 
 import holdfast
 from holdfast.storage.runtime.engine import start
@@ -30,8 +30,7 @@ STATE = {"x": torch.zeros(NBYTES, dtype=torch.uint8)}
 @pytest.fixture(scope="module")
 def uri() -> str:
     """A checkpoint."""
-    uri = fresh_uri()
-    holdfast.save(uri, STATE)
+    uri = saved(STATE)
     return uri
 
 

@@ -19,9 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.given import Serve
+from support.ordered import Ordered
 
 import holdfast
-from holdfast.drivers.contract import Buffer, Driver, PartOrder, Traits, Upload, segments
+from holdfast.drivers.contract import Buffer, Driver, PartOrder, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import CHUNK_NBYTES, PAGE_NBYTES, ImageLayout, lay_out
 from holdfast.storage.arenas.memory import Memory, reserved_memory
@@ -339,59 +340,6 @@ def test_what_is_found_to_be_wrong_is_raised() -> None:
         asyncio.run(image_of(layout, FileChunks(layout, driver, [(place, 0, 10)], nothing)))
 
 
-TRAITS = Traits(
-    part_nbytes=16,
-    part_min_nbytes=1,
-    align_nbytes=1,
-    concurrency=8,
-    coalesce_nbytes=0,
-    part_order="ascending",
-    exclusive_is_atomic=True,
-    shared=True,
-)
-
-
-class _Watched(Upload):
-    """Records where writes begin and how many overlap; the first waits for a second one."""
-
-    def __init__(
-        self,
-        inner: Upload,
-        rng: random.Random,
-        begun: list[int],
-        overlaps: list[int],
-        *,
-        alone: bool = True,
-    ) -> None:
-        self.inner, self.rng, self.begun, self.overlaps, self.running = (
-            inner,
-            rng,
-            begun,
-            overlaps,
-            0,
-        )
-        self.company = asyncio.Event()
-        if alone:
-            self.company.set()
-
-    async def write(self, start: int, data: Buffer) -> None:
-        self.begun.append(start)
-        self.running += 1
-        self.overlaps.append(self.running)
-        if self.running > 1:
-            self.company.set()
-        await asyncio.wait_for(self.company.wait(), 60)
-        await asyncio.sleep(self.rng.random() * 0.01)
-        await self.inner.write(start, data)
-        self.running -= 1
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        await self.inner.commit(nbytes)
-
-    async def abort(self) -> None:
-        await self.inner.abort()
-
-
 @pytest.mark.nightly(14)
 @pytest.mark.parametrize("order", ["any", "ascending", "serial"])
 @pytest.mark.parametrize("budget_nbytes", [None, 128 << 20])
@@ -400,35 +348,26 @@ def test_parts_arrive_in_the_order_asked_for(
     order: PartOrder, budget_nbytes: int | None, streams: int, serve: Serve
 ) -> None:
     """Parts begin in order within each segment, overlapping unless ``serial``."""
-    begun: list[int] = []
-    overlaps: list[int] = []
+    drivers: list[Ordered] = []
 
-    class Ordered(MemoryDriver):
-        def __init__(self, location: str = "") -> None:
-            super().__init__(location)
-            self.traits = replace(self.traits, part_order=order, streams=streams)
+    def make(location: str) -> Ordered:
+        drivers.append(Ordered(order, location, streams))
+        return drivers[-1]
 
-        async def create(self, key: str, nbytes: int) -> Upload:
-            inner = await super().create(key, nbytes)
-            return _Watched(inner, random.Random(7), begun, overlaps, alone=order == "serial")
-
-    uri = serve(Ordered)
+    uri = serve(make)
     state = {"w": torch.from_numpy(np.random.default_rng(0).standard_normal(100 << 17))}
     holdfast.async_save(uri, state, budget_nbytes=budget_nbytes).wait(60)
     assert torch.equal(holdfast.load(uri)["w"], state["w"])
-    assert len(begun) > 6
-    cut = segments(
-        begun[-1] + 1, replace(TRAITS, part_nbytes=16 << 20, streams=streams)
-    )  # the trailer is written last
+    (upload,) = drivers[0].uploads
+    assert len(upload.begun) > 6
+    end = upload.begun[-1] + 1  # the trailer is written last
+    cut = segments(end, replace(drivers[0].traits, part_nbytes=16 << 20))
     if order != "any":
         for start, stop in cut:
-            within = [at for at in begun if start <= at < stop]
+            within = [at for at in upload.begun if start <= at < stop]
             assert within == sorted(within)
-        assert begun[:streams] == [start for start, _ in cut[:streams]]
-    if order == "serial":
-        assert max(overlaps) == 1
-    else:
-        assert max(overlaps) > 1
+        assert upload.begun[:streams] == [start for start, _ in cut[:streams]]
+    assert (upload.most == 1) == (order == "serial")
 
 
 @pytest.mark.parametrize("hops", range(8))
@@ -467,7 +406,7 @@ def test_chunks_are_written_in_turn_from_each_segment(
     nbytes: int, streams: int, chunk_nbytes: int
 ) -> None:
     """Every chunk is written once, ascending within each segment."""
-    traits = replace(TRAITS, streams=streams)
+    traits = replace(Ordered("ascending", streams=streams).traits, part_nbytes=16)
     chunks = -(-nbytes // chunk_nbytes)
     order = writing_order(chunks, chunk_nbytes, nbytes, traits)
     assert sorted(order) == list(range(chunks))

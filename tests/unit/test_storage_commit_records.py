@@ -9,14 +9,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from support.bits import difference, fresh_uri
-from support.copies import attempts, checkpoint, copied, images, loaded, run, save
-from support.drivers import HookedDriver, age, contents, storage_at
+from support.copies import (
+    BUDGET_NBYTES,
+    LAST,
+    NEW,
+    OLD,
+    attempts,
+    checkpoint,
+    copied,
+    images,
+    loaded,
+    run,
+    save,
+)
+from support.drivers import HookedDriver, age, contents, retried, storage_at
 
 import holdfast
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
@@ -28,10 +38,6 @@ from holdfast.storage.ranks.team import Solo
 from holdfast.storage.state.flattening.flatten import flatten
 
 HOUR_S = 3600.0
-BUDGET_NBYTES = 64 << 20
-OLD, NEW, LAST = (
-    {"who": who, "x": torch.full((5,), float(i))} for i, who in enumerate(["old", "new", "last"])
-)
 
 
 def with_old() -> MemoryDriver:
@@ -63,11 +69,6 @@ class Flaky(MemoryDriver):
         if self.meanwhile is not None:
             await self.meanwhile()
         raise holdfast.BusyError("503 slow down", uri=self.uri, key=key)
-
-
-def retried(driver: Driver) -> Driver:
-    """Return the driver within a layer that retries."""
-    return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
 
 
 def aged(storage: MemoryDriver, key: str, seconds: float) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bits import difference, flip, fresh_uri, image_in
+from support.bits import flip, fresh_uri, image_in, saved
 from support.copies import (
+    BUDGET_NBYTES,
+    DEAD,
     OLD,
     RANKS,
     attempts,
@@ -21,14 +23,16 @@ from support.copies import (
     flipped,
     images,
     loaded,
+    prepared,
     run,
     save,
 )
 from support.drivers import Fault, HookedDriver, age, contents
 from support.inside import on_allocation
+from support.ordered import Ordered
 
 import holdfast
-from holdfast.drivers.contract import Buffer, Driver, PartOrder, Upload
+from holdfast.drivers.contract import Driver, PartOrder
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
@@ -38,34 +42,6 @@ from holdfast.storage.pipeline.image_copier import balanced
 from holdfast.storage.protocol import limits
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
-
-BUDGET_NBYTES = 64 << 20
-DEAD = "20200101T000000-00000000"
-
-
-@pytest.mark.nightly(3)
-def test_a_copy_is_the_same_checkpoint(tmp_path: Path) -> None:
-    """Copies from memory to disk and back are equal and verify."""
-    uri = fresh_uri()
-    state = {
-        "x": torch.randn(5 << 20, dtype=torch.float64),
-        "y": [torch.arange(7), "text"],
-        "step": 12,
-    }
-    holdfast.save(uri, state)
-    there = str(tmp_path / "there")
-    report = holdfast.copy(uri, there)
-    assert report.ok
-    assert report.sent_nbytes == report.nbytes > 40 << 20
-    assert [(c.path, c.step, c.files) for c in report.checkpoints] == [("", 12, 1)]
-    back = fresh_uri()
-    holdfast.copy(there, back)
-    for copy in (there, back):
-        assert difference(state, holdfast.load(copy)) is None
-        with holdfast.open(copy) as c, holdfast.open(uri) as original:
-            assert c.verify().ok
-            assert (c.step, c.world, c.created_s) == (12, 1, original.created_s)
-            assert c.attempt != original.attempt
 
 
 def test_a_folder_is_copied_checkpoint_by_checkpoint(tmp_path: Path) -> None:
@@ -77,6 +53,9 @@ def test_a_folder_is_copied_checkpoint_by_checkpoint(tmp_path: Path) -> None:
     assert [(c.path, c.step) for c in first.checkpoints] == [("run/step-3", 3), ("run/step-20", 20)]
     holdfast.save(f"{root}/run/step-30", {"x": torch.ones(3), "step": 30})
     second = holdfast.copy(root, tmp_path, recursive=True)
+    with holdfast.open(tmp_path / "run/step-20") as c, holdfast.open(f"{root}/run/step-20") as old:
+        assert (c.step, c.world, c.created_s) == (20, 1, old.created_s)
+        assert c.attempt != old.attempt
     assert [c.sent_nbytes > 0 for c in second.checkpoints] == [False, False, True]
     assert [c.path for c in holdfast.list_checkpoints(tmp_path)] == [
         "run/step-3",
@@ -147,8 +126,7 @@ def test_a_source_that_is_replaced_meanwhile_is_called_so() -> None:
 
 def test_each_side_has_options_of_its_own(tmp_path: Path) -> None:
     """Options of the source and of the destination each reach their own side only."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.ones(3)})
+    uri = saved({"x": torch.ones(3)})
     holdfast.copy(uri, tmp_path, dst_options={"threads": 3})
     assert holdfast.copy(tmp_path, fresh_uri(), src_options={"direct": "off"}).ok
     for options in ({"src_options": {"threads": 3}}, {"dst_options": {"endpoint": "x"}}):
@@ -180,48 +158,6 @@ def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -
     assert (again.nbytes, again.sent_nbytes) == (report.nbytes, 0)
 
 
-class Ordered(MemoryDriver):
-    """Memory storage that wants parts in an order, and records their order and concurrency."""
-
-    def __init__(self, order: PartOrder, streams: int = 1) -> None:
-        super().__init__()
-        self.traits = replace(self.traits, part_order=order, streams=streams)
-        self.begun: dict[str, list[int]] = {}
-        self.running: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
-        self.most_uploads = 0
-        self.open = set[str]()
-
-    async def create(self, key: str, nbytes: int) -> Upload:
-        self.open.add(key)
-        return OrderedUpload(self, key, await super().create(key, nbytes))
-
-
-class OrderedUpload(Upload):
-    """An upload of :class:`Ordered`."""
-
-    def __init__(self, driver: Ordered, key: str, inner: Upload) -> None:
-        self.driver, self.key, self.inner = driver, key, inner
-
-    async def write(self, start: int, data: Buffer) -> None:
-        d = self.driver
-        d.begun.setdefault(self.key, []).append(start)
-        d.running[self.key] += 1
-        d.most[self.key] = max(d.most[self.key], d.running[self.key])
-        d.most_uploads = max(d.most_uploads, sum(n > 0 for n in d.running.values()))
-        await asyncio.sleep(0.05)
-        await self.inner.write(start, data)
-        d.running[self.key] -= 1
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        await self.inner.commit(nbytes)
-        self.driver.open.discard(self.key)
-
-    async def abort(self) -> None:
-        await self.inner.abort()
-        self.driver.open.discard(self.key)
-
-
 @pytest.fixture(scope="module")
 def large() -> MemoryDriver:
     """A checkpoint of three images of three chunks each."""
@@ -234,13 +170,13 @@ def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriv
     """``ascending`` parts may overlap, ``serial`` ones may not; uploads may."""
     ours = Ordered(order)
     copied(large, ours, budget_nbytes=256 << 20)
-    assert len(ours.begun) == RANKS
-    for key, begun in ours.begun.items():
-        assert len(begun) == 4
+    assert len(ours.uploads) == RANKS
+    for upload in ours.uploads:
+        assert len(upload.begun) == 4
         if order != "any":
-            assert begun == sorted(begun)
-        assert (ours.most[key] == 1) == (order == "serial")
-    assert ours.most_uploads > 1
+            assert upload.begun == sorted(upload.begun)
+        assert (upload.most == 1) == (order == "serial")
+    assert ours.most_writing > 1
     assert run(run_build(ours, 1, BUDGET_NBYTES))[0]["own"][-1] == 1.0
 
 
@@ -270,7 +206,7 @@ def test_memory_stays_within_the_budget(
     with pytest.raises(holdfast.FullError):
         copied(large, HookedDriver(ours, before=fail), budget_nbytes=48 << 20)
     assert pool.free_nbytes == most * pool.buffer_nbytes
-    assert ours.open == set()
+    assert not any(upload.open for upload in ours.uploads)
 
 
 @pytest.mark.parametrize(
@@ -285,15 +221,6 @@ def test_memory_stays_within_the_budget(
 def test_images_are_dealt_evenly(nbytes: list[int], hands: int, dealt: list[list[int]]) -> None:
     """Images are dealt to lanes by bytes, each once."""
     assert balanced(nbytes, hands) == dealt
-
-
-def prepared() -> MemoryDriver:
-    """A destination with another checkpoint, and what a dead attempt left."""
-    storage = MemoryDriver()
-    run(save(storage, OLD))
-    run(storage.put(f"data/{DEAD}/attempt.json", b"{}"))
-    run(storage.put(f"data/{DEAD}/0.safetensors", b"half an image"))
-    return storage
 
 
 @pytest.mark.nightly(12)

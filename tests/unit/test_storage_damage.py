@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import difference, flip, fresh_uri, image_in
+from support.bits import difference, flip, fresh_uri, image_in, saved
 from support.drivers import storage_at
 from support.forgery import Alter, Columns, Head, forge
 from support.ranks import load_as_ranks, save_as_ranks, save_cut, save_flats
@@ -134,8 +134,7 @@ def test_shards_of_a_wanted_tensor_that_overlap_are_damage() -> None:
 
 def test_a_shard_that_begins_within_an_element_is_damage() -> None:
     """Where nothing else is wrong with it: its bytes are within the image, and no other shard's."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"w": torch.arange(4.0), "x": torch.arange(4)})
+    uri = saved({"w": torch.arange(4.0), "x": torch.arange(4)})
 
     def shifted(columns: Columns, head: Head) -> None:
         # The shorter element comes last. It has one dimension: half as long, it leaves room to

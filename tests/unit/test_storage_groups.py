@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import fresh_uri
+from support.bits import fresh_uri, saved
 from torch import nn
 
 import holdfast
@@ -65,8 +65,7 @@ def trained(groups: Groups, **how: Any) -> tuple[nn.Module, torch.optim.AdamW]:
 def stored(groups: Groups, **how: Any) -> tuple[nn.Module, torch.optim.AdamW, str]:
     """Return a trained module, its optimizer, and the URI of their checkpoint."""
     net, optim = trained(groups, **how)
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net, "optim": optim})
+    uri = saved({"net": net, "optim": optim})
     return net, optim, uri
 
 
@@ -155,8 +154,7 @@ def test_keys_of_the_users_own_and_of_schedulers_are_taken_over() -> None:
     """They do not make an optimizer one of another kind."""
     net, optim = trained([(names, h | {"name": str(h["lr"])}) for names, h in DECAY])
     torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, 10)
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net, "optim": optim})
+    uri = saved({"net": net, "optim": optim})
     other, into = grouped(DECAY[::-1])
     into.defaults["of a later release"] = True
     with pytest.raises(
@@ -184,8 +182,7 @@ def test_names_that_torch_has_given_stay_those_of_the_job_that_loads() -> None:
 def test_without_a_module_names_of_torch_tell_parameters_apart() -> None:
     """A state by number is given back by ``param_names`` where both optimizers have them."""
     net, optim = trained(DECAY, named=True)
-    uri = fresh_uri()
-    holdfast.save(uri, {"optim": optim})
+    uri = saved({"optim": optim})
     other, into = grouped([(names[::-1], {}) for names, _ in DECAY[::-1]], named=True)
     holdfast.load(uri, into={"optim": into})
     assert hyperparameters(other, into) == hyperparameters(net, optim)
@@ -207,8 +204,7 @@ def test_without_a_module_names_of_torch_tell_parameters_apart() -> None:
 def test_a_state_by_number_wants_the_same_groups(groups: Groups, said: str) -> None:
     """Numbers alone do not say which parameter is which."""
     _, optim = trained(DECAY)
-    uri = fresh_uri()
-    holdfast.save(uri, {"optim": optim})
+    uri = saved({"optim": optim})
     _, into = grouped(groups)
     with pytest.raises(holdfast.MismatchError, match=said):
         holdfast.load(uri, into={"optim": into})
@@ -243,8 +239,7 @@ def test_tied_parameters_are_found_by_any_of_their_names() -> None:
         for net, lr in zip(nets, (0.1, 0.2), strict=True)
     ]
     optim.state[nets[0].x]["momentum_buffer"] = torch.full((2, 2), 4.0)
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": nets[0], "optim": optim})
+    uri = saved({"net": nets[0], "optim": optim})
     holdfast.load(uri, into={"net": nets[1], "optim": into})
     assert into.param_groups[0]["lr"] == 0.1
     assert torch.equal(into.state[nets[1].x]["momentum_buffer"], torch.full((2, 2), 4.0))
@@ -270,8 +265,7 @@ def test_a_learning_rate_that_is_a_tensor_follows_its_group() -> None:
         (names, {"lr": torch.tensor(float(i + 1))}) for i, (names, _) in enumerate(DECAY + REST)
     ]
     net, optim = grouped(rates)
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net, "optim": optim})
+    uri = saved({"net": net, "optim": optim})
     other, into = grouped([(names, {"lr": torch.tensor(0.0)}) for names, _ in rates[::-1]])
     holdfast.load(uri, into={"net": other, "optim": into})
     assert [group["lr"].item() for group in into.param_groups] == [3.0, 2.0, 1.0]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, fresh_uri, saved
 from torch import nn
 
 import holdfast
@@ -112,8 +112,7 @@ def test_not_strict_still_wants_shapes_and_dtypes_to_fit(uri: str) -> None:
 
 def test_a_type_that_differs_is_a_difference() -> None:
     """A tensor where the checkpoint has a value, and the other way round, do not fit."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"a": torch.ones(1), "b": 1, "c": {"d": 1}})
+    uri = saved({"a": torch.ones(1), "b": 1, "c": {"d": 1}})
     with pytest.raises(holdfast.MismatchError) as caught:
         holdfast.load(uri, into={"a": 1, "b": torch.ones(1), "c": 5})
     assert len(caught.value.differences) == 6
@@ -122,8 +121,7 @@ def test_a_type_that_differs_is_a_difference() -> None:
 @pytest.mark.parametrize("key", [1, 1.0, True, "1"], ids=repr)
 def test_keys_of_another_type_are_other_keys(key: Any) -> None:
     """1, 1.0, True and "1" are four keys, for values and for tensors."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"v": {key: 5}, "t": {key: torch.tensor(5)}})
+    uri = saved({"v": {key: 5}, "t": {key: torch.tensor(5)}})
     for other in (1, 1.0, True, "1"):
         into = {"v": {other: 0}, "t": {other: torch.tensor(0)}}
         if type(other) is type(key):
@@ -136,8 +134,7 @@ def test_keys_of_another_type_are_other_keys(key: Any) -> None:
 
 def test_tuples_are_made_anew_and_put_in_their_place() -> None:
     """A load replaces a tuple in its container by a new one with the same tensors."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)})
+    uri = saved({"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)})
     inner, listed, only = torch.tensor(0), [0], (torch.tensor(0),)
     into = {"t": (0, (0, inner), listed), "only": only}
     holdfast.load(uri, into=into)
@@ -161,8 +158,7 @@ def test_a_mapping_that_cannot_be_assigned_to_is_refused_before_anything_is_read
 
 def test_expanded_targets_are_refused() -> None:
     """A load refuses a tensor some of whose elements share memory."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.arange(6.0).reshape(2, 3)})
+    uri = saved({"x": torch.arange(6.0).reshape(2, 3)})
     for target in (torch.zeros(3).expand(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1))):
         with pytest.raises(holdfast.MismatchError, match="share memory"):
             holdfast.load(uri, into={"x": target})
@@ -178,8 +174,7 @@ def test_expanded_targets_are_refused() -> None:
 )
 def test_arrays_that_cannot_be_filled_are_refused(array: np.ndarray) -> None:
     """A load refuses read-only arrays and arrays with negative strides."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": np.arange(3.0)})
+    uri = saved({"x": np.arange(3.0)})
     with pytest.raises(holdfast.UsageError, match=r'state\["x"\]'):
         holdfast.load(uri, into={"x": array})
     assert array.tolist() == [0, 0, 0]
@@ -220,8 +215,7 @@ def test_cast_refuses_what_torch_cannot_convert(stored: torch.dtype) -> None:
     """
     wanted = {torch.float32: torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2: torch.float32}[stored]
     assert torch.can_cast(stored, wanted)
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.zeros(8, dtype=torch.uint8).view(stored), "y": torch.ones(2)})
+    uri = saved({"x": torch.zeros(8, dtype=torch.uint8).view(stored), "y": torch.ones(2)})
     into = {"x": torch.empty(8 // stored.itemsize, dtype=wanted), "y": torch.zeros(2)}
     with pytest.raises(holdfast.MismatchError, match=r'"x"\]: dtype \w+ in the check') as caught:
         holdfast.load(uri, into=into, cast=True)
@@ -241,8 +235,7 @@ def test_a_path_that_does_not_exist_is_not_a_checkpoint(tmp_path: Path) -> None:
 
 def test_dtypes_of_another_torch_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dtype that this torch lacks raises an error; other tensors can still be read."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.ones(2, dtype=torch.float8_e8m0fnu), "y": torch.ones(2)})
+    uri = saved({"x": torch.ones(2, dtype=torch.float8_e8m0fnu), "y": torch.ones(2)})
     monkeypatch.delattr(torch, "float8_e8m0fnu")
     with pytest.raises(holdfast.UnsupportedFormatError, match="float8_e8m0fnu"):
         holdfast.load(uri)
@@ -381,8 +374,7 @@ def test_an_unknown_mode_is_refused(run: tuple[str, nn.Module]) -> None:
 
 def test_lists_in_the_report_are_bounded() -> None:
     """A hundred names of each, and how many there are."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"both": 1, "old": {f"{i}": i for i in range(250)}})
+    uri = saved({"both": 1, "old": {f"{i}": i for i in range(250)}})
     report = loaded(uri, {"both": 0, "new": {f"x{i}": torch.zeros(1) for i in range(150)}}, False)
     assert (len(report.missing), report.missing_count) == (100, 150)
     assert (len(report.unexpected), report.unexpected_count) == (100, 250)
@@ -390,8 +382,7 @@ def test_lists_in_the_report_are_bounded() -> None:
 
 def test_advice_that_is_followed_works() -> None:
     """An error names the options that help, and no others."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"w": torch.ones(2), "x": 1})
+    uri = saved({"w": torch.ones(2), "x": 1})
     into = {"w": torch.zeros(2, dtype=torch.float64), "new": 1}
     text = refused(uri, into)
     assert "cast=True" in text

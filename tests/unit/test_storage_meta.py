@@ -65,8 +65,7 @@ def trained() -> tuple[Net, torch.optim.Optimizer]:
 def test_a_module_is_given_memory_by_a_load(before: bool) -> None:
     """Parameters stay the same objects, whether the optimizer is made before or after the load."""
     net, optimizer = trained()
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net, "optim": optimizer})
+    uri = saved({"net": net, "optim": optimizer})
     into = on_meta()
     weight = into.first.weight
     weight.mark = "kept"
@@ -90,8 +89,7 @@ def test_a_module_is_given_memory_by_a_load(before: bool) -> None:
 def test_a_module_may_be_on_meta_in_part(caplog: pytest.LogCaptureFixture) -> None:
     """A load fills parameters in memory in place; what is not stored stays on meta."""
     net, _ = trained()
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net})
+    uri = saved({"net": net})
     into = on_meta()
     into.norm.to_empty(device="cpu")
     into.more = nn.Linear(2, 2, device="meta")
@@ -125,8 +123,7 @@ def test_tied_parameters_that_are_stored_apart_are_told(strict: bool) -> None:
     """Tied parameters that were stored separately are reported on meta as they are in memory."""
     net, _ = trained()
     net.second.weight = nn.Parameter(torch.zeros(3, 3))
-    uri = fresh_uri()
-    holdfast.save(uri, {"net": net})
+    uri = saved({"net": net})
     into = on_meta()
     if strict:
         with pytest.raises(holdfast.MismatchError, match="share memory in the state"):

@@ -8,22 +8,18 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
 from support.bits import difference
-from support.copies import OLD, checkpoint, copied, images, loaded, run, save
-from support.drivers import HookedDriver, contents
+from support.copies import NEW, OLD, checkpoint, copied, images, loaded, run, save
+from support.drivers import HookedDriver, contents, retried
 
 import holdfast
 from holdfast.drivers.contract import Buffer, Driver
-from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import Option, switch
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.protocol import commit
 from holdfast.storage.protocol.attempt import check_marker
 from holdfast.storage.protocol.collect import collect
-
-NEW = {"who": "new", "x": torch.full((7,), 2.0)}
 
 
 class Ignoring(MemoryDriver):
@@ -72,11 +68,6 @@ class Shifted(MemoryDriver):
 def bare(driver: Driver) -> Driver:
     """Without a layer."""
     return driver
-
-
-def retried(driver: Driver) -> Driver:
-    """With a layer that tries again."""
-    return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
 
 
 @pytest.mark.parametrize("layer", [bare, retried])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, fresh_uri, saved
 from support.inside import on_allocation, read_within
 from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 
@@ -246,8 +246,7 @@ def test_saves_and_loads_in_a_running_event_loop_and_in_threads() -> None:
     results: list[object] = []
 
     def work(i: int) -> None:
-        uri = fresh_uri()
-        holdfast.save(uri, {"i": i, "x": torch.full((10,), i)})
+        uri = saved({"i": i, "x": torch.full((10,), i)})
         results.append(holdfast.load(uri)["i"])
 
     async def main() -> None:

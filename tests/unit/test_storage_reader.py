@@ -112,10 +112,7 @@ def test_tensors_are_described() -> None:
 
 def test_values_are_listed_by_path() -> None:
     """Values are listed under their paths in Python syntax."""
-    uri = fresh_uri()
-    holdfast.save(
-        uri, {"optim": {"lr": 0.5, "betas": (0.9, None)}, 3: {None: "x"}, "t": torch.ones(1)}
-    )
+    uri = saved({"optim": {"lr": 0.5, "betas": (0.9, None)}, 3: {None: "x"}, "t": torch.ones(1)})
     with holdfast.open(uri) as c:
         assert dict(c.values()) == {
             'state["optim"]["lr"]': 0.5, 'state["optim"]["betas"][0]': 0.9, 'state["optim"]["betas"][1]': None, "state[3][None]": "x",
@@ -139,8 +136,7 @@ def test_the_step_is_taken_from_the_state_unless_given() -> None:
 
 def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
     """A read from a replaced checkpoint raises ReplacedError, not DamagedError."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"x": torch.ones(3)})
+    uri = saved({"x": torch.ones(3)})
     with holdfast.open(uri) as c:
         holdfast.save(uri, {"x": torch.zeros(3)})
         with pytest.raises(holdfast.ReplacedError):

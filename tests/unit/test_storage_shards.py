@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference, fresh_uri, saved
 from support.drivers import storage_at
 from support.ranks import load_as_ranks, save_as_ranks
 from torch import nn
@@ -87,8 +87,7 @@ def test_elements_of_a_range_may_lie_apart() -> None:
 
 def test_a_part_that_cannot_be_filled_is_named() -> None:
     """Before anything is read: elements that share memory, another shape, another dtype."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"w": flat(0, 60)})
+    uri = saved({"w": flat(0, 60)})
     shared = torch.zeros(1).expand(60)
     for part, text in (
         (Shard(shared, shape=(3, 4, 5), flat=(0, 60)), r'state\["w"\].*share memory'),
@@ -123,8 +122,7 @@ class Fused:
 
 def test_objects_may_give_parts() -> None:
     """The parts in an object's state are filled in place, and the object gets them back."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"optim": Fused(1.0)})
+    uri = saved({"optim": Fused(1.0)})
     other = Fused(0.0)
     holdfast.load(uri, into={"optim": other})
     assert torch.equal(other.buffer, torch.arange(70.0))
@@ -413,8 +411,7 @@ def module(value: int, context: Any = None) -> nn.Module:
 
 def test_inner_tensors_are_stored_by_name() -> None:
     """A load without a target gives dicts; so does a load into dicts."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"m": module(3), "w": [scaled(5)]})
+    uri = saved({"m": module(3), "w": [scaled(5)]})
     with holdfast.open(uri) as checkpoint:
         assert set(checkpoint.tensors) == {
             *("m.weight.codes", "m.weight.scale", "m.table.codes", "m.table.scale"),
@@ -550,8 +547,7 @@ def test_a_plain_moment_is_not_loaded_into_a_coarse_one() -> None:
     net = nn.Linear(4, 3, bias=False)
     plain = torch.optim.SGD(net.parameters(), lr=1.0)
     plain.state[net.weight]["moment"] = torch.ones(3, 4)
-    uri = fresh_uri()
-    holdfast.save(uri, {"optim": plain})
+    uri = saved({"optim": plain})
     coarse = Coarse(net.parameters(), lr=1.0)
     coarse.step()
     with pytest.raises(holdfast.MismatchError, match="moment: something other than a Scaled in"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import difference, flip, fresh_uri, image_in, random_bits
+from support.bits import difference, flip, fresh_uri, image_in, random_bits, saved
 from support.layouts import Halves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +46,7 @@ def test_every_dtype_comes_back_bit_for_bit(rng: np.random.Generator) -> None:
         f"{dtype} {shape}": random_bits(rng, dtype, shape) for dtype in dtypes() for shape in shapes
     }
     into = {name: random_bits(rng, t.dtype, tuple(t.shape)) for name, t in state.items()}
-    uri = fresh_uri()
-    holdfast.save(uri, state)
+    uri = saved(state)
     assert difference(state, holdfast.load(uri)) is None
     targets = dict(into)
     assert holdfast.load(uri, into=into) is into
@@ -87,8 +86,7 @@ def test_views_are_stored_as_what_they_show(dtype: torch.dtype, rng: np.random.G
         return {"whole": whole} | {name: view(whole) for name, view in views().items()}
 
     state, into = make(), make()
-    uri = fresh_uri()
-    holdfast.save(uri, state)
+    uri = saved(state)
     assert difference(state, holdfast.load(uri)) is None
     for name in ("expanded", "expanded scalar", "overlapping windows"):  # these cannot be filled
         into[name] = torch.empty_like(state[name], memory_format=torch.contiguous_format)
@@ -109,8 +107,7 @@ def test_lazy_conjugates_and_negatives_are_stored_as_what_they_mean(
 
     state, into = make(), make()
     assert all(tensor.is_conj() or tensor.is_neg() for tensor in state)
-    uri = fresh_uri()
-    holdfast.save(uri, state)
+    uri = saved(state)
     assert difference(state, holdfast.load(uri)) is None
     holdfast.load(uri, into=into)
     assert difference(state, into) is None
@@ -139,8 +136,7 @@ def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
 def test_parameters_and_tensors_in_a_graph_are_stored_as_values() -> None:
     """Tensors that require gradients are saved without, and filled without disturbing autograd."""
     parameter = torch.nn.Parameter(torch.arange(4.0))
-    uri = fresh_uri()
-    holdfast.save(uri, {"p": parameter, "y": parameter * 2})
+    uri = saved({"p": parameter, "y": parameter * 2})
     loaded = holdfast.load(uri)
     assert not loaded["p"].requires_grad
     assert torch.equal(loaded["y"], torch.tensor([0.0, 2.0, 4.0, 6.0]))
@@ -241,8 +237,7 @@ def test_tied_weights_of_which_two_values_are_stored_are_refused() -> None:
 
 def test_values_that_agree_after_a_cast_are_loaded() -> None:
     """Values are compared as the state would hold them."""
-    uri = fresh_uri()
-    holdfast.save(uri, {"a": torch.ones(5), "b": torch.ones(5, dtype=torch.float16)})
+    uri = saved({"a": torch.ones(5), "b": torch.ones(5, dtype=torch.float16)})
     tied = torch.zeros(5, dtype=torch.float64)
     holdfast.load(uri, into={"a": tied, "b": tied}, cast=True)
     assert tied.tolist() == [1.0] * 5
@@ -345,9 +340,7 @@ def test_tied_weights_that_are_stored_as_one_are_read_once() -> None:
 
 def test_a_dict_at_two_places_gets_values_of_one_of_them() -> None:
     """The same holds for small values: refused, or the last."""
-    uri = fresh_uri()
-    holdfast.save(
-        uri,
+    uri = saved(
         {
             "a": {"x": 1, "y": 5, "t": torch.ones(1)},
             "b": {"x": 2, "y": 5, "t": torch.full((1,), 2.0)},

@@ -65,10 +65,7 @@ ARRAYS = {
 
 def test_an_array_is_filled_in_place() -> None:
     """A writable array of any layout or subclass is a target like a tensor is."""
-    uri = fresh_uri()
-    holdfast.save(
-        uri, {"a": np.arange(12.0).reshape(3, 4), "b": np.arange(3), "m": np.ones((1, 2))}
-    )
+    uri = saved({"a": np.arange(12.0).reshape(3, 4), "b": np.arange(3), "m": np.ones((1, 2))})
     into = {
         "a": np.zeros((4, 3)).T,
         "b": np.zeros(6, np.int64)[::2],
