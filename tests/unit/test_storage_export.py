@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.bits import difference, fresh_uri, random_bits, saved
-from support.commands import printed
+from support.commands import run
 from support.copies import flipped, images
 from support.drivers import HookedDriver, storage_at
 from support.given import Serve
@@ -257,13 +257,13 @@ def test_command(tmp_path: Path) -> None:
     tensor = torch.randn(100)
     uri = saved({"model": {"w": tensor, "v": tensor}, "step": 1})
     chosen = ["export", uri, str(tmp_path), "--only", "model.*", "--rename", "model.*=*"]
-    out = printed(*chosen, "--shard", "1KiB", "--dtype", "bf16", status=0)
+    out = run(*chosen, "--shard", "1KiB", "--dtype", "bf16").stdout
     lines = out.splitlines()
     assert lines[0] == "v is tied to w, whose bytes are written once"
     assert lines[1].startswith(f"exported: file://{tmp_path}: 1 tensor in 1 file, 4.20 KiB, 0.")
     assert difference({"w": tensor.bfloat16()}, model_in(tmp_path)) is None
-    assert "the folder already has a model or a checkpoint" in printed(*chosen, status=2)
-    found = json.loads(printed(*chosen, "--overwrite", "--json", status=0))
+    assert "the folder already has a model or a checkpoint" in run(*chosen, status=2).stderr
+    found = json.loads(run(*chosen, "--overwrite", "--json").stdout)
     assert (found["files"], found["tensors"], found["tied"]) == (
         ["model.safetensors"],
         1,

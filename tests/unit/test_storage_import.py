@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bits import difference, fresh_uri, random_bits, saved
-from support.commands import printed
+from support.commands import run
 from support.drivers import Hook, HookedDriver, contents
 from support.given import Serve
 from support.importing import imported, noted, objects_at
@@ -26,7 +26,7 @@ from support.importing import imported, noted, objects_at
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.conversion.importing import ImportReport
-from holdfast.storage.runtime.engine import run
+from holdfast.storage.runtime import engine
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -292,10 +292,10 @@ def test_command(tmp_path: Path) -> None:
     dest = tmp_path / "out"
     names = ["--rename", "*=model.*", "--skip", "v"]
     asked = ["import", str(tmp_path), str(dest), *names, "--step", "3"]
-    out = printed(*asked, status=0)
+    out = run(*asked).stdout
     assert out.startswith(f"imported: file://{dest}: 1 tensor of 1 file, 1.00 KiB, 0.")
-    assert "a checkpoint already exists" in printed(*asked, status=2)
-    found = json.loads(printed(*asked, "--overwrite", "--json", status=0))
+    assert "a checkpoint already exists" in run(*asked, status=2).stderr
+    found = json.loads(run(*asked, "--overwrite", "--json").stdout)
     assert (found["files"], found["tensors"], found["nbytes"]) == ([PLAIN], 1, 1024)
     assert [(c.step, c.tensors) for c in holdfast.list_checkpoints(dest)] == [(3, 1)]
 
@@ -367,7 +367,7 @@ class Destination:
 
     def images(self) -> dict[str, bytes]:
         """The images that are there, by key."""
-        found = run(contents(self.storage))
+        found = engine.run(contents(self.storage))
         return {key: data for key, data in found.items() if key.endswith(".safetensors")}
 
     def written(self) -> int:
@@ -410,7 +410,9 @@ def test_an_import_goes_on_where_it_stopped(
     if make is as_dcp:
         expected["step"] = 1
     destination.check(expected)
-    assert not any(key.endswith("attempt.json") for key in run(contents(destination.storage)))
+    assert not any(
+        key.endswith("attempt.json") for key in engine.run(contents(destination.storage))
+    )
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -447,7 +449,7 @@ def test_an_image_that_is_cut_is_written_again(tmp_path: Path, destination: Dest
     source = as_safetensors(tmp_path, 1)
     destination.stopped(source, 3)
     key, data = sorted(destination.images().items())[1]
-    run(destination.storage.put(key, data[:-1]))
+    engine.run(destination.storage.put(key, data[:-1]))
     destination.imported(source)
     assert destination.written() == 7 - 2
     destination.check(model_of(1))

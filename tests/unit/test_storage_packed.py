@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri
+from support.commands import run, run_json
 from support.drivers import contents, storage_at
 from support.forgery import forge
 from support.ranks import BUDGET_NBYTES
 from support.tiny import Tiny
 
 import holdfast
-from holdfast.cli import app as cli
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
@@ -114,17 +111,12 @@ def test_the_report_and_the_commands_tell_what_is_stored(uri: str, truth: dict[s
     plain = holdfast.save(to, truth)
     assert plain.nbytes == plain.stored_nbytes == report.nbytes
 
-    def told(*arguments: str) -> Any:
-        with redirect_stdout(io.StringIO()) as out:
-            assert cli.run(arguments) == 0
-        return out.getvalue()
-
-    shown = json.loads(told("show", uri, "--json"))
+    shown = run_json("show", uri)
     assert (shown["format_version"], shown["compression"]) == (2, "lz4")
     assert shown["stored_nbytes"] == stored_nbytes + manifest_nbytes
-    assert "version 2, lz4, attempt" in told("show", uri)
-    assert json.loads(told("verify", uri, "--json"))["ok"]
-    assert json.loads(told("show", to, "--json"))["format_version"] == 1
+    assert "version 2, lz4, attempt" in run("show", uri).stdout
+    assert run_json("verify", uri)["ok"]
+    assert run_json("show", to)["format_version"] == 1
     manifest = start(storage_at(to).get(MANIFEST_KEY)).result()
     assert b"compress" not in manifest
     assert b"stored_nbytes" not in manifest

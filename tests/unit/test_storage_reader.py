@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri, from_bytes, random_bits, raw, saved
-from support.commands import printed
+from support.commands import run
 from support.copies import flipped, images
 from support.drivers import storage_at
 from support.given import Serve
@@ -482,16 +482,16 @@ def test_the_command_says_whether_they_are_equal() -> None:
     """The command exits with 0 if equal, with 1 and a line per difference if not, with 2 on errors."""
     state = {"m": {"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "step": 1}
     a = saved(state)
-    assert printed("diff", a, a, status=0) == "equal: 2 tensors; 0 B of each side read\n"
+    assert run("diff", a, a).stdout == "equal: 2 tensors; 0 B of each side read\n"
     state["m"]["w"] = torch.tensor([[0, 0.25], [0, 0]])
     b = saved({**state, "step": 2, "new": torch.ones(1, dtype=torch.int8)})
-    assert printed("diff", a, b, status=1).splitlines() == [
+    assert run("diff", a, b, status=1).stdout.splitlines() == [
         'value  state["step"]  1 | 2',
         "only in b  new  int8 [1]",
         "values  m.w  float32 [2×2]  1 of 4 elements, by up to 0.25",
         "different: 2 tensors and 1 value; 1 tensor equal; 24 B of each side read",
     ]
-    printed("diff", a, "memory://nothing-at-all", status=2)
+    run("diff", a, "memory://nothing-at-all", status=2)
 
 
 def test_the_command_speaks_json() -> None:
@@ -502,7 +502,7 @@ def test_the_command_speaks_json() -> None:
     def refuse(constant: str) -> Callable[[], None]:
         raise AssertionError(constant)
 
-    found = json.loads(printed("diff", a, b, "--json", status=1), parse_constant=refuse)
+    found = json.loads(run("diff", a, b, "--json", status=1).stdout, parse_constant=refuse)
     kind = {"dtype": "float32", "shape": [2]}
     assert found.pop("seconds") > 0
     assert found == {

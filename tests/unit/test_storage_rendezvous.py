@@ -294,7 +294,7 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
             await one_round(job, failing, late_s)
         await one_round(job, set(), {})
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(8)
@@ -318,7 +318,7 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
         assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
         await job.all(SAVE)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(9)
@@ -341,7 +341,7 @@ def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: s
         assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
         await job.all(SAVE)
 
-    run(main)
+    asyncio.run(main())
 
 
 def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> None:
@@ -357,7 +357,7 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
         assert kinds([outcome]) == [(errors.RankFailedError, 1)]
         assert "cannot be saved" in str(outcome)
 
-    run(main)
+    asyncio.run(main())
 
 
 @pytest.mark.nightly(5)
@@ -379,7 +379,7 @@ def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failur
             )
             assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
 
-    run(main)
+    asyncio.run(main())
 
 
 def test_failures_pair_in_order_from_where_two_ranks_are_even() -> None:

@@ -24,7 +24,7 @@ from support.importing import LAUGHS, Canary, imported, noted, objects_at
 
 import holdfast
 from holdfast.storage.format.torch_pickle import StoredTensor, leaves, read_pickle
-from holdfast.storage.format.torch_records import (
+from holdfast.storage.operations.conversion.torch_records import (
     EarlierError,
     ZipError,
     ZipRecord,
@@ -430,7 +430,7 @@ def test_numbers_of_64_bits() -> None:
     """Sizes and places beyond 4 GiB are in the extra field, behind other fields or not."""
     full = 0xFFFF_FFFF
     size = 5 << 30
-    extra = struct.pack("<HHI", 0x5455, 4, 0) + struct.pack("<HH3Q", 1, 24, size, size, 6 << 30)
+    extra = struct.pack("<HHI", 0x5455, 4, 0) + struct.pack("<HH3Q", 1, 24, size, size, 2 << 30)
     entry = struct.pack(
         "<4s4xHH8xIIHHH8xI", b"PK\x01\x02", 0, 0, full, full, 3, len(extra), 0, full
     )
@@ -439,8 +439,8 @@ def test_numbers_of_64_bits() -> None:
     with pytest.raises(ZipError, match="not in it"):
         directory(entry + end, 0)
     records, _ = directory(entry + end, 3 << 30)
-    assert records == {"a": ZipRecord(6 << 30, size, is_stored=True)}
-    with pytest.raises(ZipError, match="lacks a number"):
+    assert records == {"a": ZipRecord(2 << 30, size, is_stored=True)}
+    with pytest.raises(ZipError, match="not in it"):
         directory(
             entry.replace(struct.pack("<HH", 1, 24), struct.pack("<HH", 2, 24)) + end, 3 << 30
         )

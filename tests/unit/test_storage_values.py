@@ -263,21 +263,6 @@ def test_schedulers_of_torch_come_back_as_they_were(name: str) -> None:
     assert stepped(into, other, 4) == stepped(scheduler, optim, 4)
 
 
-def test_a_checkpoint_without_kinds_takes_them_from_the_object(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A checkpoint of an older release has no kinds; the object's own state has."""
-    real = Tree.to_json
-    uri = fresh_uri()
-    with monkeypatch.context() as patch:
-        patch.setattr(Tree, "to_json", lambda self: real(self) | {"kinds": []})
-        holdfast.save(uri, {"held": Given(KINDS)})
-    assert type(holdfast.load(uri)["held"]["counter"]) is dict
-    held = Given(dict(KINDS))
-    holdfast.load(uri, into={"held": held})
-    assert kinds(held.state) == kinds(KINDS)
-
-
 class Own(dict[str, int]):
     """A dict of somebody's own."""
 
