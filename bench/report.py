@@ -1,4 +1,4 @@
-"""Results of a benchmark: series of times as text, JSON or a drawing."""
+"""Results of a benchmark: series of times as text or JSON."""
 
 from __future__ import annotations
 
@@ -84,38 +84,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _colour(name: str) -> str:
-    if LIMIT in name:
-        return "tab:grey"
-    if name.startswith(OURS):
-        return "tab:green"
-    return "tab:blue"
-
-
-def draw_all(reports: Sequence[Report], file: Path) -> None:
-    """Draw the medians of each report as bars, with the reports next to each other, to an SVG file.
-    Needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    most = max(len(report.series) for report in reports)
-    size = (2 + 5 * len(reports), 0.6 + 0.4 * most)
-    # Keep text as text, and write the same file for the same figures.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
-        figure, panels = plt.subplots(
-            1, len(reports), figsize=size, layout="constrained", squeeze=False
-        )
-        for report, axes in zip(reports, panels[0], strict=True):
-            series = report.series[::-1]
-            colours = [_colour(s.name) for s in series]
-            bars = axes.barh([s.name for s in series], [s.median for s in series], color=colours)
-            axes.bar_label(bars, fmt="%.2f s", padding=3)
-            axes.margins(x=0.15)
-            axes.set_title(report.title, fontsize="medium")
-            axes.set_xlabel("seconds, median; less is better")
-        figure.savefig(file, metadata={"Date": None})
-        plt.close(figure)

@@ -17,7 +17,7 @@ from ..peers.peer import Peer
 from ..place import clear
 from ..program import TINY_GIB
 from ..states import State, build, digests, zero
-from .course import Course, Say
+from .course import Course
 from .plan import Plan, local_folder
 from .result import READ_ALONE, READ_LIMIT, WRITE_ALONE, WRITE_LIMIT
 
@@ -47,7 +47,7 @@ class Beside:
             limit = limit_of(self._uri, nbytes, say=course.say, slowest=slowest)
         self._writers: dict[str, Any] = {WRITE_LIMIT: limit.writing}
         self._readers: dict[str, Any] = {READ_LIMIT: limit.reading}
-        self._peers = PeerContest(chosen(plan.peers, plan.parsed), place, state, course.say)
+        self._peers = PeerContest(chosen(plan.peers, plan.parsed), place, state, course)
         self.invalid = self._peers.invalid
         self.limits = {name: each.name for name, each in self._clients.items()}
         if plan.driver_alone:
@@ -83,16 +83,18 @@ class PeerContest:
     """Contestants for the peers. The tensors that a peer loads are compared with those it saved.
     ``invalid`` gives the problems found with a peer, by phase."""
 
-    def __init__(self, peers: Sequence[Peer], place: Uri, state: State, say: Say) -> None:
+    def __init__(self, peers: Sequence[Peer], place: Uri, state: State, course: Course) -> None:
         self.invalid: dict[str, tuple[str, ...]] = {}
         self._place = place
         self._state = state
         self._expected: dict[str, bytes] = {}
-        self._able = [peer for peer in peers if self._warm_up(peer, say)]
+        self._course = course
+        self._able = [peer for peer in peers if self._warm_up(peer)]
 
     def saving(self) -> list[Contestant]:
-        """Return a contestant for each peer. Its time ends when the data is durable."""
-        return [self._saver(peer) for peer in self._able]
+        """Return the contestants that save. Their times end when the data is durable."""
+        in_background = [peer for peer in self._able if peer.async_save is not None]
+        return [*map(self._saver, self._able), *map(self._async_saver, in_background)]
 
     def prepare(self) -> None:
         """Save the data for the loads. The state must still have its original values."""
@@ -119,6 +121,17 @@ class PeerContest:
             after=lambda: _remove(uri),
         )
 
+    def _async_saver(self, peer: Peer) -> Contestant:
+        uri = self._at(peer)
+        name = f"async save: {peer.name}"
+
+        def save() -> None:
+            assert peer.async_save is not None
+            self._course.note(name).stall_s.append(peer.async_save(uri, self._state))
+            _sync(peer, uri)
+
+        return Contestant(name, save, after=lambda: _remove(uri))
+
     def _loader(self, peer: Peer) -> Contestant:
         checked = False
 
@@ -135,7 +148,7 @@ class PeerContest:
             after=check_once,
         )
 
-    def _warm_up(self, peer: Peer, say: Say) -> bool:
+    def _warm_up(self, peer: Peer) -> bool:
         """Return whether a peer can save and load a small state, and report its failure otherwise.
         This also imports the peer and starts its threads before any timing."""
         uri = self._at(peer, "warm-up")
@@ -145,7 +158,7 @@ class PeerContest:
             peer.load(uri, small)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            say(f"{peer.name} is not measured: {reason}")
+            self._course.say(f"{peer.name} is not measured: {reason}")
             self._reject(peer, f"not measured, because it failed: {reason}")
             return False
         finally:
@@ -162,8 +175,12 @@ class PeerContest:
 
 
 def _save(peer: Peer, uri: Uri, state: State) -> None:
-    """Save durably: sync the peer's data from the page cache."""
     peer.save(uri, state)
+    _sync(peer, uri)
+
+
+def _sync(peer: Peer, uri: Uri) -> None:
+    """Make the peer's data in the page cache durable, if the peer does not."""
     folder = local_folder(uri)
     if folder is not None and not peer.durable:
         sync_tree(Path(folder))

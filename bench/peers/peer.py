@@ -17,7 +17,8 @@ class Peer:
     """A library to compare with.
 
     ``save(uri, state)`` writes a new checkpoint, and ``load(uri, state)`` fills the tensors of
-    ``state`` in place. Both raise the peer's errors.
+    ``state`` in place. ``async_save`` saves in the background, waits for its end, and returns for
+    how many seconds the call blocked. All raise the peer's errors.
     """
 
     key: str
@@ -25,6 +26,7 @@ class Peer:
     name: str
     save: Callable[[Uri, State], None]
     load: Callable[[Uri, State], None]
+    async_save: Callable[[Uri, State], float] | None = None
     durable: bool = False
     """True if data is durable when ``save`` returns. If not, the benchmark adds the fsyncs."""
     loads: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,17 @@ def _move(opened: Opened, kind: Kind, uri: Uri, state: State) -> None:
                 state_dict_loader.load(state, storage_reader=opened(kind, uri), no_dist=True)
     except CheckpointException as error:  # a BaseException, unlike most errors
         raise RuntimeError(str(error)) from error
+
+
+def _async_save(uri: Uri, state: State) -> float:
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    with warnings.catch_warnings(action="ignore"):
+        began_s = time.perf_counter()
+        saving: Any = async_save(state, checkpoint_id=uri.location)
+        stall_s = time.perf_counter() - began_s
+        saving.result()
+    return stall_s
 
 
 def _files(kind: Kind, uri: Uri, *, threads: int = 1) -> Any:
@@ -69,7 +81,7 @@ def _ours(kind: Kind, uri: Uri) -> Any:
 
 
 THROUGH_DCP = (
-    _peer("dcp", "DCP", _files),
+    _peer("dcp", "DCP", _files, async_save=_async_save),
     _peer("dcp4", "DCP, 4 threads", partial(_files, threads=4), loads=False),
     _peer("dcp", "DCP, s3fs", _fsspec, durable=True, schemes=("s3",), modules=("s3fs",)),
     _peer("dcp", "DCP, fsspec", _fsspec, durable=True, schemes=("fsspec+",), modules=("fsspec",)),

@@ -22,6 +22,9 @@ from holdfast.bench.limit.of import limit_of
 from holdfast.bench.limit.raw_file import RawFile
 from holdfast.bench.limit.sweep import fastest_reader
 from holdfast.bench.measured.beside import NOT_EQUAL, PeerContest
+from holdfast.bench.measured.course import Course
+from holdfast.bench.measured.plan import Plan
+from holdfast.bench.measured.ranks import Ranks
 from holdfast.bench.measured.result import Measurement, Phase, decoded, encoded
 from holdfast.bench.peers.choice import chosen
 from holdfast.bench.peers.peer import Peer
@@ -193,6 +196,11 @@ def no_word(line: str) -> None:
     """Ignore a line of progress."""
 
 
+def course(say: Callable[[str], None] = no_word) -> Course:
+    """Return the course of a measurement by one process."""
+    return Course(Plan("file:///x", MIB, runs=1), Ranks(), say)
+
+
 def failing(error: BaseException) -> Callable[..., None]:
     """Return a function that raises the error."""
 
@@ -309,7 +317,7 @@ def test_absent_programs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize("peer", chosen("all", FILE), ids=lambda peer: peer.key)
 def test_each_installed_peer_returns_the_saved_state(peer: Peer, tmp_path: Path) -> None:
     """The tensors of the state are equal bit for bit."""
-    found = PeerContest([peer], parse(tmp_path), build(TINY_GIB), no_word)
+    found = PeerContest([peer], parse(tmp_path), build(TINY_GIB), course())
     contest(found.saving(), 1, 0.0, no_word)
     found.prepare()
     contest(found.loading(), 1, 0.0, no_word)
@@ -326,7 +334,7 @@ def test_a_peer_that_returns_other_bytes_is_invalid(tmp_path: Path) -> None:
         tensor.view(-1)[-1] += 1
 
     broken = replace(good, key="broken", name="broken", load=one_bit_off)
-    found = PeerContest([good, broken], parse(tmp_path), build(TINY_GIB), no_word)
+    found = PeerContest([good, broken], parse(tmp_path), build(TINY_GIB), course())
     found.prepare()
     series = contest(found.loading(), 2, 0.0, no_word)
     assert [len(each.seconds) for each in series] == [2, 2]
@@ -338,7 +346,7 @@ def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
     (good,) = chosen("torchsave", FILE)
     broken = replace(good, name="broken", load=failing(RuntimeError("cannot load it")))
     said: list[str] = []
-    found = PeerContest([broken], parse(tmp_path), build(TINY_GIB), said.append)
+    found = PeerContest([broken], parse(tmp_path), build(TINY_GIB), course(said.append))
     assert said == ["broken is not measured: cannot load it"]
     reason = "not measured, because it failed: cannot load it"
     assert found.invalid == {"save: broken": (reason,), "load: broken": (reason,)}
