@@ -6,9 +6,6 @@ between warm buffers, in pieces of 16 MiB and with as many threads as a capture;
 bypass the processor's cache. Captures go into slots that were filled before. A resumed state is
 compared with the kept one. Another program measures parity. The peak memory is about ten times the
 size of the state.
-
-A thread that computes during a capture shows how long a trainer in Python is blocked. When it is
-neither on a processor nor waiting for one, it waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +36,7 @@ from ..storage.training.run_identity import RUN_KEY
 from .contest import Contestant, contest, header, rows
 from .machine import drop_caches, sync_tree
 from .peers.through_dcp import THROUGH_DCP
-from .program import GIB, Options, Program
+from .program import Options, Program
 from .report import Report
 from .states import State, build, digests, nbytes_of, zero
 
@@ -58,9 +53,6 @@ RESTORE = "holdfast"
 FLUSH = "memory to storage"
 SAVE = "save to storage"
 DCP = "DCP's cold load"
-BESIDE = "captured, beside Python"
-LONG_GAP_S = 200e-6
-"""A longer gap between two clock reads of a busy thread means an interruption."""
 
 
 class _Copies:
@@ -151,67 +143,6 @@ class _Kept:
         self._run.close()
 
 
-class _Blocked:
-    """A Python thread that runs during captures and records how long it was blocked: in total, and
-    the longest time."""
-
-    def __init__(self, capture: Callable[[], None]) -> None:
-        self._capture = capture
-        self._stop = threading.Event()
-        self.total_s: list[float] = []
-        self.longest_s: list[float] = []
-
-    def run(self) -> None:
-        """Capture while the thread computes."""
-        self._stop.clear()
-        thread = threading.Thread(target=self._compute)
-        thread.start()
-        try:
-            self._capture()
-        finally:
-            self._stop.set()
-            thread.join()
-
-    def _compute(self) -> None:
-        began_s, began_scheduled_s = looked_s, scheduled_s = _scheduled()
-        last_s = looked_s
-        longest_s = 0.0
-        while not self._stop.is_set():
-            now_s = time.perf_counter()
-            if now_s - last_s > LONG_GAP_S:
-                before_s, before_scheduled_s = looked_s, scheduled_s
-                looked_s, scheduled_s = _scheduled()
-                # It was on a processor between the last look and this gap.
-                blocked_s = looked_s - before_s - (scheduled_s - before_scheduled_s)
-                longest_s = max(longest_s, blocked_s)
-                now_s = looked_s
-            last_s = now_s
-        looked_s, scheduled_s = _scheduled()
-        self.total_s.append(max(0.0, looked_s - began_s - (scheduled_s - began_scheduled_s)))
-        self.longest_s.append(longest_s)
-
-    def note(self, nbytes: int) -> str:
-        """Describe the median of the totals per GiB, and the longest block."""
-        total_ms = statistics.median(self.total_s) * 1e3 * GIB / nbytes
-        longest_ms = max(self.longest_s) * 1e3
-        return (
-            f"a trainer in Python is blocked for {total_ms:.1f} ms per GiB, and for at most "
-            f"{longest_ms:.1f} ms at a time"
-        )
-
-
-def _scheduled() -> tuple[float, float]:
-    """Return the time, and how long the calling thread has been on a processor or waited for
-    one."""
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    while True:
-        began_s = time.perf_counter()
-        running_ns, waiting_ns, _ = path.read_text().split()
-        now_s = time.perf_counter()
-        if now_s - began_s < LONG_GAP_S:  # otherwise the reads were interrupted
-            return now_s, (int(running_ns) + int(waiting_ns)) / 1e9
-
-
 def _resume(uri: Path, state: State) -> None:
     with holdfast.Checkpointer(uri, keeper="auto", grace_s=None) as run:
         run.resume(state)
@@ -228,11 +159,8 @@ def _compare(state: State, expected: dict[str, bytes]) -> None:
         raise AssertionError("the loaded state is not the kept one")
 
 
-def _contestants(
-    kept: _Kept, blocked: _Blocked, folder: Path, state: State, stack: ExitStack
-) -> list[Contestant]:
+def _contestants(kept: _Kept, folder: Path, state: State) -> list[Contestant]:
     expected = digests(state)
-    stack.callback(kept.close)
     kept.warm_up(WARM_UP_STEPS)
     left = _Kept(folder / "left", state)
     left.warm_up(1)
@@ -252,7 +180,6 @@ def _contestants(
         Contestant(MEMCPY, _Copies(nbytes_of(state)).run),
         Contestant(CAPTURE, kept.capture, after=kept.settle),
         Contestant(AGREED, kept.agree),
-        Contestant(BESIDE, blocked.run, after=kept.settle),
         Contestant(
             RESTORE,
             partial(_resume, folder / "left", state),
@@ -288,10 +215,8 @@ def own_keepers() -> Iterator[None]:
 
 def _report(given: Options, folder: Path) -> Report:
     state = build(given.gib)
-    with own_keepers(), ExitStack() as stack:
-        kept = _Kept(folder / "kept", state)
-        blocked = _Blocked(kept.capture)
-        contestants = _contestants(kept, blocked, folder, state, stack)
+    with own_keepers(), closing(_Kept(folder / "kept", state)) as kept:
+        contestants = _contestants(kept, folder, state)
         found = contest(contestants, given.runs, given.settle_s)
     nbytes = nbytes_of(state)
     return Report(
@@ -299,7 +224,6 @@ def _report(given: Options, folder: Path) -> Report:
         f"{given.runs} rounds",
         header(),
         rows(found, nbytes),
-        notes=[blocked.note(nbytes)],
         series=found,
     )
 
