@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from ...drivers.registry import driver_class, resolved_options, serving
 from ...drivers.uri import Uri
@@ -32,14 +32,11 @@ class Client(Protocol):
 
 
 class Setting(Client, Protocol):
-    """A client with one of several settings. :mod:`.sweep` finds the fastest."""
+    """A client with one of several settings. :mod:`.of` finds the fastest."""
 
     @property
     def stored(self) -> object:
         """Key of the stored form. Settings with equal keys can read each other's data."""
-
-    def at_size(self, nbytes: int) -> Self:
-        """Return the same setting for another number of bytes."""
 
 
 def bare_driver(uri: Uri) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,6 @@ class FsspecFiles:
     def stored(self) -> object:
         """See :class:`.client.Setting`."""
         return self.piped
-
-    def at_size(self, nbytes: int) -> FsspecFiles:
-        """See :class:`.client.Setting`."""
-        return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
         """Write the file or files; on a local disk durably."""

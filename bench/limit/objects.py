@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,6 @@ class Bare:
     def stored(self) -> object:
         """See :class:`.client.Setting`."""
         return self.uri
-
-    def at_size(self, nbytes: int) -> Bare:
-        """See :class:`.client.Setting`."""
-        return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
         """Store the object."""

@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +49,6 @@ class RawFile:
     def stored(self) -> object:
         """See :class:`.client.Setting`."""
         return self.path
-
-    def at_size(self, nbytes: int) -> RawFile:
-        """See :class:`.client.Setting`."""
-        return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
         """Replace the file with random bytes; return when it and its folder are durable. Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,10 +43,6 @@ class Streams:
     def stored(self) -> object:
         """See :class:`.client.Setting`."""
         return self.streams
-
-    def at_size(self, nbytes: int) -> Streams:
-        """See :class:`.client.Setting`."""
-        return replace(self, nbytes=nbytes)
 
     def write(self) -> None:
         """Write the files in parallel."""

@@ -337,7 +337,7 @@ class Compared:
     """One phase of two results.
 
     ``ratio`` is how many times as fast B is as A, by medians. ``low`` and ``high`` bound its 95 %
-    confidence interval, by the percentile bootstrap (Efron 1979).
+    confidence interval.
     """
 
     name: str
@@ -370,6 +370,5 @@ def compare(a: Measurement, b: Measurement) -> list[Compared]:
         if other is not None:
             times = of_medians(phase.seconds, other.seconds)
             larger = other.nbytes / phase.nbytes
-            bounds = (times.ratio * larger, times.low * larger, times.high * larger)
-            found.append(Compared(phase.name, phase, other, *bounds))
+            found.append(Compared(phase.name, phase, other, *(larger * each for each in times)))
     return found

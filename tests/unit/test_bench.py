@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from support.commands import run
 from holdfast.bench.alone.plan import Point, grid
 from holdfast.bench.alone.transfer import Shape, Transfer, parts
 from holdfast.bench.contest import Contestant, blamed, contest, rows
-from holdfast.bench.limit.of import limit_of
+from holdfast.bench.limit.of import fastest_reader, limit_of
 from holdfast.bench.limit.raw_file import RawFile
-from holdfast.bench.limit.sweep import fastest_reader
 from holdfast.bench.measured.beside import NOT_EQUAL, PeerContest
 from holdfast.bench.measured.course import Course
 from holdfast.bench.measured.plan import Plan
@@ -251,13 +250,9 @@ class Sleeper:
 
     name: str
     takes_s: float
-    nbytes: int = 1 << 40
-    stored: object = None
-    done: list[str] = field(default_factory=list)
-
-    def at_size(self, nbytes: int) -> Sleeper:
-        """Return the client with another size, and the same record."""
-        return replace(self, nbytes=nbytes)
+    nbytes: int
+    stored: object
+    done: list[str]
 
     def write(self) -> None:
         """Record the size."""
@@ -278,8 +273,11 @@ def test_readers_read_cold() -> None:
     """Each is tried at a reduced size. Settings with the same stored form share one write."""
     seen: list[str] = []
     given = (("a", 0.03, 4), ("b", 0.001, 4), ("c", 0.03, 8))
-    settings = [Sleeper(name, s, stored=stored, done=seen) for name, s, stored in given]
-    best = fastest_reader(settings, make_cold=lambda: seen.append("cold"), say=no_word)
+
+    def settings(nbytes: int) -> list[Sleeper]:
+        return [Sleeper(name, s, nbytes, stored, seen) for name, s, stored in given]
+
+    best = fastest_reader(settings, 1 << 40, make_cold=lambda: seen.append("cold"), say=no_word)
     assert (best.name, best.nbytes) == ("b", 1 << 40)
     cold = ["cold", "read"]
     assert seen[2:-3] == ["write 256", *cold, *cold, "write 256", *cold]
