@@ -33,7 +33,7 @@ import holdfast
 
 from .program import Options, Program, each_alone
 from .report import OURS, Report, Series
-from .states import Memcpy, State, build, digests
+from .states import State, build, copy_s, digests
 from .training import KINDS, Training
 
 COPIES_A_STEP = 6
@@ -57,7 +57,7 @@ HEADER = [
 def _step_s(given: Options) -> float:
     """Return how long a step computes."""
     gib = min(given.gib, CALIBRATED_GIB)
-    return COPIES_A_STEP * Memcpy(build(gib)).best_s() * given.gib / gib
+    return COPIES_A_STEP * copy_s(build(gib)) * given.gib / gib
 
 
 class _Clocks:

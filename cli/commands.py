@@ -17,10 +17,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import HoldfastError, UsageError
 from .text import printable
+
+T = TypeVar("T")
 
 
 class Argument(NamedTuple):
@@ -73,12 +76,41 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    """Parse whole numbers, separated by commas."""
+    return [count(each.strip()) for each in text.split(",")]
+
+
 def size(text: str) -> int:
     """Parse a size in bytes."""
     from ..core.units import parse_size
 
+    return _parsed(text, parse_size)
+
+
+def sizes(text: str) -> list[int]:
+    """Parse sizes in bytes, separated by commas."""
+    return [size(each) for each in text.split(",")]
+
+
+def duration(text: str) -> float:
+    """Parse a duration with a unit, in seconds."""
+    from ..core.units import parse_duration
+
+    return _parsed(text, partial(parse_duration, needs_unit=True))
+
+
+def share(text: str) -> float:
+    """Parse a share below 1, such as ``0.05`` or ``5%``."""
+    part = _parsed(text.removesuffix("%"), float) / (100 if text.endswith("%") else 1)
+    if not 0 <= part < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share")
+    return part
+
+
+def _parsed(text: str, parse: Callable[[str], T]) -> T:
     try:
-        return parse_size(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

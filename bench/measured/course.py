@@ -71,11 +71,14 @@ class Course:
     ) -> list[Phase]:
         """Run the contestants and return their phases. ``nbytes_of`` maps a phase's name to the
         bytes that all ranks together move."""
-        if self._plan.warm_ups:
-            self._contest(contestants, self._plan.warm_ups)
-            for each in contestants:
-                self.noted[each.name] = Noted()
-        found = self._contest([self._counted(each) for each in contestants], self._plan.runs)
+        found = contest(
+            [self._counted(each) for each in contestants],
+            self._plan.runs,
+            self._plan.settle_s,
+            self.say,
+            self.ranks.meet,
+            self._may_go_on,
+        )
         return [self._phase(series, nbytes_of(series.name)) for series in found]
 
     def once(self, name: str, nbytes: int, run: Callable[[], None]) -> Phase:
@@ -106,16 +109,6 @@ class Course:
             contestant.after()
 
         return replace(contestant, before=before, after=after)
-
-    def _contest(self, contestants: Sequence[Contestant], rounds: int) -> list[Series]:
-        return contest(
-            contestants,
-            rounds,
-            self._plan.settle_s,
-            self.say,
-            self.ranks.meet,
-            self._may_go_on,
-        )
 
     def _may_go_on(self) -> bool:
         limit_s = self._plan.limit_s

@@ -44,7 +44,6 @@ class Plan:
     - ``runs``: rounds; none starts once ``limit_s`` have passed
     - ``workload``: the state; None for one of ``nbytes`` in a Llama's proportions
     - ``content``: the bytes of its tensors
-    - ``warm_ups``: rounds before these that do not count
     - ``compression``: of saves, as in :func:`holdfast.save`
     - ``peers``: other libraries to measure, as in :func:`..peers.choice.chosen`
     - ``driver_alone``: whether to measure our driver without the engine as well
@@ -55,7 +54,6 @@ class Plan:
     runs: int
     workload: Workload | None = None
     content: Content = NORMAL
-    warm_ups: int = 0
     limit_s: float | None = None
     compression: Literal["lz4"] | None = None
     peers: str = ""
@@ -121,10 +119,6 @@ def check(
         )
     chosen(plan.peers, plan.parsed)
     check_runs(plan.runs)
-    if plan.warm_ups < 0:
-        raise UsageError(
-            f"{plan.warm_ups} is not a number of warm-up rounds", advice="Give --warm-ups 1."
-        )
     if not 1 <= ranks <= RANKS_MAX * hosts:
         raise UsageError(f"{ranks} ranks cannot measure", advice=f"Give 1 to {RANKS_MAX}.")
     check_memory(

@@ -5,13 +5,11 @@ Names of models, peers and workloads are checked on use.
 
 from __future__ import annotations
 
-from ..commands import argument
-
-DEFAULT_SIZE = "1GiB"
+from ..commands import argument, counts, duration, share, size, sizes
 
 GROUPS = {
     "workload": (
-        argument("--size", "SIZE", f"approximate size of the state (default: {DEFAULT_SIZE})"),
+        argument("--size", "SIZE", "approximate size of the state (default: 1GiB)", type=size),
         argument("--tensors", "N", "with --size: this many equal tensors", type=int),
         argument(
             "--workload",
@@ -45,17 +43,11 @@ GROUPS = {
             "--runs", "N", "rounds (default: 5; for checkpoints of MLPerf Storage: 10)", type=int
         ),
         argument(
-            "--warm-ups",
-            "N",
-            "warm-up rounds, which do not count (default: %(default)s)",
-            type=int,
-            default=0,
-        ),
-        argument(
             "--time-limit",
             "TIME",
             "start no new round after this time, such as 90s or 10min; with --tune: "
             "approximate total time (default: 60s)",
+            type=duration,
         ),
         argument(
             "--ranks",
@@ -87,8 +79,9 @@ GROUPS = {
         argument(
             "--slower",
             "PART",
-            "for compare: how much slower B may be (default: %(default)s)",
-            default="5%",
+            "for compare: how much slower B may be (default: 5%%)",
+            type=share,
+            default=0.05,
         ),
         argument("--html", "FILE", "also write the result as an HTML page"),
     ),
@@ -97,11 +90,13 @@ GROUPS = {
             "--part-sizes",
             "SIZE,…",
             "for raw, such as 4MiB,16MiB (default: around the driver's preference)",
+            type=sizes,
         ),
         argument(
             "--concurrencies",
             "N,…",
             "for raw, such as 1,8,32 (default: around the driver's preference)",
+            type=counts,
         ),
     ),
     "tuning": (

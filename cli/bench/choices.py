@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ...core.units import parse_duration, parse_size
+from ...core.units import GIB
 from ...errors import UsageError
-from .arguments import DEFAULT_SIZE
 
 if TYPE_CHECKING:
     from ...bench.measured.plan import Plan
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 DEFAULT_RUNS = 5
 _KINDS = ("workload", "model", "index", "size")
 """Mutually exclusive arguments."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,15 +41,13 @@ def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
     nbytes = getattr(workload, "wanted_nbytes", None)
     if nbytes is None:
         nbytes = sum(workload.nbytes(rank, ranks) for rank in range(ranks))
-    limit = asked["time_limit"]
     return Plan(
         uri=uri,
         nbytes=nbytes,
         runs=ROUNDS if isinstance(workload, Mlperf) and asked["runs"] is None else runs_of(asked),
         workload=workload,
         content=parse_content(asked["entropy"]),
-        warm_ups=asked["warm_ups"],
-        limit_s=None if limit is None else duration_of("--time-limit", limit),
+        limit_s=asked["time_limit"],
         compression=asked["compression"],
         peers=asked["peer"],
         driver_alone=asked["driver_alone"],
@@ -61,7 +55,7 @@ def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
 
 
 def chosen_workload(asked: Mapping[str, Any]) -> Workload:
-    """Return the workload to save: ``DEFAULT_SIZE`` of tensors unless arguments choose another.
+    """Return the workload to save: 1 GiB of tensors unless arguments choose another.
 
     Raises UsageError for an invalid value or combination, and the errors of reading an index.
     """
@@ -88,15 +82,8 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
 
     from ...bench.workloads.sized import equal_tensors, sized
 
-    nbytes = size_of("--size", asked["size"] or DEFAULT_SIZE)
+    nbytes = size_of(asked)
     return sized(nbytes) if asked["tensors"] is None else equal_tensors(nbytes, asked["tensors"])
-
-
-def list_of(argument: str, text: str | None, parse: Callable[[str, str], int]) -> list[int] | None:
-    """Return the parsed values of a comma-separated list; None for no list."""
-    if text is None:
-        return None
-    return [parse(argument, each.strip()) for each in text.split(",")]
 
 
 def runs_of(asked: Mapping[str, Any]) -> int:
@@ -104,29 +91,9 @@ def runs_of(asked: Mapping[str, Any]) -> int:
     return DEFAULT_RUNS if asked["runs"] is None else int(asked["runs"])
 
 
-def size_of(argument: str, text: str) -> int:
-    """Parse a size and return it in bytes. Raises UsageError, which names ``argument``."""
-    return _parsed(argument, text, parse_size, "size", "4MiB")
-
-
-def duration_of(argument: str, text: str, *, needs_unit: bool = True) -> float:
-    """Parse a duration and return it in seconds. Raises UsageError, which names ``argument``."""
-    parse = partial(parse_duration, needs_unit=needs_unit)
-    return _parsed(argument, text, parse, "duration", "90s")
-
-
-def number_of(argument: str, text: str) -> int:
-    """Parse a number. Raises UsageError, which names ``argument``."""
-    return _parsed(argument, text, int, "number", "8")
-
-
-def _parsed(argument: str, text: str, parse: Callable[[str], T], what: str, example: str) -> T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UsageError(
-            f"{argument} {text!r} is not a {what}: {error}", advice=f"Give one such as {example}."
-        ) from error
+def size_of(asked: Mapping[str, Any]) -> int:
+    """Return the size of the state in bytes."""
+    return GIB if asked["size"] is None else int(asked["size"])
 
 
 def read_measurement(path: str) -> Measurement:

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ...errors import HoldfastError, UsageError
 from ..commands import complain, write_text
 from ..progress import last_line
-from .arguments import DEFAULT_SIZE
 from .choices import (
     Output,
     chosen_workload,
-    list_of,
-    number_of,
     plan_of,
     read_measurement,
     runs_of,
@@ -44,7 +41,7 @@ _RANK = "holdfast.cli.bench.rank"
 def run(
     targets: Sequence[str],
     *,
-    slower: str,
+    slower: float,
     html: str | None,
     json_output: bool,
     **asked: Any,
@@ -55,7 +52,7 @@ def run(
         return _run(targets, asked, slower, Output(html, json_output))
 
 
-def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: str, output: Output) -> int:
+def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: float, output: Output) -> int:
     if targets[0] == COMPARE:
         return _compare(targets[1:], slower, json_output=output.json)
     if len(targets) > 1:
@@ -172,10 +169,10 @@ def _driver_alone(uri: str, asked: Mapping[str, Any]) -> Measurement:
 
     plan = RawPlan(
         uri,
-        size_of("--size", asked["size"] or DEFAULT_SIZE),
+        size_of(asked),
         runs_of(asked),
-        part_sizes=list_of("--part-sizes", asked["part_sizes"], size_of),
-        concurrencies=list_of("--concurrencies", asked["concurrencies"], number_of),
+        part_sizes=asked["part_sizes"],
+        concurrencies=asked["concurrencies"],
     )
     points = check_raw(plan)
 
@@ -185,7 +182,7 @@ def _driver_alone(uri: str, asked: Mapping[str, Any]) -> Measurement:
         return measured_raw(plan, points, say)
 
 
-def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
+def _compare(files: Sequence[str], slower: float, *, json_output: bool) -> int:
     """Compare two results and print the comparison. Return 1 if the second is slower by more than
     ``slower``."""
     from ...bench.measured.result import compare
@@ -196,7 +193,6 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
             f"{COMPARE} takes two results, not {len(files)}",
             advice=f"holdfast bench {COMPARE} A.json B.json",
         )
-    part = _part(slower)
     a, b = map(read_measurement, files)
     of_a, of_b = map(_measured_what, (a, b))
     if of_a != of_b:
@@ -210,19 +206,9 @@ def _compare(files: Sequence[str], slower: str, *, json_output: bool) -> int:
             complain(f"{path} is marked as invalid: do not rely on its figures")
     if a.config_hash != b.config_hash:
         complain("the two results differ in storage or settings")
-    print_comparison(found, part, json_output=json_output)
-    return int(any(each.is_slower(part) for each in found))
+    print_comparison(found, slower, json_output=json_output)
+    return int(any(each.is_slower(slower) for each in found))
 
 
 def _measured_what(found: Measurement) -> str:
     return "raw" if found.config.get("workload") == RAW else "checkpoints"
-
-
-def _part(text: str) -> float:
-    try:
-        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        part = -1.0
-    if not 0 <= part < 1:
-        raise UsageError(f"--slower {text!r} is not a share", advice="Give one such as 5%.")
-    return part

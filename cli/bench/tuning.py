@@ -12,15 +12,14 @@ from ...errors import UsageError
 from ..commands import print_json
 from ..progress import last_line
 from ..text import one_of, paint, printable
-from .arguments import DEFAULT_SIZE
-from .choices import Output, duration_of, runs_of, size_of
+from .choices import Output, runs_of, size_of
 
 if TYPE_CHECKING:
     from ...bench.tuned.tuning import Gain, Tuning
 
 
 VERSION = 1
-DEFAULT_LIMIT = "60s"
+DEFAULT_LIMIT_S = 60.0
 
 
 def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
@@ -46,11 +45,9 @@ def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
 
     plan = TuningPlan(
         uri,
-        size_of("--size", given["size"] or DEFAULT_SIZE),
+        size_of(given),
         runs_of(given),
-        time_limit_s=duration_of(
-            "--time-limit", given["time_limit"] or DEFAULT_LIMIT, needs_unit=False
-        ),
+        time_limit_s=DEFAULT_LIMIT_S if given["time_limit"] is None else given["time_limit"],
     )
     file = None if given["only_show"] else check_keeping(os.environ)
     space = check_tuning(plan)  # before importing torch, which takes seconds
