@@ -235,7 +235,7 @@ def _kept_steps(bench: _Bench, run: holdfast.Checkpointer) -> None:
 
 
 def _report(given: Options, folder: Path) -> Report:
-    device = given.own.device
+    device = given.device
     if device == "cuda" and not torch.cuda.is_available():
         print("gpu: there is no GPU here; nothing was measured")
         sys.exit()

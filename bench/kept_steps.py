@@ -66,7 +66,7 @@ class _Steps:
             linger="2min",
             deadline_s=KEPT_S,
         )
-        self._run = holdfast.Checkpointer(given.folder / "run", keeper=keeper, grace_s=None)
+        self._run = holdfast.Checkpointer(given.dir / "run", keeper=keeper, grace_s=None)
         self._number = 0
 
     def alone(self) -> float:

@@ -156,7 +156,7 @@ def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure in a worker: the stalls per save; steps without and during saves, by kind; rounds of
     a step and a save."""
     name: str = task["name"]
-    folder = given.folder
+    folder = given.dir
     if name != OURS:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     state = build(given.gib)

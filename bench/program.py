@@ -22,20 +22,20 @@ TINY_GIB = 1 / 64
 TIMEOUT_S = 1800
 
 
-@dataclass(frozen=True)
-class Options:
-    """Settings of a program. ``own`` has those that only this program knows."""
+class Options(argparse.Namespace):
+    """Settings of a program, including those that only this program knows."""
 
-    program: str
     tiny: bool
     """Run for seconds, not minutes, with a small state and one run: checks results, not speed."""
-    folder: Path
+    dir: Path
     """Folder to write to. Everything written is removed."""
     runs: int
     gib: float
     alone: bool
     """True to omit the peers."""
-    own: argparse.Namespace
+    json: Path | None
+    task: Any
+    findings: Path | None
 
     @property
     def settle_s(self) -> float:
@@ -51,46 +51,6 @@ class Options:
         else:
             size = ["--gib", str(self.gib), "--runs", str(self.runs)]
         return ["--dir", str(folder), *size, *(["--alone"] if self.alone else [])]
-
-
-def _parser(program: str, doc: str | None, *, gib: float, runs: int) -> argparse.ArgumentParser:
-    """Return a parser of the shared options, with the program's defaults for ``--gib`` and
-    ``--runs``."""
-    out = argparse.ArgumentParser(
-        prog=f"python -m holdfast.bench.{program}", description=(doc or "").split("\n\n")[0]
-    )
-    out.add_argument(
-        "--tiny", action="store_true", help="a run of seconds that checks results, not speed"
-    )
-    out.add_argument(
-        "--dir",
-        type=Path,
-        default=Path(),
-        help="where to write; removed afterwards (default: here)",
-    )
-    out.add_argument(
-        "--runs",
-        type=int,
-        default=runs,
-        help=f"rounds; medians are reported (default: {runs})",
-    )
-    out.add_argument(
-        "--gib",
-        type=float,
-        default=gib,
-        help=f"size of the state (default: {gib})",
-    )
-    out.add_argument("--alone", action="store_true", help="without the peers")
-    out.add_argument("--json", type=Path, help="also write all figures to this file")
-    return out
-
-
-def _options(program: str, parsed: argparse.Namespace) -> Options:
-    if parsed.tiny:
-        runs, gib = 1, TINY_GIB
-    else:
-        runs, gib = parsed.runs, parsed.gib
-    return Options(program, parsed.tiny, parsed.dir, runs, gib, parsed.alone, parsed)
 
 
 @dataclass(frozen=True)
@@ -112,22 +72,36 @@ class Program:
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run with the given arguments, and return 0. Raises AssertionError for a wrong result,
         RuntimeError if a worker found one."""
-        arguments = _parser(self.name, self.doc, gib=self.gib, runs=self.runs)
-        arguments.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
-        arguments.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
-        self.own(arguments)
-        parsed = arguments.parse_args(argv)
-        given = _options(self.name, parsed)
-        if parsed.findings:
-            file = parsed.findings / os.environ.get("RANK", "0")
-            file.write_text(json.dumps(self.work(given, parsed.task)))
+        given = self._parser().parse_args(argv, Options(program=self.name))
+        if given.tiny:
+            given.runs, given.gib = 1, TINY_GIB
+        if given.findings:
+            file = given.findings / os.environ.get("RANK", "0")
+            file.write_text(json.dumps(self.work(given, given.task)))
             return 0
-        with work_folder(given.folder) as folder:
+        with work_folder(given.dir) as folder:
             found = self.report(given, folder)
             found.program = self.name
             found.machine = describe(folder) | found.machine
-        found.emit(parsed.json)
+        found.emit(given.json)
         return 0
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m holdfast.bench.{self.name}",
+            description=(self.doc or "").partition("\n\n")[0],
+        )
+        add = parser.add_argument
+        add("--tiny", action="store_true", help="a run of seconds that checks results, not speed")
+        add("--dir", type=Path, default=Path(), help="where to write; removed at the end (here)")
+        add("--runs", type=int, default=self.runs, help="rounds, with medians (%(default)s)")
+        add("--gib", type=float, default=self.gib, help="size of the state (%(default)s)")
+        add("--alone", action="store_true", help="without the peers")
+        add("--json", type=Path, help="also write all figures to this file")
+        add("--task", type=json.loads, help=argparse.SUPPRESS)
+        add("--findings", type=Path, help=argparse.SUPPRESS)
+        self.own(parser)
+        return parser
 
 
 @contextmanager

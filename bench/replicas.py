@@ -35,7 +35,7 @@ DCP = "DCP"
 def _measure(given: Options, task: object) -> dict[str, Any]:
     """Measure in a worker. Return the seconds, memory, and bytes requested from the storage and
     fetched from the device, by contestant and round."""
-    folder = given.folder
+    folder = given.dir
     with joined() as (rank, world):
         state = build(given.gib)
         expected = digests(state)
