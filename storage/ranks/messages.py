@@ -89,9 +89,8 @@ class _Blobs:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How values of one type become JSON and back. ``scalars``: types that need no conversion."""
+    """How JSON becomes values of one type. ``scalars``: types that need no conversion."""
 
-    write: Callable[[object, list[bytes]], object]
     read: Callable[[Json, _Blobs], object]
     scalars: frozenset[type] = frozenset()
 
@@ -113,8 +112,19 @@ class _MessageCodec(Generic[T]):
 
     def encode(self, message: T, /) -> bytes:
         blobs: list[bytes] = []
-        values = _write_fields(self._fields, message, blobs)
-        line = _ENCODER.encode([self._name, *values]).encode()
+
+        def converted(value: object) -> object:
+            """Convert a value that JSON does not have. The encoder asks in the order of fields."""
+            if isinstance(value, bytes):
+                blobs.append(value)
+                return len(value)
+            if isinstance(value, enum.Enum):
+                return value.value
+            return _sent_values(_fields_of(type(value)), value)
+
+        encoder = json.JSONEncoder(separators=(",", ":"), default=converted)
+        values = _sent_values(self._fields, message)
+        line = encoder.encode([self._name, *values]).encode()
         if not blobs:
             return line
         return b"\n".join([line, b"".join(blobs)])
@@ -137,8 +147,7 @@ class _MessageCodec(Generic[T]):
         return message
 
 
-# json.loads and json.dumps spend more time on their options than on a short message.
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+# json.loads spends more time on its options than on a short message.
 _DECODER = json.JSONDecoder()
 
 
@@ -173,14 +182,12 @@ def _default_of(field: Field[object]) -> object:
     return field.default
 
 
-def _write_fields(known: list[_Field], message: object, blobs: list[bytes]) -> list[object]:
+def _sent_values(known: list[_Field], message: object) -> list[object]:
+    """Return the values of the fields, without those at the end that have their default."""
     values: list[object] = [getattr(message, field.name) for field in known]
     while values and values[-1] == known[len(values) - 1].default:
         values.pop()
-    return [
-        value if field.form.scalars else field.form.write(value, blobs)
-        for field, value in zip(known, values, strict=False)
-    ]
+    return values
 
 
 def _read_fields(kind: type[T], known: list[_Field], values: list[Json], blobs: _Blobs) -> T:
@@ -203,7 +210,7 @@ def _form_of(kind: object) -> _Form:
     if kind in (bool, int, str, float, type(None)):
         return _scalar({float, int} if kind is float else {kind})
     if kind is bytes:
-        return _Form(_write_blob, _read_blob)
+        return _Form(_read_blob)
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -215,7 +222,7 @@ def _form_of(kind: object) -> _Form:
     if origin is not None and issubclass(origin, Mapping) and arguments[0] is str:
         return _mapping(_form_of(arguments[1]))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _enumeration(kind)
+        return _Form(lambda value, blobs: kind(value))
     if isinstance(kind, type) and is_dataclass(kind):
         return _nested(kind)
     raise TypeError(f"a message cannot have a field of the type {kind}")
@@ -229,29 +236,13 @@ def _scalar(kinds: set[type]) -> _Form:
             raise ValueError(f"{value!r:.100} is not {_names(allowed)}")
         return value
 
-    return _Form(lambda value, blobs: value, read, allowed)
-
-
-def _write_blob(value: object, blobs: list[bytes]) -> int:
-    if not isinstance(value, bytes):
-        raise TypeError(f"{value!r:.100} is not bytes")
-    blobs.append(value)
-    return len(value)
+    return _Form(read, allowed)
 
 
 def _read_blob(value: Json, blobs: _Blobs) -> bytes:
     if type(value) is not int:
         raise ValueError(f"{value!r:.100} is not a length")
     return blobs.take(value)
-
-
-def _enumeration(kind: type[enum.Enum]) -> _Form:
-    def write(value: object, blobs: list[bytes]) -> object:
-        if not isinstance(value, kind):
-            raise TypeError(f"{value!r:.100} is not a {kind.__name__}")
-        return value.value
-
-    return _Form(write, lambda value, blobs: kind(value))
 
 
 def _optional(forms: list[_Form], kinds: tuple[object, ...]) -> _Form:
@@ -262,19 +253,11 @@ def _optional(forms: list[_Form], kinds: tuple[object, ...]) -> _Form:
     if len(others) != 1 or len(forms) != 2:
         raise TypeError("a field of a message has one type, or that and None")
     (other,) = others
-    return _Form(
-        lambda value, blobs: None if value is None else other.write(value, blobs),
-        lambda value, blobs: None if value is None else other.read(value, blobs),
-    )
+    return _Form(lambda value, blobs: None if value is None else other.read(value, blobs))
 
 
 def _sequence(item: _Form) -> _Form:
     scalars = item.scalars
-
-    def write(values: object, blobs: list[bytes]) -> object:
-        if scalars:
-            return values
-        return [item.write(value, blobs) for value in _tuple(values)]
 
     def read(values: Json, blobs: _Blobs) -> tuple[object, ...]:
         items = list_in(values, "a field")
@@ -284,38 +267,21 @@ def _sequence(item: _Form) -> _Form:
             raise ValueError(f"a list has items that are not {_names(scalars)}")
         return tuple(items)
 
-    return _Form(write, read)
+    return _Form(read)
 
 
 def _record(forms: list[_Form]) -> _Form:
-    def write(values: object, blobs: list[bytes]) -> object:
-        pairs = zip(forms, _tuple(values), strict=True)
-        return [form.write(value, blobs) for form, value in pairs]
-
     def read(values: Json, blobs: _Blobs) -> tuple[object, ...]:
         items = list_in(values, "a field")
         if len(items) != len(forms):
             raise ValueError(f"{values!r:.100} is not a list of {len(forms)}")
         return tuple([form.read(value, blobs) for form, value in zip(forms, items, strict=True)])
 
-    return _Form(write, read)
-
-
-def _tuple(values: object) -> tuple[object, ...]:
-    if not isinstance(values, tuple):
-        raise TypeError(f"{values!r:.100} is not a tuple")
-    return values
+    return _Form(read)
 
 
 def _mapping(item: _Form) -> _Form:
     scalars = item.scalars
-
-    def write(values: object, blobs: list[bytes]) -> object:
-        if scalars:
-            return values
-        if not isinstance(values, Mapping):
-            raise TypeError(f"{values!r:.100} is not a mapping")
-        return {key: item.write(value, blobs) for key, value in values.items()}
 
     def read(values: Json, blobs: _Blobs) -> dict[str, Json] | dict[str, object]:
         items = object_in(values, "a field")
@@ -325,7 +291,7 @@ def _mapping(item: _Form) -> _Form:
             raise ValueError(f"an object has values that are not {_names(scalars)}")
         return items
 
-    return _Form(write, read)
+    return _Form(read)
 
 
 def _nested(kind: type) -> _Form:
@@ -334,7 +300,7 @@ def _nested(kind: type) -> _Form:
     def read(values: Json, blobs: _Blobs) -> object:
         return _read_fields(kind, known, list_in(values, f"a {kind.__name__}"), blobs)
 
-    return _Form(lambda message, blobs: _write_fields(known, message, blobs), read)
+    return _Form(read)
 
 
 def _names(kinds: frozenset[type]) -> str:
