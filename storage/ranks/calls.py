@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from ..format.digest import digest
 from .failures import Failure
@@ -112,28 +109,3 @@ class RankStatus:
     def failure(self, name: str, after: int) -> FailedCall | None:
         """Return the last failure in a call of this name with a number above ``after``."""
         return next((f for f in reversed(self.failed) if f.name == name and f.number > after), None)
-
-
-def encoded_roster(numbers: Sequence[int]) -> str:
-    """Encode the number of each rank's call as text, run-length encoded: most are equal."""
-    if len(set(numbers)) == 1:
-        return f"*{numbers[0]}"
-    column = np.array(numbers, np.int64)
-    values, counts = _runs(column)
-    return ",".join(f"{value}x{count}" for value, count in zip(values, counts, strict=True))
-
-
-def decoded_roster(text: str, world: int) -> Sequence[int]:
-    """Decode the text made by :func:`encoded_roster`."""
-    if text[0] == "*":
-        return [int(text[1:])] * world
-    numbers: list[int] = []
-    for run in text.split(","):
-        value, _, count = run.partition("x")
-        numbers += [int(value)] * int(count)
-    return numbers
-
-
-def _runs(column: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    starts = np.flatnonzero(np.diff(column, prepend=column[0] - 1))
-    return column[starts].tolist(), np.diff(starts, append=len(column)).tolist()

@@ -71,18 +71,18 @@ class FollowerRendezvous:
         # The status first: a leader publishes its answer before it leaves.
         status = self._member.status(LEADER)
         data = self._member.keys.get(f"answer/{self._call.name}")
-        return None if data is None else Answer.decode(data, self._member.world), status
+        return None if data is None else Answer.decode(data), status
 
     def _is_mine(self, answer: Answer, status: RankStatus | None, now_s: float) -> bool:
         """Return whether an answer is for this call: taken, or failed before."""
         member = self._member
         name = self._call.name
         mine = self._participation.number
-        known = answer.roster[member.rank]
+        known = answer.taken_from(member.rank)
         if known == mine:
             member.settle(name, Settled(answer.number, mine))
             return True
-        if not answer.failed or known == NOT_ADDRESSED or known > 0:
+        if answer.verdict.failure is None or known == NOT_ADDRESSED or known > 0:
             return False
         if -known == mine:  # the leader took it, failed, and failed again since
             return True

@@ -1,4 +1,4 @@
-"""Host identity, and compact encoding of groups of ranks, such as the ranks of a host."""
+"""Host identity, and compact encoding of a number per rank, such as that of its host."""
 
 from __future__ import annotations
 
@@ -25,19 +25,24 @@ def host_key() -> str | None:
 
 def numbered(names: Sequence[str | None]) -> bytes:
     """Assign a number to each rank, and compress the numbers. Ranks with equal names get equal
-    numbers; a rank without a name gets a number of its own. Neighbours differ little or in a
-    regular pattern, so their differences compress well."""
+    numbers; a rank without a name gets a number of its own."""
     number: dict[str | int, int] = {}
     numbers = [
         number.setdefault(rank if name is None else name, len(number))
         for rank, name in enumerate(names)
     ]
-    return zlib.compress(np.diff(numbers, prepend=0).astype("<i4").tobytes())
+    return compressed(numbers)
+
+
+def compressed(numbers: Sequence[int]) -> bytes:
+    """Compress the numbers of all ranks. Neighbours differ little or in a regular pattern, so their
+    differences compress well."""
+    return zlib.compress(np.diff(np.array(numbers, "<i8"), prepend=0).tobytes())
 
 
 def numbers_in(data: bytes) -> Ints:
-    """Decode the result of :func:`numbered` into the number of each rank."""
-    return np.cumsum(np.frombuffer(zlib.decompress(data), "<i4"), dtype=np.int64)
+    """Decode the result of :func:`compressed` or :func:`numbered`."""
+    return np.cumsum(np.frombuffer(zlib.decompress(data), "<i8"), dtype=np.int64)
 
 
 def ranks_with(rank: int, numbers: Ints) -> list[int]:

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 
 from ...core.spans import arrived, waited_for
 from ...errors import RankFailedError, UsageError
-from .calls import Call, OpenCall, RankStatus, decoded_roster, encoded_roster
+from .calls import Call, OpenCall, RankStatus
 from .failures import Failure
+from .hosts import compressed, numbers_in
 from .member import LEADER, Member
 from .messages import codec
-from .pairing import Log, Settled, paired
+from .pairing import Settled, paired
 from .watch import Participation, Watch
 
 GRACE_S = 1.0
@@ -57,23 +58,11 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerMessage:
-    """The wire form of an :class:`Answer`, with rosters as text."""
-
-    number: int
-    roster: str
-    verdict: Verdict
-    failures: tuple[int, ...] = ()
-    settled: str = ""
-    instead: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """The leader's answer.
+    """The leader's answer. ``roster`` and ``settled`` have a number per rank, see ``hosts``.
 
-    ``failures``: the leader's failures in calls of this name. ``settled``: by rank, the last of
-    them that is settled with that rank.
+    ``failures``: the leader's failures in calls of this name. ``settled``: the last of them that is
+    settled with each rank; empty unless the answer is an error.
 
     ``instead`` serves late ranks and those in a different call from the leader: names and numbers
     of other calls of the leader that failed for the same reason. A rank that has seen one of these
@@ -81,45 +70,24 @@ class Answer:
     """
 
     number: int
-    roster: Sequence[int]
+    roster: bytes
     verdict: Verdict
-    failures: Log = ()
-    settled: Sequence[int] = ()
-    instead: Sequence[tuple[str, int]] = ()
-
-    @property
-    def failed(self) -> bool:
-        """Return whether the answer is an error."""
-        return self.verdict.failure is not None
-
-    def encode(self) -> bytes:
-        """Encode the message that other ranks read."""
-        message = AnswerMessage(
-            self.number,
-            encoded_roster(self.roster),
-            self.verdict,
-            tuple(self.failures),
-            encoded_roster(self.settled) if self.settled else "",
-            tuple(self.instead),
-        )
-        return codec(AnswerMessage).encode(message)
+    failures: tuple[int, ...] = ()
+    settled: bytes = b""
+    instead: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def decode(cls, data: bytes, world: int) -> Answer:
-        """Decode an answer, in a job of ``world`` ranks."""
-        message = codec(AnswerMessage).decode(data, f"the answer of rank {LEADER}")
-        return cls(
-            message.number,
-            decoded_roster(message.roster, world),
-            message.verdict,
-            message.failures,
-            decoded_roster(message.settled, world) if message.settled else (),
-            message.instead,
-        )
+    def decode(cls, data: bytes) -> Answer:
+        """Decode an answer."""
+        return codec(Answer).decode(data, f"the answer of rank {LEADER}")
+
+    def taken_from(self, rank: int) -> int:
+        """Return the number in the roster for ``rank``."""
+        return int(numbers_in(self.roster)[rank])
 
     def settled_with(self, rank: int) -> Settled:
         """Return the last settled failures between the leader and ``rank``."""
-        return Settled(self.settled[rank], max(0, -self.roster[rank]))
+        return Settled(int(numbers_in(self.settled)[rank]), max(0, -self.taken_from(rank)))
 
 
 class LeaderRendezvous:
@@ -170,7 +138,7 @@ class LeaderRendezvous:
 
     def answer(self, verdict: Verdict) -> Answer:
         """Return the answer to all ranks that have arrived."""
-        return Answer(self.number, self.roster, verdict)
+        return Answer(self.number, compressed(self.roster), verdict)
 
     def publish(self, verdict: Verdict) -> None:
         """Publish the answer. Blocks."""
@@ -184,7 +152,7 @@ class LeaderRendezvous:
             answer, forgotten = self._failed(
                 name, self.number, self.roster, verdict.failure, self._instead
             )
-        keys.put(f"answer/{name}", answer.encode())
+        keys.put(f"answer/{name}", codec(Answer).encode(answer))
         keys.delete([f"gone/{name}"])
         for old in forgotten:
             keys.delete(keys.keys_of(f"answer/{old}"))
@@ -204,9 +172,15 @@ class LeaderRendezvous:
             if taken > 0 or taken == NOT_ADDRESSED:
                 history.settled[rank] = number
         forgotten = member.log_failure(name, number, failure.timed_out)
-        settled = [history.settled.get(rank, 0) for rank in range(member.world)]
-        verdict = Verdict(failure=failure)
-        return Answer(number, roster, verdict, member.log(name), settled, instead), forgotten
+        answer = Answer(
+            number,
+            compressed(roster),
+            Verdict(failure=failure),
+            tuple(member.log(name)),
+            compressed([history.settled.get(rank, 0) for rank in range(member.world)]),
+            tuple(instead),
+        )
+        return answer, forgotten
 
     def _look(
         self, missing: Sequence[int]
@@ -361,7 +335,8 @@ class LeaderRendezvous:
                 self.roster[stray] = NOT_ADDRESSED
             others = [other for other in self._instead if other[0] != name]
             answer, _ = self._failed(name, number, roster, failure, [here, *others])
-            await self._member.call_store(self._member.keys.put, f"answer/{name}", answer.encode())
+            encoded = codec(Answer).encode(answer)
+            await self._member.call_store(self._member.keys.put, f"answer/{name}", encoded)
         await self._wait_until_left(elsewhere)
         raise error
 

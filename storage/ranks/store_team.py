@@ -26,6 +26,7 @@ from ..runtime.engine import offload
 from .calls import Call, RankStatus
 from .failures import Failure
 from .following import FollowerRendezvous
+from .hosts import numbers_in
 from .keys import Keys, StoreLike
 from .member import LEADER, Member
 from .messages import Codec, Nothing, Round, codec
@@ -77,6 +78,7 @@ class StoreTeam(Team):
         self._participation: Participation | None = None
         self._rendezvous: LeaderRendezvous | None = None
         self._answer: Answer | None = None
+        self._roster: list[int] = []
         self._failure_announced = False
         self._sent = False  # to the leader, perhaps; a failure must then retract it
         self._written: list[str] = []  # keys written by this rank for the leader
@@ -234,7 +236,7 @@ class StoreTeam(Team):
             await rendezvous.wait_for_leader(what)
             self._sent = True
             answer = await rendezvous.answer(payload, what)
-            self._failure_announced = answer.failed
+            self._failure_announced = answer.verdict.failure is not None
             decision = answer.verdict.opened()
             self._enter(answer)
             return decision
@@ -257,6 +259,7 @@ class StoreTeam(Team):
         assert self._participation is not None
         self._participation.taken = True
         self._answer = answer
+        self._roster = numbers_in(answer.roster).tolist()
 
     async def _refuse(self, error: BaseException) -> None:
         """On the leader, fail the call before all have arrived, also for those who come late."""
@@ -330,13 +333,12 @@ class StoreTeam(Team):
         return [found[rank] for rank in ranks]
 
     def _check(self, observed: _Observed, watch: Watch, what: str) -> None:
-        assert self._answer is not None
         if observed.failure is not None:
             raise observed.failure.as_error()
         for rank, status in observed.statuses.items():
             # It failed before it could see that the leader had taken its call.
-            left = status and status.failure(self._call.name, self._answer.roster[rank] - 1)
-            if left and left.number == self._answer.roster[rank]:
+            left = status and status.failure(self._call.name, self._roster[rank] - 1)
+            if left and left.number == self._roster[rank]:
                 raise left.failure.as_error()
         if not observed.statuses:  # no rank to wait for
             return
@@ -413,7 +415,7 @@ class StoreTeam(Team):
         keys = self._member.keys
         key = f"answer/{self._call.name}"
         data = keys.get(key)
-        if data is not None and Answer.decode(data, self.world).number == self._answer.number:
+        if data is not None and Answer.decode(data).number == self._answer.number:
             keys.delete(keys.keys_of(key))
 
 

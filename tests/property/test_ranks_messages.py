@@ -29,7 +29,7 @@ KINDS: list[Any] = [
     exchange.Request,
     calls.RankStatus,
     failures.Failure,
-    rendezvous.AnswerMessage,
+    rendezvous.Answer,
     rendezvous.Verdict,
     decisions.QuestionRecord,
 ]
