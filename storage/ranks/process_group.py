@@ -23,7 +23,7 @@ from .calls import Call
 from .keys import Keys, StoreLike
 from .member import Member
 from .store_team import StoreTeam
-from .team import Solo, Team
+from .team import Team
 
 Group: TypeAlias = 'dist.ProcessGroup | Literal["self"] | None'
 """The ranks that take part in a call: a process group; ``"self"``, this process alone, like MPI's
@@ -110,18 +110,18 @@ def current_team(call: Call, deadline_s: float, *, saving: bool) -> Team:
     group = _group()
     if group is None:
         if _acting.get() == "self":
-            return Solo()
+            return Team()
         if saving and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
             raise UsageError(
                 f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, "
                 "but torch.distributed is not initialised",
                 advice="Call torch.distributed.init_process_group first, or unset WORLD_SIZE.",
             )
-        return Solo()
+        return Team()
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
     if world == 1:
-        return Solo()
+        return Team()
     _check_rank(f"the {call}")
     contact = contact_of(group, deadline_s)
     return StoreTeam(contact.store, rank, world, "", deadline_s, call, contact.member)

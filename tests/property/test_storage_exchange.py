@@ -28,7 +28,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.pipeline.image_reader import ImageReader
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime import buffers
 from holdfast.storage.runtime.engine import offload, start
 from holdfast.storage.state.filling.scatter import Scatter
@@ -221,7 +221,7 @@ def test_a_thread_that_serves_is_waited_for_however_often_the_load_is_cancelled(
         return True
 
     async def run() -> None:
-        members = ExchangeGroup(Solo(), "test", [0, 1], 1, "", 0, ExchangeLimits())
+        members = ExchangeGroup(Team(), "test", [0, 1], 1, "", 0, ExchangeLimits())
         with ThreadPoolExecutor(1) as threads:
             serving = asyncio.ensure_future(
                 serve_in_thread(members, threads, {1: Connection(ours)}, serve)

@@ -13,7 +13,7 @@ from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
 from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -39,7 +39,7 @@ def run(work: Awaitable[Any]) -> Any:
 
 async def save(driver: Driver, state: Any) -> None:
     """A save by a job of one rank."""
-    await run_save(driver, Solo(), SaveJob(flatten(state), None, BUDGET_NBYTES))
+    await run_save(driver, Team(), SaveJob(flatten(state), None, BUDGET_NBYTES))
 
 
 def loaded(driver: Driver) -> Any:

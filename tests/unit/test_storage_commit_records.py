@@ -34,7 +34,7 @@ from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import collect, commit, limits, prune_lock
 from holdfast.storage.protocol.attempt import Attempt, delete_attempt, put_commit_record
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.state.flattening.flatten import flatten
 
 HOUR_S = 3600.0
@@ -382,7 +382,7 @@ def test_a_pruning_between_the_two_deletes_nothing_that_is_named_again(grace_ove
         await asyncio.to_thread(others)
 
     job = SaveJob(flatten(NEW), 1, 1 << 20)
-    run(run_save(putting_again(storage, meanwhile), Solo(), job))
+    run(run_save(putting_again(storage, meanwhile), Team(), job))
     assert [c.step for c in pruned] == ([1] if grace_over else [])
     if not grace_over:
         assert difference(NEW, loaded(storage)) is None

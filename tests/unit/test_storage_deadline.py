@@ -28,7 +28,7 @@ from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.operations.saving.save_job import Deadline
 from holdfast.storage.pipeline.image_writer import Callbacks
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -111,7 +111,7 @@ def test_an_error_of_the_storage_is_no_deadline() -> None:
     async def run() -> None:
         driver = Flaky([None, None, down])
         await run_save(
-            driver, Solo(), SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=Deadline.of(600))
+            driver, Team(), SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=Deadline.of(600))
         )
 
     with pytest.raises(StorageDownError, match="no answer"):
@@ -134,7 +134,7 @@ def test_wherever_it_hangs_it_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> N
         deadline = Deadline.of(0.2)
         job = SaveJob(flatten(NEW), 1, BUDGET_NBYTES, deadline=deadline)
         driver = Flaky(hangs_at(n, deadline))
-        (outcome,) = await asyncio.gather(run_save(driver, Solo(), job), return_exceptions=True)
+        (outcome,) = await asyncio.gather(run_save(driver, Team(), job), return_exceptions=True)
         keys = sorted([info.key async for info in driver.inner.list()])
         return outcome, keys, driver.tried[n][0] if n < len(driver.tried) else ""
 

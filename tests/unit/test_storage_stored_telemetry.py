@@ -41,7 +41,7 @@ from holdfast.storage.operations.reporting.trace import chrome_trace
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.protocol import limits
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.ranks.team import Solo, Team
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -71,7 +71,7 @@ def found(uri: str | Path) -> SaveTelemetry:
 
 async def recorded_save(driver: Driver, team: Team | None = None, state: Any = None) -> str:
     """A save that is recorded; its attempt."""
-    team = team or Solo()
+    team = team or Team()
     with recording(Recorder(team.rank)):
         flat = flatten(state or STATE)
         attempt, *_ = await run_save(driver, team, SaveJob(flat, 7, 64 << 20))

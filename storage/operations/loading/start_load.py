@@ -20,7 +20,7 @@ from ...pipeline.read_ahead import ReadAhead, read_ahead
 from ...protocol.current import read_manifest
 from ...ranks.calls import Call
 from ...ranks.process_group import current_rank, current_team
-from ...ranks.team import Solo, Team
+from ...ranks.team import Team
 from ...runtime.engine import check_may_wait, run, start
 from ...runtime.progress import ProgressReporter
 from ...state.capture.lazy import fence
@@ -49,7 +49,7 @@ def load_state(
     """
     began_s = time.perf_counter()
     check_may_wait()
-    team: Team = Solo()
+    team: Team = Team()
     if into is not None:
         team = current_team(Call("load", printed_uri(uri)), options.deadline_s, saving=False)
     recorder = recorder_of(options.telemetry, team.rank if into is not None else current_rank())

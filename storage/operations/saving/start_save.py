@@ -28,7 +28,7 @@ from ...pipeline.image_writer import Callbacks
 from ...ranks.calls import Call
 from ...ranks.messages import Nothing
 from ...ranks.process_group import current_rank, current_team, current_world
-from ...ranks.team import Solo, Team
+from ...ranks.team import Team
 from ...runtime.engine import finish_before_exit, offload, start
 from ...runtime.progress import ProgressReporter
 from ...state.capture.lazy import LazyCapture
@@ -165,7 +165,7 @@ def begin_memory_step(
     is_new = False
     save = _RunningSave(uri, options, began_s, recorder, by)
     save.logs_failure = False
-    with recording(recorder), announcing_errors(team or Solo()):
+    with recording(recorder), announcing_errors(team or Team()):
         world = current_world()
         save.flatten(state, step, world)
         layout_id = save.job.flat.layout_id

@@ -27,7 +27,7 @@ from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 from holdfast.storage.operations.saving.save import run_save
 from holdfast.storage.pipeline.read_ahead import ReadAhead
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 
 from .checker import MAIN, OTHER, Checker, Violation
 from .loop import Crashed, Process
@@ -87,7 +87,7 @@ class Crew:
             process = self.world.process(f"{plan.name}.{number}/{rank}", f"{plan.name}-{rank // 2}")
             process.store = store  # type: ignore[attr-defined]
             team = (
-                Solo() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
+                Team() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
             )
             act: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_{plan.kind}")
             save = partial(self._act, act, plan)

@@ -13,7 +13,7 @@ from holdfast.drivers.contract import Driver
 from holdfast.errors import NotACheckpointError, StorageDownError
 from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.operations.saving.save import run_save
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 
 from .checker import FEW, LAST, MAIN, Checker, Violation
 from .engine import remembered
@@ -103,7 +103,7 @@ async def _afterwards(world: World, checker: Checker, load: bool) -> bool:
         raise Violation(f"what can be opened afterwards is state {found}, and it was {last.state}")
     flagged, barred = world.file(PRUNING) is not None, False
     try:
-        await run_save(driver, Solo(), save_job(LAST, 0, 1, FEW))
+        await run_save(driver, Team(), save_job(LAST, 0, 1, FEW))
     except StorageDownError:
         barred = True
         if not flagged:

@@ -21,7 +21,7 @@ from holdfast.storage.operations.loading.load import LoadJob
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.calls import RankStatus
 from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import flatten
@@ -195,7 +195,7 @@ def expected(state: int, world: int, chunks: int) -> Expected:
     store = Store(loop)
 
     async def rank(rank: int) -> None:
-        team = Solo() if world == 1 else StoreTeam(store, rank, world, "job", SILENCE_S)
+        team = Team() if world == 1 else StoreTeam(store, rank, world, "job", SILENCE_S)
         await run_save(driver, team, save_job(state, rank, world, chunks))
 
     async def job() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.ranks.team import Solo
+from holdfast.storage.ranks.team import Team
 from holdfast.storage.state.flattening.flatten import flatten
 
 from ..drivers import HookedDriver
@@ -64,7 +64,7 @@ class Actor:
 
 def save_of(state: Any) -> Callable[[HookedDriver], Coroutine[Any, Any, Any]]:
     """An actor that saves ``state``."""
-    return lambda driver: run_save(driver, Solo(), SaveJob(flatten(state), None, BUDGET_NBYTES))
+    return lambda driver: run_save(driver, Team(), SaveJob(flatten(state), None, BUDGET_NBYTES))
 
 
 class Simulation:
