@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 PART_NBYTES = 4 << 20  # torch's TCPStore refuses values of 8 MiB and more
@@ -12,17 +12,12 @@ _PARTS = b"#"
 
 
 class StoreLike(Protocol):
-    """The methods used of a torch.distributed Store, and ``compare_set`` if the store has it."""
+    """The methods used of a torch.distributed Store."""
 
     def set(self, key: str, value: bytes | str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def delete_key(self, key: str, /) -> bool: ...
-
-
-_CompareSet = Callable[[str, bytes, bytes], bytes]
-"""(key, expected value, new value) -> value afterwards."""
 
 
 class Keys:
@@ -31,7 +26,6 @@ class Keys:
     def __init__(self, store: StoreLike, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
-        self._compare_set: _CompareSet | None = getattr(store, "compare_set", None)
 
     def below(self, name: str) -> Keys:
         """Return the keys below ``name``."""
@@ -44,10 +38,7 @@ class Keys:
         and ``get``. A ``compare_set`` that expects a value no key holds changes nothing, and
         returns the current value.
         """
-        whole = f"{self._prefix}/{key}"
-        if self._compare_set is None:
-            return self._store.get(whole) if self._store.check([whole]) else None
-        found = self._compare_set(whole, _NOTHING, _NOTHING)
+        found = self._store.compare_set(f"{self._prefix}/{key}", _NOTHING, _NOTHING)
         return None if found == _NOTHING else found
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -56,14 +47,7 @@ class Keys:
 
     def swap(self, key: str, expected: bytes | None, desired: bytes) -> bytes | None:
         """Set ``key`` if its value is ``expected`` (None: missing); return its value after."""
-        if self._compare_set is None:
-            before = self.value(key)
-            if before != expected:
-                return before
-            self.set(key, desired)
-            return desired
-        whole = f"{self._prefix}/{key}"
-        found = self._compare_set(whole, expected or b"", desired)
+        found = self._store.compare_set(f"{self._prefix}/{key}", expected or b"", desired)
         if expected is not None and found == expected:
             return None  # the store returns the expected value if the key is missing
         return found

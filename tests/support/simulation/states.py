@@ -84,16 +84,6 @@ class Store:
             return desired
         return found
 
-    def get(self, key: str, /) -> bytes:
-        try:
-            return self._here()[key]
-        except KeyError:
-            raise RuntimeError("waited for a key in vain") from None
-
-    def check(self, keys: list[str], /) -> bool:
-        values = self._here()
-        return all(key in values for key in keys)
-
     def add(self, key: str, amount: int, /) -> int:
         total = int(self._here().get(key, b"0")) + amount
         self._values[key] = str(total).encode()
