@@ -168,25 +168,14 @@ def store_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """This process's membership of a process group, until it forks or the group is gone."""
+    """The membership of the process ``pid`` in a process group."""
 
     pid: int
-    group: weakref.ref[dist.ProcessGroup]
     store: StoreLike
     member: Member
 
-    def serves(self, group: dist.ProcessGroup) -> bool:
-        """Return whether it belongs to this process and to ``group``."""
-        return self.pid == os.getpid() and self.group() is group
 
-    @property
-    def ended(self) -> bool:
-        """Return whether it is no longer usable."""
-        return self.pid != os.getpid() or self.group() is None
-
-
-_contacts: dict[str, Contact] = {}
-"""Contacts by the name of the process group."""
+_contacts: weakref.WeakKeyDictionary[dist.ProcessGroup, Contact] = weakref.WeakKeyDictionary()
 _contact_lock = new_lock()
 
 
@@ -200,12 +189,9 @@ def contact_of(group: dist.ProcessGroup, deadline_s: float) -> Contact:
     starts its own server.
     """
     with _contact_lock:
-        for name in [name for name, contact in _contacts.items() if contact.ended]:
-            del _contacts[name]
-        name = str(group.group_name)
-        contact = _contacts.get(name)
-        if contact is None or not contact.serves(group):
-            contact = _contacts[name] = _new_contact(group)
+        contact = _contacts.get(group)
+        if contact is None or contact.pid != os.getpid():
+            contact = _contacts[group] = _new_contact(group)
         if hasattr(contact.store, "set_timeout"):
             contact.store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s)))
         return contact
@@ -221,7 +207,7 @@ def _new_contact(group: dist.ProcessGroup) -> Contact:
     world = dist.get_world_size(group)
     keys = Keys(connection, _prefix(group, world))
     member = Member(keys, rank, world, start, weakref.ref(store), store_host())
-    return Contact(os.getpid(), weakref.ref(group), connection, member)
+    return Contact(os.getpid(), connection, member)
 
 
 def _prefix(group: dist.ProcessGroup, world: int) -> str:
