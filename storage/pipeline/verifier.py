@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...core.units import ceil_div
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
 from ...planner.image import DIGEST_NBYTES
@@ -17,6 +15,10 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
+from .image_reader import ImageReader
+
+PAGES_NBYTES = 256 << 10
+"""Bytes of stored digests read at a time: those of a gigabyte of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ async def verify_images(
 
 
 class _Verifier:
-    """One verification. Only one thread at a time checks chunks and writes the report."""
+    """One verification."""
 
     def __init__(
         self, driver: Driver, manifest: Manifest, progress: Callable[[int, int], None]
@@ -70,26 +72,33 @@ class _Verifier:
         self._progress = progress
         self._total_nbytes = 0
         self._buffers = ReadBuffers(driver, manifest.chunk_nbytes)
-        self._stored_pages: dict[Chunk, bytes] = {}
+        self._reader = ImageReader(driver, manifest, 0)
+        self._damaged_pages: set[Chunk] = set()
         self._unreadable: dict[Chunk, str] = {}
 
     async def run(self, budget_nbytes: int) -> None:
         sizes = await self._present_nbytes()
-        chunks = [chunk for image, nbytes in sizes.items() for chunk in self._whole(image, nbytes)]
+        by_image = [self._whole(image, nbytes) for image, nbytes in sizes.items()]
+        chunks = [chunk for image_chunks in by_image for chunk in image_chunks]
         self._total_nbytes = sum(chunk.stop - chunk.start for chunk in chunks)
-        pages = StoredPages(self._driver, self._m, sizes)
         chunk_nbytes = self._m.chunk_nbytes
         reads = self._driver.traits.concurrency
         allowed = max(1, budget_nbytes // self._buffers.job_nbytes)
         jobs = min(allowed, reads + 2 * CPU_THREADS)
-
-        async def read(chunk: Chunk) -> None:
-            self._stored_pages[chunk] = await pages.of(chunk)
-            await self._read(chunk)
-
+        page_nbytes = chunk_nbytes // self._m.block_nbytes * DIGEST_NBYTES
+        at_once = max(1, PAGES_NBYTES // page_nbytes)
+        groups = [
+            image_chunks[first : first + at_once]
+            for image_chunks in by_image
+            for first in range(0, len(image_chunks), at_once)
+        ]
         await Pipeline(
-            [Stage("read", "io", read), Stage("check", "cpu", self._check)],
-            Budget(jobs * chunk_nbytes, {"io": reads, "cpu": 1}),
+            [Stage("checksums", "io", self._check_pages)],
+            Budget(jobs, {"io": reads}),
+        ).run(groups, [1] * len(groups))
+        await Pipeline(
+            [Stage("read", "io", self._read), Stage("check", "cpu", self._check)],
+            Budget(jobs * chunk_nbytes, {"io": reads, "cpu": CPU_THREADS}),
             release=self._buffers.release,
         ).run(chunks, [chunk_nbytes] * len(chunks))
 
@@ -139,94 +148,46 @@ class _Verifier:
             else:
                 self._unreadable[chunk] = error.message
 
+    async def _check_pages(self, chunks: Sequence[Chunk]) -> None:
+        """Find the damaged pages of neighbouring chunks. They are reported with the chunks' data,
+        unless that is damaged too."""
+        try:
+            await self._reader.read_pages(chunks[0].image, [chunk.start for chunk in chunks])
+        except DamagedError:
+            for chunk in chunks:
+                if await self._page(chunk) is None:
+                    self._damaged_pages.add(chunk)
+
+    async def _page(self, chunk: Chunk) -> bytes | None:
+        """Return the stored page of a chunk; None if it is damaged."""
+        try:
+            pages = await self._reader.read_pages(chunk.image, [chunk.start])
+        except DamagedError:
+            return None
+        return pages[chunk.image, chunk.start]
+
     async def _check(self, chunk: Chunk) -> None:
-        await offload(self._check_now, chunk)
-
-    def _check_now(self, chunk: Chunk) -> None:
-        stored_page = self._stored_pages.pop(chunk)
-        if chunk in self._unreadable:
-            self._add(chunk.image, chunk.start, chunk.stop, self._unreadable.pop(chunk))
-            return
-        nbytes = chunk.stop - chunk.start
-        page = page_of(self._buffers[chunk].view[:nbytes], self._m.block_nbytes)
-        self._compare(chunk, page, stored_page)
-        self.report.nbytes += nbytes
-        self._progress(self.report.nbytes, self._total_nbytes)
-
-    def _compare(self, chunk: Chunk, page: bytes, stored_page: bytes) -> None:
         """Report the damage of a chunk.
 
         The manifest's digest covers the whole chunk. The stored page, if intact, locates the
         damaged blocks.
         """
-        page_is_whole = digest(stored_page) == chunk.digest
-        verified_page = stored_page if page_is_whole else None
-        bad = damaged_ranges(chunk, chunk.start, page, self._m.block_nbytes, verified_page)
-        for start, stop in bad:
-            self._add(chunk.image, start, stop, "not what was written")
-        if not bad and not page_is_whole:
+        if chunk in self._unreadable:
+            self._add(chunk.image, chunk.start, chunk.stop, self._unreadable.pop(chunk))
+            return
+        m = self._m
+        nbytes = chunk.stop - chunk.start
+        page = await offload(page_of, self._buffers[chunk].view[:nbytes], m.block_nbytes)
+        if digest(page) != chunk.digest:
+            stored_page = await self._page(chunk)
+            for bad in damaged_ranges(chunk, chunk.start, page, m.block_nbytes, stored_page):
+                self._add(chunk.image, *bad, "not what was written")
+        elif chunk in self._damaged_pages:
             what = "checksums are not what was written"
-            self._add(chunk.image, *page_range(self._m, chunk), what)
+            self._add(chunk.image, *page_range(m, chunk), what)
+        self.report.nbytes += nbytes
+        self._progress(self.report.nbytes, self._total_nbytes)
 
     def _add(self, image: int, start: int, stop: int, what: str) -> None:
         tensors = tuple(tensors_at(self._m, image, start, stop))
         self.report.damages.append(Damage(self._m.image_key(image), start, stop, what, tensors))
-
-
-PAGES_NBYTES = 256 << 10
-"""Bytes of stored digests read at a time: those of a gigabyte of data."""
-
-
-class StoredPages:
-    """Caches stored pages until the last of their chunks has fetched its page."""
-
-    def __init__(self, driver: Driver, m: Manifest, present_nbytes: Mapping[int, int]) -> None:
-        """Take the number of existing bytes of each image, ``present_nbytes``."""
-        self._driver = driver
-        self._m = m
-        self._present_nbytes = present_nbytes
-        self._page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
-        self._chunks = max(1, PAGES_NBYTES // self._page_nbytes)
-        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
-        self._read: dict[tuple[int, int], bytes] = {}
-        self._asked: dict[tuple[int, int], int] = {}
-
-    @property
-    def held_nbytes(self) -> int:
-        return sum(map(len, self._read.values()))
-
-    async def of(self, chunk: Chunk) -> bytes:
-        """Return the page of a chunk; shorter or empty if the file ends early. Call once per
-        chunk."""
-        number = chunk.start // self._m.chunk_nbytes
-        index, position = divmod(number, self._chunks)
-        group = (chunk.image, index)
-        async with self._locks.setdefault(group, asyncio.Lock()):
-            if group not in self._read:
-                self._read[group] = await self._fetch(*group)
-        first = position * self._page_nbytes
-        page = self._read[group][first : first + self._page_nbytes]
-        self._asked[group] = self._asked.get(group, 0) + 1
-        if self._asked[group] == min(self._chunks, self._count(chunk.image) - index * self._chunks):
-            del self._locks[group]
-            del self._read[group]
-            del self._asked[group]
-        return page
-
-    def _count(self, image: int) -> int:
-        return ceil_div(int(self._m.images.hashed_nbytes[image]), self._m.chunk_nbytes)
-
-    async def _fetch(self, image: int, index: int) -> bytes:
-        m = self._m
-        group_nbytes = self._chunks * self._page_nbytes
-        pages_start = int(m.images.hashed_nbytes[image])
-        pages_stop = pages_start + ceil_div(pages_start, m.block_nbytes) * DIGEST_NBYTES
-        if self._present_nbytes[image] < pages_stop:
-            return b""
-        start = pages_start + index * group_nbytes
-        into = bytearray(min(group_nbytes, pages_stop - start))
-        try:
-            await self._driver.read(m.image_key(image), start, memoryview(into))
-        except DamagedError:
-            return b""  # truncated after its size was checked
-        return bytes(into)
