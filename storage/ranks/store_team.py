@@ -18,7 +18,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, TypeVar, TypeVarTuple
+from typing import NoReturn, TypeVar
 
 from ...core.spans import Span, arrived, span, waited_for
 from ...errors import CoordinationError, RankFailedError
@@ -37,7 +37,6 @@ from .watch import Participation, Watch
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")
-Ts = TypeVarTuple("Ts")
 DecideEncoded = Callable[[Sequence[bytes]], Awaitable[bytes]]
 
 _MEET = Round.of("meet", Nothing, Nothing)
@@ -72,6 +71,7 @@ class StoreTeam(Team):
         self._member = member or Member(Keys(store, prefix), rank, world)
         self.host = self._member.host
         self.job_host = self._member.job_host
+        self._call_store = self._member.call_store
         self._call = call or Call("call")
         self._silence_s = silence_s
         self._heartbeat_s = max(0.02, min(5.0, silence_s / 5))
@@ -302,9 +302,6 @@ class StoreTeam(Team):
     def _keys(self) -> Keys:
         assert self._answer is not None
         return self._member.keys.below(str(self._answer.number))
-
-    async def _call_store(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        return await self._member.call_store(function, *args)
 
     async def _send(self, name: str, payload: bytes) -> None:
         self._written += await self._call_store(self._keys.put, f"{name}/{self.rank}", payload)
