@@ -10,11 +10,10 @@ checkpoint are identical.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.aio import at_most
+from ...core.aio import all_or_none, at_most
 from ...core.units import ceil_div
 from ...drivers.contract import Driver, Upload
 from ...errors import DamagedError, NotFoundError
@@ -85,17 +84,10 @@ class ImageCopier:
         After an error, images committed earlier stay and nothing of the others is left. Raises
         DamagedError, with file, bytes and tensors; StorageError.
         """
-        groups = balanced([self.sizes[i] for i in images], self._pipelines())
-        failed: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for group in groups:
-                    copies = _Copies(self, [images[i] for i in group])
-                    tasks.create_task(copies.run(len(groups)))
-        except BaseExceptionGroup as errors:
-            failed = errors.exceptions[0]
-        if failed is not None:
-            raise failed
+        count = min(self._pipelines(), len(images))
+        by_size = sorted(images, key=lambda image: self.sizes[image])
+        groups = [sorted(by_size[number::count]) for number in range(count)]
+        await all_or_none(_Copies(self, group).run(count) for group in groups)
 
     def _pipelines(self) -> int:
         """Return the number of pipelines to run in parallel.
@@ -233,19 +225,3 @@ class _Copies:
         self._copier.sent(len(trailer))
         await upload.commit()
         del self._uploads[image]
-
-
-def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
-    """Split the indices of ``sizes`` into at most ``groups`` groups of similar sums, each ascending
-    and none empty.
-
-    Uses the longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing
-    Anomalies", 1969): the largest first, each to the group with the smallest sum.
-    """
-    found: list[list[int]] = [[] for _ in range(min(groups, len(sizes)))]
-    sums = [0] * len(found)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        smallest = sums.index(min(sums))
-        found[smallest].append(index)
-        sums[smallest] += sizes[index]
-    return [sorted(group) for group in found]

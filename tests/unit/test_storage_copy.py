@@ -38,7 +38,6 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
-from holdfast.storage.pipeline.image_copier import balanced
 from holdfast.storage.protocol import limits
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
@@ -207,20 +206,6 @@ def test_memory_stays_within_the_budget(
         copied(large, HookedDriver(ours, before=fail), budget_nbytes=48 << 20)
     assert pool.free_nbytes == most * pool.buffer_nbytes
     assert not any(upload.open for upload in ours.uploads)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "hands", "dealt"),
-    [
-        ([], 3, []),
-        ([5], 3, [[0]]),
-        ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]),
-        ([9, 1, 2, 3, 3], 2, [[0], [1, 2, 3, 4]]),
-    ],
-)
-def test_images_are_dealt_evenly(nbytes: list[int], hands: int, dealt: list[list[int]]) -> None:
-    """Images are dealt to lanes by bytes, each once."""
-    assert balanced(nbytes, hands) == dealt
 
 
 @pytest.mark.nightly(12)
