@@ -7,14 +7,13 @@ neighbouring parts of a file are read together and copied from there.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ...core.aio import at_most, side_by_side
 from ...core.units import in_groups, round_up
 from ...drivers.contract import Driver
-from ...planner.columns import Ints
 from ...planner.image import ImageLayout
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import offload
@@ -66,6 +65,21 @@ class _Part:
     nbytes: int
     tensor_nbytes: int
     skip: int
+
+    def is_followed_by(self, part: _Part) -> bool:
+        """Return whether ``part`` is adjacent to this one, in the file and in the chunk."""
+        is_plain = self.enclosed is None and part.enclosed is None
+        is_adjacent = part.start == self.stop and part.at == self.at + self.nbytes
+        return is_plain and is_adjacent and part.key == self.key
+
+    def joined_with(self, part: _Part) -> _Part:
+        """Return one part for this one and ``part``, which follows it."""
+        return replace(
+            self,
+            stop=part.stop,
+            nbytes=self.nbytes + part.nbytes,
+            tensor_nbytes=max(self.tensor_nbytes, part.tensor_nbytes),
+        )
 
     def copy(self, content: memoryview, into: memoryview) -> None:
         """Copy the part from the content read for it into the chunk."""
@@ -129,8 +143,9 @@ class FileChunks:
         self._layout = layout
         self._driver = driver
         self._align_nbytes = driver.traits.align_nbytes
+        self._places = [places[shard] for shard in layout.order.tolist()]
         self._start = layout.start[layout.order]
-        self._set_columns([places[shard] for shard in layout.order.tolist()])
+        self._stop = self._start + np.array([nbytes for _, _, nbytes in self._places], np.int64)
         self._check = check
         self._untaken = layout.chunks
 
@@ -166,57 +181,33 @@ class FileChunks:
         if stop > padding:
             view[padding - start :] = bytes(stop - padding)
 
-    def _set_columns(self, places: Sequence[tuple[Stretch | Enclosed, int, int]]) -> None:
-        """Convert the places to columns, because a model has thousands."""
-        self._enclosed = [place if isinstance(place, Enclosed) else None for place, _, _ in places]
-        around = [place.around if isinstance(place, Enclosed) else place for place, _, _ in places]
-        numbers = {key: number for number, key in enumerate({where.key: None for where in around})}
-        self._files = list(numbers)
-        self._file = np.array([numbers[where.key] for where in around], np.int64)
-        self._is_enclosed = np.array([place is not None for place in self._enclosed], np.bool_)
-        self._file_start = np.array([where.start for where in around], np.int64)
-        self._file_nbytes = np.array([where.nbytes for where in around], np.int64)
-        self._before = np.array([before for _, before, _ in places], np.int64)
-        self._stop = self._start + np.array([nbytes for _, _, nbytes in places], np.int64)
-
     def _parts(self, start: int, stop: int) -> list[_Part]:
         """Return the parts of bytes [start, stop) of the image, ordered by file."""
         first = int(self._stop.searchsorted(start, side="right"))
         last = int(self._start.searchsorted(stop, side="left"))
-        if last <= first:
-            return []
-        shards = slice(first, last)
-        begin = np.maximum(self._start[shards], start)
-        nbytes = np.minimum(self._stop[shards], stop) - begin
-        skip = self._before[shards] + begin - self._start[shards]
-        is_enclosed = self._is_enclosed[shards]
-        read = self._file_start[shards] + np.where(is_enclosed, 0, skip)
-        end = read + np.where(is_enclosed, self._file_nbytes[shards], nbytes)
-        file = self._file[shards]
-        order = np.lexsort((read, file))
-        columns: list[Ints] = [file, read, end, begin - start, nbytes, skip]
-        file, read, end, at, nbytes, skip = (column[order] for column in columns)
-        is_enclosed = is_enclosed[order]
-        follows = (
-            (file[1:] == file[:-1])
-            & (read[1:] == end[:-1])
-            & (at[1:] == (at + nbytes)[:-1])
-            & ~(is_enclosed[1:] | is_enclosed[:-1])
-        )
-        heads = np.flatnonzero(np.append(True, ~follows))
-        tails = np.append(heads[1:], len(order)) - 1
-        found = (
-            file[heads],
-            first + order[heads],
-            read[heads],
-            end[tails],
-            at[heads],
-            np.add.reduceat(nbytes, heads),
-            np.maximum.reduceat(nbytes, heads),
-            skip[heads],
-        )
-        rows = zip(*(column.tolist() for column in found), strict=True)
-        return [_Part(self._files[of], self._enclosed[shard], *where) for of, shard, *where in rows]
+        parts = [self._part(shard, start, stop) for shard in range(first, last)]
+        parts.sort(key=lambda part: (part.key, part.start))
+        joined: list[_Part] = []
+        for part in parts:
+            if joined and joined[-1].is_followed_by(part):
+                joined[-1] = joined[-1].joined_with(part)
+            else:
+                joined.append(part)
+        return joined
+
+    def _part(self, shard: int, start: int, stop: int) -> _Part:
+        """Return the part of a shard in bytes [start, stop) of the image."""
+        place, before, _ = self._places[shard]
+        begin = max(int(self._start[shard]), start)
+        nbytes = min(int(self._stop[shard]), stop) - begin
+        skip = before + begin - int(self._start[shard])
+        at = begin - start
+        if isinstance(place, Enclosed):
+            around = place.around
+            end = around.start + around.nbytes
+            return _Part(around.key, place, around.start, end, at, nbytes, nbytes, skip)
+        read = place.start + skip
+        return _Part(place.key, None, read, read + nbytes, at, nbytes, nbytes, 0)
 
     def _runs(self, parts: Iterable[_Part]) -> Iterator[_Run]:
         """Yield runs: parts on their own, and groups of small parts that are close together."""

@@ -156,7 +156,21 @@ class _Delivery:
         self._targets = targets
         self._places = places
         self._plan = plan
-        self.in_place = _in_place(places, plan)
+        target = plan.target[plan.pair]
+        self._memory = places.memory[target]
+        self._into = places.at[target] + plan.dst
+        self._is_run = plan.dst >= 0
+        self._follows = np.zeros(len(target), np.bool_)
+        """True for a copy that continues the previous one of its read, on both sides."""
+        self._follows[1:] = (
+            self._is_run[1:]
+            & self._is_run[:-1]
+            & (self._memory[1:] == self._memory[:-1])
+            & (self._into[1:] == (self._into + plan.nbytes)[:-1])
+            & (plan.src[1:] == (plan.src + plan.nbytes)[:-1])
+        )
+        self._follows[plan.first[:-1]] = False
+        self.in_place = self._find_in_place()
         """Reads whose bytes are all wanted in one stretch of memory, with that memory, by
         number."""
 
@@ -166,32 +180,17 @@ class _Delivery:
             return
         plan = self._plan
         base = int(plan.start[read])
-        copies = np.arange(int(plan.first[read]), int(plan.first[read + 1]))
-        is_run = plan.dst[copies] >= 0
-        self._copy_runs(copies[is_run], buffer, base)
-        for copy in copies[~is_run].tolist():
-            self._copy_strided(copy, int(plan.target[plan.pair[copy]]), buffer, base)
-
-    def _copy_runs(self, copies: Ints, buffer: HostBuffer, base: int) -> None:
-        """Copy runs that are contiguous on both sides, joining adjacent ones."""
-        if not len(copies):
-            return
-        plan = self._plan
-        target = plan.target[plan.pair[copies]]
-        memory = self._places.memory[target]
-        into = self._places.at[target] + plan.dst[copies]
-        src = plan.src[copies] - base
-        nbytes = plan.nbytes[copies]
-        follows = (
-            (memory[1:] == memory[:-1])
-            & (into[1:] == (into + nbytes)[:-1])
-            & (src[1:] == (src + nbytes)[:-1])
-        )
-        heads = np.flatnonzero(np.append(True, ~follows))
         data = np.frombuffer(buffer.view, np.uint8)
-        columns = (memory[heads], into[heads], src[heads], np.add.reduceat(nbytes, heads))
-        for number, to, begin, count in zip(*(c.tolist() for c in columns), strict=True):
-            self._places.memories[number][to : to + count] = data[begin : begin + count]
+        copies = slice(int(plan.first[read]), int(plan.first[read + 1]))
+        heads = np.flatnonzero(~self._follows[copies])
+        nbytes = np.add.reduceat(plan.nbytes[copies], heads)
+        heads += copies.start
+        columns = (heads, self._memory[heads], self._into[heads], plan.src[heads] - base, nbytes)
+        for copy, number, to, begin, count in zip(*(c.tolist() for c in columns), strict=True):
+            if self._is_run[copy]:
+                self._places.memories[number][to : to + count] = data[begin : begin + count]
+            else:
+                self._copy_strided(copy, int(plan.target[plan.pair[copy]]), buffer, base)
 
     def _copy_strided(self, copy: int, target: int, buffer: HostBuffer, base: int) -> None:
         """Copy a strided box. ``buffer`` holds the image from byte ``base`` on."""
@@ -212,36 +211,21 @@ class _Delivery:
             ranges = zip(box.offsets, offsets, box.lengths, strict=True)
             into[tuple(slice(a - b, a - b + n) for a, b, n in ranges)] = source
 
-
-def _in_place(places: _Places, plan: LoadPlan) -> dict[Hashable, HostBuffer]:
-    """Return the reads that are a single contiguous copy of all their bytes, with their memory.
-
-    Adjacent copies count as one.
-    """
-    count = len(plan.pair)
-    if not count:
-        return {}
-    target = plan.target[plan.pair]
-    memory = places.memory[target]
-    into = places.at[target] + plan.dst
-    follows = (
-        (memory[1:] == memory[:-1])
-        & (into[1:] == (into + plan.nbytes)[:-1])
-        & (plan.src[1:] == (plan.src + plan.nbytes)[:-1])
-    )
-    begun = np.cumsum(np.append(0, ~follows))  # per copy, the number of breaks before it
-    head = plan.first[:-1]
-    tail = plan.first[1:] - 1
-    is_strided = np.cumsum(np.append(0, plan.dst < 0))
-    is_one = (begun[head] == begun[tail]) & (is_strided[head] == is_strided[tail + 1])
-    starts_with_it = plan.src[head] == plan.start
-    ends_with_it = plan.src[tail] + plan.nbytes[tail] == plan.stop
-    found = np.flatnonzero(is_one & starts_with_it & ends_with_it).tolist()
-    buffers: dict[Hashable, HostBuffer] = {}
-    for read in found:
-        copy = int(head[read])
-        content = places.memories[int(memory[copy])]
-        begin = int(into[copy])
-        view = content[begin : begin + int(plan.stop[read] - plan.start[read])]
-        buffers[read] = HostBuffer(view.data, int(view.ctypes.data), content)
-    return buffers
+    def _find_in_place(self) -> dict[Hashable, HostBuffer]:
+        plan = self._plan
+        if not len(self._follows):
+            return {}
+        head = plan.first[:-1]
+        sizes = plan.stop - plan.start
+        is_one = np.add.reduceat(~self._follows, head, dtype=np.int64) == 1
+        begins_with_it = plan.src[head] == plan.start
+        ends_with_it = np.add.reduceat(plan.nbytes, head) == sizes
+        buffers: dict[Hashable, HostBuffer] = {}
+        found = is_one & self._is_run[head] & begins_with_it & ends_with_it
+        for read in np.flatnonzero(found).tolist():
+            copy = int(head[read])
+            content = self._places.memories[int(self._memory[copy])]
+            begin = int(self._into[copy])
+            view = content[begin : begin + int(sizes[read])]
+            buffers[read] = HostBuffer(view.data, int(view.ctypes.data), content)
+        return buffers
