@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import TypeVar, TypeVarTuple
+from weakref import WeakValueDictionary
 
 from ...core.forks.renewal import new_lock
 from ...errors import CoordinationError
@@ -88,7 +89,8 @@ class Member:
         self._number = 0
         self._number_lock = new_lock()
         self._publishing = asyncio.Lock()
-        self._turns: dict[str, list[asyncio.Future[None]]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By name of a call: held by one at a time, and gone when nobody waits for it any more."""
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._acknowledging = False
         self._acknowledge_until_s = 0.0
@@ -286,11 +288,15 @@ class Member:
     @contextlib.asynccontextmanager
     async def participating(self, call: Call, heartbeat_s: float) -> AsyncIterator[Participation]:
         """Enter ``call`` with heartbeats, once another of the same name has ended."""
-        loop = asyncio.get_running_loop()
-        await self._take_turn(call.name)
-        participation = Participation(
-            call.name, str(call), call.thread, self.next_number(), loop.time()
-        )
+        turn = self._turns.setdefault(call.name, asyncio.Lock())
+        async with turn, self._entered(call, heartbeat_s) as participation:
+            yield participation
+
+    @contextlib.asynccontextmanager
+    async def _entered(self, call: Call, heartbeat_s: float) -> AsyncIterator[Participation]:
+        now_s = asyncio.get_running_loop().time()
+        number = self.next_number()
+        participation = Participation(call.name, str(call), call.thread, number, now_s)
         self._open.append(participation)
         self._heartbeat_s[participation.number] = heartbeat_s
         if self._heartbeat_task is not None:
@@ -303,32 +309,11 @@ class Member:
         finally:
             self._open.remove(participation)
             del self._heartbeat_s[participation.number]
-            self._drop_turn(call.name, self._turns[call.name][0])
             if not self._open and self._heartbeat_task is not None:
                 self._heartbeat_task.cancel()
                 await asyncio.wait([self._heartbeat_task])
                 self._heartbeat_task = None
                 await self.publish_status()
-
-    async def _take_turn(self, name: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        queue = self._turns.setdefault(name, [])
-        queue.append(turn)
-        if queue[0] is not turn:
-            try:
-                await turn
-            except BaseException:
-                self._drop_turn(name, turn)
-                raise
-
-    def _drop_turn(self, name: str, turn: asyncio.Future[None]) -> None:
-        queue = self._turns[name]
-        first = queue[0] is turn
-        queue.remove(turn)
-        if not queue:
-            del self._turns[name]
-        elif first and not queue[0].done():
-            queue[0].set_result(None)
 
     async def _send_heartbeats(self) -> None:
         while True:
