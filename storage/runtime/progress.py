@@ -13,7 +13,6 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Self
 
 from ...errors import UsageError
@@ -68,12 +67,7 @@ class ProgressReporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ended = self._close(deliver=error is None)
         if ended is not None:
             ended.result()
@@ -82,12 +76,7 @@ class ProgressReporter:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ended = self._close(deliver=error is None)
         if ended is not None:
             await asyncio.shield(asyncio.wrap_future(ended))

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from types import TracebackType
 from typing import Literal, Self, SupportsFloat, SupportsIndex
 
 from ...core.pool import is_exiting
@@ -354,12 +353,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
