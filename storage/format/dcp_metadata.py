@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...core.garbage import collector_paused
 from ...planner.box import Box
 from .torch_pickle import COUNT_MAX, NEW_DTYPES, Record, Value, counts, dtype_in, read_pickle
 
@@ -89,6 +90,7 @@ class FolderContents:
     paths: Mapping[str, Path]
 
 
+@collector_paused()
 def read_metadata(data: bytes) -> FolderContents:
     """Return the contents of the folder. Raises ValueError naming the unknown or impossible
     part."""

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.garbage import collector_paused
+
 STORAGES = {
     "FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),
     "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
@@ -122,6 +124,7 @@ def no_record(name: str) -> bool:
     return False
 
 
+@collector_paused()
 def read_pickle(data: bytes, is_record: Callable[[str], bool] = no_record) -> Value:
     """Return the contents of the pickle: nested dicts, lists and tuples of tensors and small
     values.

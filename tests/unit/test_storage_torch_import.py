@@ -24,7 +24,7 @@ from support.importing import LAUGHS, Canary, imported, noted, objects_at
 
 import holdfast
 from holdfast.storage.format.torch_pickle import StoredTensor, leaves, read_pickle
-from holdfast.storage.operations.conversion.torch_records import (
+from holdfast.storage.operations.conversion.archive_reader import (
     EarlierError,
     ZipError,
     ZipRecord,

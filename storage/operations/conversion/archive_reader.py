@@ -1,32 +1,28 @@
 """Reads ``torch.save`` files, whole or embedded in another file, in any storage.
 
 Such a file is a zip archive with a pickle, which is read as data and never unpickled, and an
-uncompressed record of elements per storage.
+uncompressed record of elements per storage. Nothing is trusted: records outside the file and
+compressed records are detected.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import struct
+import zipfile
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from ....core.aio import at_most, side_by_side
-from ....core.garbage import collector_paused
 from ....drivers.contract import Driver
 from ....errors import DamagedError, UnsupportedFormatError
 from ...format.torch_pickle import StoredTensor, Value, no_record, read_pickle
 from ...pipeline.file_chunks import ENCLOSED_NBYTES_MAX, Enclosed, Stretch
 from ...runtime.engine import offload
-from .torch_records import (
-    LOCAL_NBYTES,
-    EarlierError,
-    ZipError,
-    ZipRecord,
-    content_start,
-    directory,
-)
 
 T = TypeVar("T")
 
@@ -38,11 +34,89 @@ _SMALL_NBYTES = 64 << 10
 _DIRECTORY_NBYTES_MAX = 256 << 20
 _PICKLE_NBYTES_MAX = 256 << 20
 _MAGIC = b"PK\x03\x04"
+_LOCAL = struct.Struct("<4s22xHH")
+"""The header before each record, excluding the name and the extra field."""
+_IS_ENCRYPTED = 1
 _PICKLE = "data.pkl"
 _ORDER = "byteorder"
 _KNOWN_MAX = 1024
 _KNOWN_NBYTES_MAX = 4096
 """Limits for caching decoded pickles: their number and size."""
+
+
+class ZipError(Exception):
+    """Raised for data that is not a complete zip file."""
+
+
+class EarlierError(Exception):
+    """Raised if bytes from ``start`` on are needed that have not been read yet."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__(start)
+        self.start = start
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """A record of ``nbytes`` bytes, whose header is at byte ``start`` of the file."""
+
+    start: int
+    nbytes: int
+    is_stored: bool
+    """True if the bytes are stored raw: neither compressed nor encrypted."""
+
+
+class _Tail(io.BytesIO):
+    """A file whose bytes before ``start`` are not in memory. Seeking there raises EarlierError."""
+
+    def __init__(self, tail: bytes, start: int) -> None:
+        super().__init__(tail)
+        self._start = start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence != io.SEEK_SET:
+            return self._start + super().seek(offset, whence)
+        if offset < self._start:
+            raise EarlierError(offset)
+        return self._start + super().seek(offset - self._start)
+
+    def tell(self) -> int:
+        return self._start + super().tell()
+
+
+def directory(tail: bytes, tail_start: int) -> tuple[dict[str, ZipRecord], int]:
+    """Return the records of a file and the file offset of the directory.
+
+    ``tail`` is the end of the file, from byte ``tail_start`` on. Record names omit their common
+    folder. Raises EarlierError if the directory begins before ``tail``; ZipError if it is damaged.
+    """
+    try:
+        with zipfile.ZipFile(_Tail(tail, tail_start)) as archive:
+            entries = archive.infolist()
+            start = archive.start_dir
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        raise ZipError(f"its directory is malformed: {error}") from error
+    found: dict[str, ZipRecord] = {}
+    for entry in entries:
+        is_stored = entry.compress_type == zipfile.ZIP_STORED
+        is_stored &= not entry.flag_bits & _IS_ENCRYPTED
+        if is_stored and entry.compress_size != entry.file_size:
+            raise ZipError("its directory states two sizes of one entry")
+        if not 0 <= entry.header_offset < start:
+            raise ZipError("its directory locates an entry that is not in it")
+        name = entry.filename.partition("/")[2]
+        found[name] = ZipRecord(entry.header_offset, entry.file_size, is_stored)
+    return found, start
+
+
+def content_start(header: bytes | memoryview, record: ZipRecord) -> int:
+    """Return the file offset of a record's bytes, given its ``header``. Raises ZipError."""
+    if len(header) < _LOCAL.size:
+        raise ZipError("the header of a record is not in it")
+    magic, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
+    if magic != _MAGIC:
+        raise ZipError("a record has no header")
+    return int(record.start + _LOCAL.size + name_nbytes + extra_nbytes)
 
 
 def any_record(name: str) -> bool:
@@ -163,7 +237,7 @@ class ArchiveReader(_Archive):
             order = b"little"
             if _ORDER in self._records:
                 order = await self._record_bytes(_ORDER, 16)
-            value = await offload(_value_in, pickle, is_record)
+            value = await offload(read_pickle, pickle, is_record)
         except ZipError as error:
             raise self.damaged(f"it is not a complete zip file: {error}") from error
         except ValueError as error:
@@ -243,7 +317,7 @@ class ArchiveReader(_Archive):
 
         async def find(name: str) -> int:
             start = self._record(name).start
-            header = await self._bytes(start, min(start + LOCAL_NBYTES, self._nbytes))
+            header = await self._bytes(start, min(start + _LOCAL.size, self._nbytes))
             return self._begin(name, header, self._nbytes)
 
         begins = await at_most(self._driver.traits.concurrency, map(find, names))
@@ -260,11 +334,6 @@ class ArchiveReader(_Archive):
         if into:
             await self._driver.read(self._where.key, self._where.start + start, memoryview(into))
         return bytes(into)
-
-
-def _value_in(pickle: bytes, is_record: Callable[[str], bool]) -> Value:
-    with collector_paused():
-        return read_pickle(pickle, is_record)
 
 
 class WholeArchive(_Archive):
@@ -309,7 +378,7 @@ class WholeArchive(_Archive):
         return self._start(record) + start
 
     def _start(self, name: str) -> int:
-        header = self._content[self._record(name).start :][:LOCAL_NBYTES]
+        header = self._content[self._record(name).start :][: _LOCAL.size]
         return self._begin(name, header, len(self._content))
 
     def _record_bytes(self, name: str) -> bytes:

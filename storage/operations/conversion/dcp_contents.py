@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ....planner.box import Box
 from ...format.manifest import Manifest
 from ...format.tree import Container, Key
 from ...state.dtypes import dtype_of, empty
@@ -211,9 +212,8 @@ class Contents:
         if not item.is_tensor:
             return BytesStorageMetadata()
         row = self.manifest.tensors.stored_row(item.row)
-        size = torch.Size(self.manifest.tensors.shape_of(row))
-        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        return TensorStorageMetadata(TensorProperties(dtype=self.dtype(row)), size, [whole])
+        shape = self.manifest.tensors.shape_of(row)
+        return tensor_metadata(self.dtype(row), shape, [Box((0,) * len(shape), shape)])
 
     def _new_tensor(self, row: int, wanted: Wanted) -> torch.Tensor:
         root = self.manifest.tensors.stored_row(row)
@@ -241,6 +241,16 @@ class Contents:
         for child in reversed(self._children[number]):
             items.add_container(self._container(child).key, *self._assembled(child, wanted))
         return items.assembled(tree, number), items
+
+
+def tensor_metadata(
+    dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[Box]
+) -> TensorStorageMetadata:
+    """Return the metadata of a tensor that is stored in these boxes."""
+    chunks = [
+        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def serialized(value: object) -> io.BytesIO:

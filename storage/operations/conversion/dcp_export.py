@@ -18,11 +18,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
@@ -39,7 +37,7 @@ from ...state.dtypes import dtype_of
 from ...state.filling.targets import Wanted
 from ..reading.reader import Checkpoint, manifest_of, read_wanted
 from ..reading.selection import chosen, renamed
-from .dcp_contents import Contents, serialized
+from .dcp_contents import Contents, serialized, tensor_metadata
 from .file_export import ExportedTensors, ExportPlan, LastFile, Source
 
 ITEM_NBYTES = 64 << 20
@@ -159,7 +157,9 @@ def _metadata_bytes(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> byt
                 results.append(WriteResult(MetadataIndex(name), place.length, place))
                 continue
             tensor, items = folder.tensors[name]
-            described[name] = _described(tensor, [box for box, _ in items])
+            dtype = dtype_of(tensor.dtype, tensor.itemsize)
+            boxes = [box for box, _ in items]
+            described[name] = tensor_metadata(dtype, tensor.shape, boxes)
             for box, place in items:
                 index = MetadataIndex(name, torch.Size(box.offsets))
                 results.append(WriteResult(index, place.length, place))
@@ -168,14 +168,6 @@ def _metadata_bytes(folder: _Folder, paths: Mapping[str, Keys], uri: str) -> byt
     with tempfile.TemporaryDirectory() as scratch:
         _MetadataWriter(scratch, meta).finish(metadata, [results])
         return Path(scratch, DCP_METADATA_KEY).read_bytes()
-
-
-def _described(tensor: ModelTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
-    properties = TensorProperties(dtype=dtype_of(tensor.dtype, tensor.itemsize))
-    chunks = [
-        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes
-    ]
-    return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
 class _MetadataWriter(FileSystemWriter):

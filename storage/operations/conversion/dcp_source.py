@@ -67,7 +67,7 @@ async def read_contents(driver: Driver) -> FolderContents:
     try:
         if info.nbytes > _METADATA_NBYTES_MAX:
             raise ValueError(f"it has {info.nbytes:,} bytes")
-        return await offload(_contents_in, await driver.get(DCP_METADATA_KEY))
+        return await offload(read_metadata, await driver.get(DCP_METADATA_KEY))
     except ValueError as error:
         raise UnsupportedFormatError(
             f"this folder of torch's distributed checkpoint cannot be imported: {error}",
@@ -75,11 +75,6 @@ async def read_contents(driver: Driver) -> FolderContents:
             key=DCP_METADATA_KEY,
             advice="Load it with torch.distributed.checkpoint, and save the state with holdfast.",
         ) from error
-
-
-def _contents_in(data: bytes) -> FolderContents:
-    with collector_paused():
-        return read_metadata(data)
 
 
 def _check_within(driver: Driver, places: Iterable[FilePart], sizes: dict[str, int]) -> None:

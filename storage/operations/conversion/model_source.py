@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ....core import safetensors
 from ....core.aio import at_most
@@ -89,12 +89,10 @@ class Model:
 
     def of(self, names: Container[str]) -> Model:
         """Return the model restricted to these names."""
-        return Model(
-            tuple(tensor for tensor in self.tensors if tensor.name in names),
-            self.stamps,
+        return replace(
+            self,
+            tensors=tuple(tensor for tensor in self.tensors if tensor.name in names),
             values={name: value for name, value in self.values.items() if name in names},
-            paths=self.paths,
-            metadata=self.metadata,
         )
 
     @property
