@@ -27,6 +27,7 @@ from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tables import (
     NDIM_MAX,
+    SHARD_COLUMNS,
     ImageTable,
     check_readable,
     image_table,
@@ -404,9 +405,6 @@ def _names_have_prefixes(m: Manifest) -> bool:
     return True
 
 
-_SHARD_COLUMNS = ("offsets", "lengths", "image", "start")
-
-
 @dataclass(frozen=True, eq=False)
 class VerifiedManifest:
     """A manifest without shards; :meth:`with_shards_of` adds the wanted ones.
@@ -433,7 +431,5 @@ class VerifiedManifest:
         counts = ints_of(self.columns, "tensor.shards")
         first = np.cumsum(counts) - counts
         row, at = ranges(first[rows], counts[rows])
-        found = {
-            name: self.columns[f"shard.{name}"][at].astype(np.int64) for name in _SHARD_COLUMNS
-        }
-        return replace(self.manifest, shards=ShardTable(rows[row], **found))
+        found = {name: column[at] for name, column in self.columns.items() if name in SHARD_COLUMNS}
+        return replace(self.manifest, shards=shard_table(found, rows[row]))

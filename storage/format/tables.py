@@ -25,6 +25,8 @@ from .tree import Tree
 
 NDIM_MAX = 256
 _INT_MAX = 1 << 62
+SHARD_COLUMNS = ("shard.offsets", "shard.lengths", "shard.image", "shard.start")
+"""Columns of shards, except for their tensors."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,7 @@ def shard_columns(shards: ShardTable, images: ImageTable) -> dict[str, Column]:
 
 def shard_table(columns: Columns, tensor: Ints) -> ShardTable:
     """Build the shard table from :func:`shard_columns`. Raises KeyError and ValueError."""
-    offsets, lengths, image, start = (
-        ints_of(columns, f"shard.{name}") for name in ("offsets", "lengths", "image", "start")
-    )
-    return ShardTable(tensor, offsets, lengths, image, start)
+    return ShardTable(tensor, *(ints_of(columns, name) for name in SHARD_COLUMNS))
 
 
 def image_table(columns: Columns, *, compressed: bool) -> ImageTable:

@@ -193,20 +193,9 @@ def _natural(text: str) -> list[tuple[int, str]]:
     ]
 
 
-def _above(place: Place) -> tuple[Place, str] | None:
-    """Return the parent folder of a place, and its name in it."""
-    folder, slash, name = place.uri.location.rstrip("/").rpartition("/")
-    if not slash or not folder.strip("/") or not name:
-        return None
-    return Place(Uri(place.uri.scheme, folder, dict(place.uri.options)), place.options), name
-
-
 async def _of_file(place: Place) -> Finding | None:
-    above = _above(place)
-    if above is None:
-        return None
-    parent, name = above
     try:
+        parent, name = place.divided()
         async with parent.opened() as driver:
             nbytes = (await driver.stat(name)).nbytes
             head = bytes(await driver.fetch(name, 0, min(nbytes, _HEAD_NBYTES)))
@@ -237,10 +226,9 @@ def _of_head(head: bytes, name: str) -> Finding:
 
 async def _beside(place: Place) -> Finding | None:
     """Suggest a checkpoint in the parent folder if nothing is at the place itself."""
-    above = _above(place)
-    if above is None:
-        return None
-    parent, name = above
+    parent, name = place.divided()
+    if not parent.uri.location.strip("/"):
+        return None  # the root of a file system holds far too much
     names = await _names(parent)
     folders = sorted({match[1] for key in names if (match := _MANIFEST.match(key))}, key=_natural)
     folders = [folder for folder in folders if "/" not in folder]

@@ -46,7 +46,6 @@ from ..rounds import (
     DIGESTS,
     HOLDS,
     Findings,
-    HeldStatement,
     PlanDecision,
     PlanFollowed,
     SaveStatement,
@@ -148,9 +147,15 @@ async def agree(
     if plan is None:
         held = statement_of(flat, team.rank, team.world, team.host)
     leader = PlanLeader()
-    verdict = await team.round(
-        AGREE, await _statement(uri, flat, digests, plan, held, compression), leader.agree
+    placeholders = reported_placeholders(flat)
+    statement = SaveStatement(
+        uri,
+        plan=None if plan is None else plan.followed(await offload(digests, plan.rows)),
+        holdings=held,
+        compression=compression,
+        placeholders=None if placeholders is None else dict(placeholders),
     )
+    verdict = await team.round(AGREE, statement, leader.agree)
     if plan is not None and verdict.plan:
         return plan
     if held is None:
@@ -164,24 +169,6 @@ async def agree(
     if flat.layout_id is not None:
         plans.put(key, plan)
     return plan
-
-
-async def _statement(
-    uri: str,
-    flat: FlatState,
-    digests: Digest,
-    plan: GlobalPlan | None,
-    held: HeldStatement | None,
-    compression: str | None,
-) -> SaveStatement:
-    placeholders = reported_placeholders(flat)
-    return SaveStatement(
-        uri,
-        plan=None if plan is None else plan.followed(await offload(digests, plan.rows)),
-        holdings=held,
-        compression=compression,
-        placeholders=None if placeholders is None else dict(placeholders),
-    )
 
 
 async def _new_plan(

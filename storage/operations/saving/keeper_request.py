@@ -88,8 +88,12 @@ class Keeping:
         self.flushes = by.flushes
         self._stages = stages
         self._generation: GenerationId | None = None
-        self._awaits_protection = by.protects
-        self._awaits_local = by.local
+        self._beside: dict[str, Callable[[HoldfastError | None], None]] = {}
+        """Callbacks of the side stages that are still awaited, by the stage's name."""
+        if by.local:
+            self._beside["local"] = stages.local
+        if by.protects:
+            self._beside["protected"] = stages.protected
         self.ended: Future[Durable | None] = Future()
 
     def tell(self, event: Event | KeeperLost) -> bool:
@@ -101,7 +105,8 @@ class Keeping:
             case Agreed():
                 self._is_agreed(event)
             case Local(problem=problem):
-                self._is_local(SaveError(f"not on local storage: {problem}") if problem else None)
+                error = SaveError(f"not on local storage: {problem}") if problem else None
+                self._end_beside("local", error)
             case Protected():
                 self._is_protected(event.generation)
             case Durable():
@@ -109,51 +114,43 @@ class Keeping:
                 if not self.ended.done():
                     self.ended.set_result(event)
             case Voided():
-                self._is_local(SaveError(event.text))
+                self._end_beside("local", SaveError(event.text))
                 self._fail(SaveError(event.text))
             case FlushFailed(final=True):
                 self._fail(SaveError(event.text))
             case KeeperLost():
                 self._is_lost(event)
-        return self._awaits_protection or self._awaits_local or not self.ended.done()
+        return bool(self._beside) or not self.ended.done()
 
     def _is_agreed(self, event: Agreed) -> None:
         self._stages.agreed()
         if not event.local:
-            text = "this step is not written to the host's storage"
-            self._is_local(UsageError(text))
+            self._end_beside("local", UsageError("this step is not written to the host's storage"))
         if self.storage is None and not self.ended.done():
             self.ended.set_result(None)
+
+    def _is_protected(self, generation: GenerationId) -> None:
+        error = None
+        if generation != self._generation:
+            text = f"a later step, {generation.step}, is protected instead of this one"
+            error = SaveError(text)
+        self._end_beside("protected", error)
 
     def _is_lost(self, event: KeeperLost) -> None:
         """Handle the loss of the keeper; the next one may still flush the step."""
         error = SaveError(f"not kept in memory: {event.text}")
-        self._is_local(error)
-        self._unprotected(error)
+        for stage in list(self._beside):
+            self._end_beside(stage, error)
         if self.storage is None:
             self._fail(error)
 
     def _fail(self, error: SaveError) -> None:
-        self._unprotected(error)
+        self._end_beside("protected", error)
         if not self.ended.done():
             self.ended.set_exception(error)
 
-    def _is_local(self, error: HoldfastError | None) -> None:
-        if self._awaits_local:
-            self._awaits_local = False
-            self._stages.local(error)
-
-    def _is_protected(self, generation: GenerationId) -> None:
-        if not self._awaits_protection:
-            return
-        if generation == self._generation:
-            self._awaits_protection = False
-            self._stages.protected(None)
-        else:
-            text = f"a later step, {generation.step}, is protected instead of this one"
-            self._unprotected(SaveError(text))
-
-    def _unprotected(self, error: SaveError) -> None:
-        if self._awaits_protection:
-            self._awaits_protection = False
-            self._stages.protected(error)
+    def _end_beside(self, stage: str, error: HoldfastError | None) -> None:
+        """End a side stage, unless it has ended or this save has none."""
+        callback = self._beside.pop(stage, None)
+        if callback is not None:
+            callback(error)
