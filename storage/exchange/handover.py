@@ -12,7 +12,7 @@ import hmac
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.spans import Where, counting, span
 from ...errors import CoordinationError
@@ -26,6 +26,7 @@ from .group import HANDOVER, NO_DIGEST, RECEIPT, ExchangeGroup, naming_member, s
 from .shared_memory import Arena
 
 
+@dataclass(eq=False)
 class _Side:
     """One end of a handover.
 
@@ -33,14 +34,11 @@ class _Side:
     index of its unit in ``sharing``. ``connections``: by member.
     """
 
-    def __init__(
-        self, group: ExchangeGroup, sharing: Sharing, plan: LoadPlan, units: Sequence[int]
-    ) -> None:
-        self._group = group
-        self._sharing = sharing
-        self._plan = plan
-        self._units = units
-        self.connections: dict[int, Connection] = {}
+    _group: ExchangeGroup
+    _sharing: Sharing
+    _plan: LoadPlan
+    _units: Sequence[int]
+    connections: dict[int, Connection] = field(default_factory=dict, init=False)
 
     def _by_path(self) -> tuple[dict[int, Connection], dict[int, Connection]]:
         """Return the connections to members of this host, and those to other hosts."""

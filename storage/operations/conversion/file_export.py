@@ -158,28 +158,22 @@ class _Held:
         return np.frombuffer(self.buffer.view, np.uint8)
 
 
+@dataclass(eq=False)
 class FileExport:
     """Exports one file in windows. Calls ``wrote(nbytes)`` after writing that many more bytes."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        driver: Driver,
-        file: ModelFile,
-        sources: Mapping[str, Source],
-        budget_nbytes: int,
-        wrote: Callable[[int], None],
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._driver = driver
-        self._file = file
-        self._sources = sources
-        self._budget_nbytes = budget_nbytes
-        self._wrote = wrote
-        self._chunk_nbytes = manifest_of(checkpoint).chunk_nbytes
-        self._window_nbytes = round_up(driver.traits.part_min_nbytes, CHUNK_NBYTES)
+    _checkpoint: Checkpoint
+    _driver: Driver
+    _file: ModelFile
+    _sources: Mapping[str, Source]
+    _budget_nbytes: int
+    _wrote: Callable[[int], None]
+    _held: dict[Window, _Held] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._chunk_nbytes = manifest_of(self._checkpoint).chunk_nbytes
+        self._window_nbytes = round_up(self._driver.traits.part_min_nbytes, CHUNK_NBYTES)
         self._pool = host_pool(self._window_nbytes)
-        self._held: dict[Window, _Held] = {}
 
     async def run(self) -> None:
         """Write the file, which is durable and visible on return. An error leaves nothing

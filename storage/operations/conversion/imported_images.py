@@ -184,26 +184,21 @@ def _aliases(sources: Sequence[SourceTensor]) -> list[int]:
     return aliases
 
 
+@dataclass(eq=False)
 class _Images:
     """The images of one import."""
 
-    def __init__(
-        self,
-        theirs: Driver,
-        ours: Driver,
-        job: ImagesJob,
-        plans: Sequence[ImagePlan],
-        places: Sequence[Sequence[Place]],
-    ) -> None:
-        self._theirs = theirs
-        self._ours = ours
-        self._job = job
-        self._plans = plans
-        self._places = places
-        self._total_nbytes = sum(plan.layout.hashed_end for plan in plans)
-        self._done_nbytes = 0
-        self.reused_nbytes = 0
-        """Bytes of reused images."""
+    _theirs: Driver
+    _ours: Driver
+    _job: ImagesJob
+    _plans: Sequence[ImagePlan]
+    _places: Sequence[Sequence[Place]]
+    reused_nbytes: int = 0
+    """Bytes of reused images."""
+    _done_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._total_nbytes = sum(plan.layout.hashed_end for plan in self._plans)
 
     async def identity(self) -> str:
         """Return a digest of everything that determines the bytes of all images."""

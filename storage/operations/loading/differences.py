@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -49,17 +50,15 @@ def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | No
     )
 
 
+@dataclass(eq=False)
 class DifferenceCheck:
-    """The leader's check of all ranks' reports: does the checkpoint fit the state?"""
+    """The leader's check of all ranks' reports: does the checkpoint, or the part of it that is
+    loaded, fit the state?"""
 
-    def __init__(
-        self, manifest: Manifest, strict: Strict, uri: str, part: Part | None = None
-    ) -> None:
-        """Check against all of the checkpoint, or against the ``part`` that is loaded."""
-        self._manifest = manifest
-        self._strict = strict
-        self._uri = uri
-        self._part = part
+    _manifest: Manifest
+    _strict: Strict
+    _uri: str
+    _part: Part | None = None
 
     def judge(self, told: Sequence[FitReport]) -> Differences:
         """Return what the load leaves out, and log it. Raises MismatchError."""

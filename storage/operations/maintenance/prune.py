@@ -18,10 +18,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 from ....core.aio import at_most
 from ....drivers.contract import Driver
-from ....drivers.uri import divided
 from ....errors import (
     AccessError,
     DamagedError,
@@ -61,6 +61,8 @@ _OURS = re.compile(
     r"(?:(?P<folder>.+)/)?"
     rf"(?:{re.escape(MANIFEST_KEY)}|{ATTEMPT_KEY_PATTERN}|(?P<lock>{PRUNING_KEY}))"
 )
+
+_by_path = attrgetter("path", "attempt")
 
 _log = logging.getLogger(__name__)
 
@@ -302,10 +304,6 @@ async def _all_leftovers(
     return sorted(itertools.chain(*found), key=_by_path)
 
 
-def _by_path(leftover: Leftover) -> tuple[str, str]:
-    return leftover.path, leftover.attempt
-
-
 async def _leftovers(
     driver: Driver, path: str, current: ListedCheckpoint | None, idle_s: float
 ) -> list[Leftover]:
@@ -458,8 +456,8 @@ async def _all(listed: Sequence[ListedCheckpoint]) -> Choice:
 
 async def _remove_folder(place: Place) -> None:
     try:
-        folder, key = divided(place.uri)
+        folder, key = place.divided()
     except UriError:
         return
-    async with Place(folder, place.options).opened() as driver:
+    async with folder.opened() as driver:
         await delete_if_empty(driver, key)
