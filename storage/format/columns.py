@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core import safetensors
-from ...core.decoded_json import Json, ints_in, object_in, str_in
+from ...core.decoded_json import Json
 from ...errors import DamagedError, SaveError
 from ...planner.image import DIGEST_NBYTES
 from .digest import digest
@@ -28,7 +28,7 @@ Columns = Mapping[str, Column]
 """Columns by name."""
 
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
-_CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
+_CHECKSUM = "checksum"
 _ALIGNMENT = 8
 _MARK = b'"holdfast"'
 """Key of our metadata, present in the header of every column file."""
@@ -48,31 +48,24 @@ def encode_columns(columns: Columns, metadata: Mapping[str, str]) -> bytes:
     Raises SaveError if the header would exceed the readers' limit.
     """
     ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
-    head = _framed_header(ordered, metadata)
-    body = b"".join([head, *(np.ascontiguousarray(column).tobytes() for _, column in ordered)])
-    return body + digest(body)
-
-
-def _framed_header(ordered: list[tuple[str, Column]], metadata: Mapping[str, str]) -> bytes:
-    """Return the framed header of a file with these columns followed by the checksum."""
-    entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
-    position = 0
-    for name, column in ordered:
-        end = position + column.nbytes
-        entry = safetensors.entry(_CODES[column.dtype], column.shape, position, end)
-        entries.append(f"{json.dumps(name)}:{entry}")
-        position = end
-    checksum = safetensors.entry("U8", (DIGEST_NBYTES,), position, position + DIGEST_NBYTES)
-    entries.append(f'"checksum":{checksum}')
-    text = f"{{{','.join(entries)}}}".encode()
-    nbytes = safetensors.framed_nbytes(len(text), _ALIGNMENT)
-    if nbytes - safetensors.LENGTH_NBYTES > HEADER_NBYTES_MAX:
+    contents = [np.ascontiguousarray(column).tobytes() for _, column in ordered]
+    entries = []
+    end = 0
+    for (name, column), content in zip(ordered, contents, strict=True):
+        start = end
+        end += len(content)
+        code = safetensors.DTYPES[column.dtype.name]
+        entries.append(safetensors.Entry(name, code, column.shape, start, end))
+    entries.append(safetensors.Entry(_CHECKSUM, "U8", (DIGEST_NBYTES,), end, end + DIGEST_NBYTES))
+    header = safetensors.header(entries, metadata, _ALIGNMENT)
+    if len(header) - safetensors.LENGTH_NBYTES > HEADER_NBYTES_MAX:
         raise SaveError(
-            f"small values and containers take {len(text):,} bytes as JSON, of "
+            f"small values and containers take {len(header):,} bytes as JSON, of "
             f"{HEADER_NBYTES_MAX:,} at most",
             advice="Save long lists of numbers as tensors or arrays.",
         )
-    return safetensors.framed(text, nbytes)
+    body = b"".join([header, *contents])
+    return body + digest(body)
 
 
 def decode_columns(data: bytes, what: str) -> tuple[dict[str, Column], dict[str, str]]:
@@ -101,30 +94,23 @@ def _damage(data: bytes) -> str:
 def parse_columns(data: bytes | memoryview, what: str) -> tuple[dict[str, Column], dict[str, str]]:
     """Return the columns and the metadata, without the checksum, of bytes whose checksum was
     already verified. Raises DamagedError if they are malformed."""
-    end = safetensors.LENGTH_NBYTES + _header_length(data, what)
-    header = parse_header(bytes(data[safetensors.LENGTH_NBYTES : end]), what)
-    body = memoryview(data)[end:]
-    metadata = header.pop("__metadata__", None)
-    if not isinstance(metadata, dict):
-        raise DamagedError(f"{what} has no metadata")
-    texts = {name: text for name, text in metadata.items() if isinstance(text, str)}
-    if len(texts) < len(metadata):
-        raise DamagedError(f"{what} has metadata that is not text")
-    columns = {
-        name: _column(body, entry, f"column {name!r} of {what}") for name, entry in header.items()
-    }
-    columns.pop("checksum", None)
-    return columns, texts
-
-
-def _header_length(data: bytes | memoryview, what: str) -> int:
     try:
-        length = safetensors.length_in(data)
-    except ValueError:
-        length = HEADER_NBYTES_MAX + 1
-    if length > HEADER_NBYTES_MAX:
-        raise DamagedError(f"{what} does not begin like a safetensors file")
-    return length
+        end = safetensors.LENGTH_NBYTES + safetensors.length_in(data)
+        if end > safetensors.LENGTH_NBYTES + HEADER_NBYTES_MAX:
+            raise ValueError("its header is too long")
+        header = safetensors.parsed(bytes(data[safetensors.LENGTH_NBYTES : end]), len(data) - end)
+        body = memoryview(data)[end:]
+        columns = {entry.name: _column(body, entry) for entry in header.entries}
+    except ValueError as error:
+        raise DamagedError(f"{what} is malformed: {error}") from error
+    columns.pop(_CHECKSUM, None)
+    return columns, dict(header.metadata)
+
+
+def _column(body: memoryview, entry: safetensors.Entry) -> Column:
+    if entry.code not in _DTYPES or len(entry.shape) > 2:
+        raise ValueError(f"{entry.name!r} is not a column")
+    return np.frombuffer(body[entry.start : entry.stop], _DTYPES[entry.code]).reshape(entry.shape)
 
 
 def parse_header(text: bytes | str, what: str) -> dict[str, Json]:
@@ -143,20 +129,3 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(made) != len(pairs):
         raise ValueError("duplicate key")
     return made
-
-
-def _column(body: memoryview, entry: Json, what: str) -> Column:
-    try:
-        fields = object_in(entry, "an entry")
-        dtype = np.dtype(_DTYPES[str_in(fields["dtype"], "dtype")])
-        shape = ints_in(fields["shape"], "shape")
-        start, stop = ints_in(fields["data_offsets"], "data_offsets")
-    except (KeyError, ValueError) as error:
-        raise DamagedError(f"{what} is malformed") from error
-    count = 1
-    for n in shape:
-        count *= n  # in Python's integers, which do not wrap
-    inside = 0 <= start <= stop <= len(body) and len(shape) <= 2
-    if not inside or min(shape, default=0) < 0 or count * dtype.itemsize != stop - start:
-        raise DamagedError(f"{what} lies outside of the file")
-    return np.frombuffer(body[start:stop], dtype).reshape(shape)
