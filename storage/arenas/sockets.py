@@ -52,17 +52,12 @@ class Line:
     @property
     def peer_uid(self) -> int:
         """User id of the process at the other end."""
-        return self._credentials()[1]
+        return peer_credentials(self._socket)[1]
 
     @property
     def peer_pid(self) -> int:
         """Id of the process at the other end, when it connected."""
-        return self._credentials()[0]
-
-    def _credentials(self) -> tuple[int, int, int]:
-        data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, gid = _CREDENTIALS.unpack(data)
-        return pid, uid, gid
+        return peer_credentials(self._socket)[0]
 
     def peer_pidfd(self) -> int:
         """Return a descriptor that becomes readable when the process at the other end has ended and
@@ -204,14 +199,27 @@ def listening(path: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     sock = _socket()
+    listen_at(sock, path, _BACKLOG)
+    return sock
+
+
+def listen_at(sock: socket.socket, address: str | tuple[str, int], backlog: int) -> None:
+    """Make ``sock`` listen at ``address``, without blocking. Raises OSError, after closing it."""
     try:
-        sock.bind(path)
-        sock.listen(_BACKLOG)
+        sock.bind(address)
+        sock.listen(backlog)
         sock.setblocking(False)
     except OSError:
         sock.close()
         raise
-    return sock
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return the process, user and group id of the other end of a unix socket, when it
+    connected."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(data)
+    return pid, uid, gid
 
 
 def _socket() -> socket.socket:

@@ -120,7 +120,7 @@ async def _received(shared: SharedObject, team: Team) -> memoryview | None:
     try:
         if connection.window is None:
             return None
-        data = connection.window.first(shared.nbytes)
+        data = connection.window.view[: shared.nbytes]
     finally:
         connection.close()
     if await offload(digest, data) != shared.digest:

@@ -11,11 +11,11 @@ import struct
 import weakref
 
 from ...core.forks.renewal import in_child
-from .shared_memory import Window
+from ..arenas.memory import Memory
+from ..arenas.sockets import peer_credentials
 
 DIGEST_NBYTES = 16
 
-_CREDENTIALS = struct.Struct("3i")
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -31,7 +31,7 @@ class Connection:
     ``window``: its shared memory, if any. ``key``: key of :meth:`digest`, set after the
     handshake."""
 
-    def __init__(self, sock: socket.socket, window: Window | None = None) -> None:
+    def __init__(self, sock: socket.socket, window: Memory | None = None) -> None:
         closed_in_child(sock)
         sock.setblocking(False)
         self.key = b""
@@ -109,8 +109,8 @@ class Connection:
 
     def peer_uid(self) -> int:
         """Return the user id of the process at the other end of a unix socket."""
-        data = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return int(_CREDENTIALS.unpack(data)[1])
+        _, uid, _ = peer_credentials(self._socket)
+        return uid
 
     def close(self) -> None:
         """Close the socket. Safe to call twice. Views of the window stay valid."""

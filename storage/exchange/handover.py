@@ -241,7 +241,7 @@ class Receiver(_Side):
             raise self._group.protocol_error(member)
         try:
             nbytes = int(self._plan.stop[job] - self._plan.start[job])
-            buffer = connection.window.at(position, nbytes)
+            buffer = connection.window.buffer(position, nbytes)
         except ValueError:
             raise self._group.protocol_error(member) from None
         with self._receiving(Where(nbytes=nbytes)):

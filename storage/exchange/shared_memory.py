@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import struct
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from ..arenas.memory import SIZE_SEALS, check_sealed, map_shared
+from ..arenas.memory import SIZE_SEALS, map_shared
 from ..runtime.buffers import HostBuffer
 
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; missing in module fcntl
@@ -73,34 +70,6 @@ class Arena:
         if not self._memory.closed:
             self._memory.close()
             os.close(self.fd)
-
-
-class Window:
-    """Another rank's arena of ``nbytes``, mapped read-only. Owns ``fd``. Raises OSError if it has
-    another size, is empty or is not sealed: reading truncated memory would kill this process."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        try:
-            self.nbytes = check_sealed(fd, nbytes)
-            self._memory = map_shared(fd, self.nbytes, mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-
-    def first(self, nbytes: int) -> memoryview:
-        """Return the first ``nbytes`` bytes as a view that keeps the memory mapped. Raises
-        ValueError beyond its end."""
-        if nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes of {self.nbytes}")
-        return memoryview(self._memory)[:nbytes]
-
-    def at(self, offset: int, nbytes: int) -> HostBuffer:
-        """Return bytes that keep the memory mapped. Raises ValueError beyond its end."""
-        if not 0 <= offset <= self.nbytes - nbytes:
-            raise ValueError(f"bytes {offset}:{offset + nbytes} of {self.nbytes}")
-        # By address: torch warns about read-only views, although it only reads here.
-        memory = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
-        return HostBuffer(memoryview(memory).cast("B"), self._address + offset, self)
 
 
 def identity_of(fd: int) -> bytes:

@@ -29,8 +29,10 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ..arenas.memory import Memory
+from ..arenas.sockets import listen_at
 from .connection import DIGEST_NBYTES, Connection, closed_in_child
-from .shared_memory import Arena, Window, identity_of
+from .shared_memory import Arena, identity_of
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time limit for a client to authenticate itself."""
@@ -231,25 +233,19 @@ async def _introduce(connection: Connection, secret: bytes, member: int) -> None
     await connection.send(handshake.derived(b"client"))
 
 
-async def _window(connection: Connection, nbytes: int) -> Window:
+async def _window(connection: Connection, nbytes: int) -> Memory:
     proof, fd = await connection.receive_descriptor(DIGEST_NBYTES)
     if fd is None:
         raise ConnectionRefusedError("that rank has refused the connection")
     if not hmac.compare_digest(proof, connection.digest(b"memory", identity_of(fd))):
         os.close(fd)
         raise OSError(errno.EBADMSG, "the memory received is not that rank's")
-    return Window(fd, nbytes)
+    return Memory(fd, nbytes, writable=False)
 
 
 def _listening(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
     sock = closed_in_child(socket.socket(family, socket.SOCK_STREAM))
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
+    listen_at(sock, address, BACKLOG)
     return sock
 
 

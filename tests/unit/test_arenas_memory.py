@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.storage.arenas.memory import Memory, reserved_memory, sealed_memory
-from holdfast.storage.exchange.shared_memory import Arena, Window
+from holdfast.storage.exchange.shared_memory import Arena
 from holdfast.storage.state.pinned import Cuda, pin
 
 NBYTES = (4 << 20) + 4096 + 16
@@ -37,7 +37,6 @@ def test_reserved_memory_has_all_its_pages() -> None:
         lambda: reserved_memory(0),
         lambda: Memory(sealed_memory(0), 0),
         lambda: Arena(0, 1),
-        lambda: Window(sealed_memory(0), 0),
     ],
 )
 def test_memory_of_no_bytes_is_an_error_of_the_system(mapped: Callable[[], object]) -> None:

@@ -22,10 +22,11 @@ from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
+from holdfast.storage.arenas.memory import Memory
 from holdfast.storage.exchange import broadcast, exchange
 from holdfast.storage.exchange.connection import Connection
 from holdfast.storage.exchange.group import ExchangeLimits
-from holdfast.storage.exchange.shared_memory import Arena, Window, identity_of
+from holdfast.storage.exchange.shared_memory import Arena, identity_of
 from holdfast.storage.exchange.transport import HANDSHAKE_TIMEOUT_S, Address, Listener, connect
 from holdfast.storage.ranks.hosts import host_key
 from holdfast.storage.runtime.buffers import HostBuffer
@@ -195,7 +196,7 @@ def test_a_door_lets_in_those_who_know_its_secret(near: str, arena: Arena, no_le
             assert (
                 connection.window is None
                 if near
-                else bytes(connection.window.first(len(DATA))) == DATA
+                else bytes(connection.window.view[: len(DATA)]) == DATA
             )  # type: ignore[union-attr]
             connection.close()
             for stranger in strangers:
@@ -256,7 +257,7 @@ def test_memory_that_could_be_cut_off_is_not_looked_at(how: str, tmp_path: Path)
             fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
     with pytest.raises(OSError):  # noqa: PT011
-        Window(fd, 4096)
+        Memory(fd, 4096, writable=False)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
