@@ -43,6 +43,14 @@ async def write_parts(
         await side_by_side(*(upload.write(start, content[start:stop]) for start, stop in parts))
 
 
+async def begun(driver: Driver, key: str, first: Buffer | bytes, nbytes: int = 0) -> Upload:
+    """Return an upload whose bytes ``first`` are written. Its size is that of ``first``, or
+    ``nbytes`` if larger."""
+    upload = await driver.create(key, max(nbytes, len(first)))
+    await upload.write(0, memoryview(first))
+    return upload
+
+
 async def store(driver: Driver, key: str, content: bytes) -> None:
     """Upload one object in parts of the driver's preferred size. Aborts the upload on failure."""
     upload = await driver.create(key, len(content))

@@ -11,7 +11,7 @@ from ...core.aio import side_by_side
 from ...errors import DamagedError, ExistsError, HoldfastError, NotFoundError
 from ..contract import Driver, Upload, segments
 from .findings import Effect, Kept, UnkeptError
-from .ground import Ground, Warnings, bytes_of, parts_of, write_parts
+from .ground import Ground, Warnings, begun, bytes_of, parts_of, store, write_parts
 
 _UNSAFE_EXCLUSIVE = "saves to one URI could destroy each other's data, so Holdfast refuses to save"
 _CONDITIONAL = (
@@ -297,9 +297,8 @@ async def _clock(ground: Ground) -> Kept | None:
 )
 async def _aborted(ground: Ground) -> None:
     key = ground.key("large/aborted")
-    content = memoryview(bytes_of(ground.traits.part_nbytes + _ODD_NBYTES, 2))
-    upload = await ground.driver.create(key, len(content))
-    await upload.write(0, content[: ground.traits.part_nbytes])
+    part_nbytes = ground.traits.part_nbytes
+    upload = await begun(ground.driver, key, bytes_of(part_nbytes, 2), part_nbytes + _ODD_NBYTES)
     await upload.abort()
     await ground.expect_gone(key, "after its upload was aborted")
 
@@ -386,12 +385,7 @@ async def _ranges(ground: Ground) -> Kept:
 
 async def _read_ranges(ground: Ground, key: str) -> None:
     content = bytes_of(_SMALL_NBYTES, 5)
-    upload = await ground.driver.create(key, len(content))
-    try:
-        await upload.write(0, memoryview(content))
-        await upload.commit()
-    finally:
-        await upload.abort()
+    await store(ground.driver, key, content)
     n = _RANGE_NBYTES
     whole = len(content)
     middle = (whole - n) // 2

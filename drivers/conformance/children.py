@@ -13,6 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from ...errors import ExistsError, NotFoundError
+from ..checks.ground import begun, store
 from ..contract import Driver
 from ..registry import open_driver
 from .place import Place
@@ -74,15 +75,12 @@ async def _race(driver: Driver, name: str) -> None:
 
 async def _die_writing(driver: Driver, name: str) -> None:
     part_nbytes = max(driver.traits.part_min_nbytes, 64 << 10)
-    upload = await driver.create(name, part_nbytes + 1000)
-    await upload.write(0, memoryview(bytes(part_nbytes)))
+    await begun(driver, name, bytes(part_nbytes), part_nbytes + 1000)
     _die()
 
 
 async def _die_committed(driver: Driver, name: str) -> None:
-    upload = await driver.create(name, 100_000)
-    await upload.write(0, memoryview(b"c" * 100_000))
-    await upload.commit()
+    await store(driver, name, b"c" * 100_000)
     await driver.put(f"{name}-put", b"p" * 1000)
     _die()
 

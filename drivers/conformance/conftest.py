@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.report import OUTLIVES, Session
+from holdfast.drivers.contract import Driver
 
 
 def _session(config: pytest.Config) -> Session | None:
@@ -27,6 +28,12 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         yield place
     if OUTLIVES not in session.deviations and (left := held.outlived_by()):
         pytest.fail(f"these outlive close(): {', '.join(left)}")
+
+
+@pytest.fixture
+def driver(place: Place) -> Driver:
+    """Open a driver at the place."""
+    return place.open()
 
 
 @pytest.hookimpl(tryfirst=True)

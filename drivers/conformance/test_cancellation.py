@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import aligned, bytes_of, trial
+from holdfast.drivers.conformance.trials import aligned, begun, bytes_of, store, trial
 from holdfast.drivers.contract import Driver
 from holdfast.errors import ExistsError, NotFoundError
 
@@ -193,9 +193,7 @@ async def test_a_cancelled_create_shows_nothing(
     """Nothing is visible, the key can be used, and delete_all removes any leftovers."""
     await interrupt(driver.create(key, len(CONTENT)))
     assert await found(driver, key) is None
-    upload = await driver.create(key, len(CONTENT))
-    await upload.write(0, memoryview(CONTENT))
-    await upload.commit()
+    await store(driver, key, CONTENT)
     assert await driver.get(key) == CONTENT
     await driver.delete(key)
 
@@ -207,9 +205,8 @@ async def test_a_cancelled_write_can_only_be_aborted(
     """The caller may reuse its memory at once, abort leaves nothing behind, and other uploads to
     the key still work."""
     part_nbytes = place.part_nbytes
-    upload = await driver.create(key, 2 * part_nbytes)
     content = aligned(part_nbytes)
-    await upload.write(0, content)
+    upload = await begun(driver, key, content, 2 * part_nbytes)
     await interrupt(upload.write(part_nbytes, content))
     content[:] = b"\xaa" * part_nbytes
     await upload.abort()
@@ -225,8 +222,7 @@ async def test_a_cancelled_commit_is_whole_or_absent(
     """The old or the new object is there, whole; abort is safe afterwards and leaves nothing
     unfinished."""
     await driver.put(key, b"old")
-    upload = await driver.create(key, len(CONTENT))
-    await upload.write(0, memoryview(CONTENT))
+    upload = await begun(driver, key, CONTENT)
     cancelled = await interrupt(upload.commit())
     await upload.abort()
     assert await driver.get(key) in ((b"old", CONTENT) if cancelled else (CONTENT,))
@@ -239,8 +235,7 @@ async def test_a_cancelled_abort_can_be_made_again(
     place: Place, driver: Driver, interrupt: Interrupt, key: str
 ) -> None:
     """The second abort leaves nothing behind."""
-    upload = await driver.create(key, len(CONTENT))
-    await upload.write(0, memoryview(CONTENT))
+    upload = await begun(driver, key, CONTENT)
     await interrupt(upload.abort())
     await upload.abort()
     await place.holds()
@@ -274,8 +269,7 @@ async def test_a_cancelled_close_can_be_made_again(
     """The second close releases everything, as checked at the end of every trial."""
     driver = place.open()
     await driver.put(key, CONTENT)
-    upload = await driver.create(key, 10)
-    await upload.write(0, memoryview(bytes(10)))
+    await begun(driver, key, bytes(10))
     await interrupt(driver.close())
     await driver.close()
     assert await place.looker.get(key) == CONTENT

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import bytes_of, refused, trial
+from holdfast.drivers.conformance.trials import begun, bytes_of, refused, trial
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import driver_class, open_driver, serving
 from holdfast.drivers.uri import Uri, is_secret, parse, redact
 from holdfast.errors import (
@@ -20,9 +21,8 @@ from holdfast.errors import (
 
 
 @trial()
-async def test_errors_say_where(place: Place) -> None:
+async def test_errors_say_where(place: Place, driver: Driver) -> None:
     """Every error has the URI and the key, and shows both."""
-    driver = place.open()
     into = memoryview(bytearray(1))
     errors: list[HoldfastError] = []
     errors += await refused(
@@ -40,10 +40,9 @@ async def test_errors_say_where(place: Place) -> None:
 
 
 @trial()
-async def test_a_key_below_an_object_is_not_found(place: Place) -> None:
+async def test_a_key_below_an_object_is_not_found(place: Place, driver: Driver) -> None:
     """``x/y`` is not found where ``x`` is an object, nor is ``a`` where ``a/b`` is one; deleting
     them removes nothing."""
-    driver = place.open()
     await driver.put("x", b"object")
     await driver.put("a/b", b"object")
     for key in ("x/y", "x/y/z", "a"):
@@ -55,11 +54,9 @@ async def test_a_key_below_an_object_is_not_found(place: Place) -> None:
 
 
 @trial()
-async def test_an_upload_that_is_over_says_so(place: Place) -> None:
+async def test_an_upload_that_is_over_says_so(place: Place, driver: Driver) -> None:
     """After a commit, further writes and commits are rejected, and the object stays unchanged."""
-    driver = place.open()
-    upload = await driver.create("x", 3)
-    await upload.write(0, memoryview(b"one"))
+    upload = await begun(driver, "x", b"one")
     await upload.commit()
     for error in await refused(StorageError, upload.write(0, memoryview(b"two")), upload.commit()):
         assert (error.uri, error.key) == (driver.uri, "x")
@@ -67,13 +64,11 @@ async def test_an_upload_that_is_over_says_so(place: Place) -> None:
 
 
 @trial()
-async def test_a_closed_driver_says_so(place: Place) -> None:
+async def test_a_closed_driver_says_so(place: Place, driver: Driver) -> None:
     """Closing twice is allowed. After close(), every operation raises StorageError and changes
     nothing."""
-    driver = place.open()
     await driver.put("x", b"kept")
-    upload = await driver.create("y", 10)
-    await upload.write(0, memoryview(bytes(10)))
+    upload = await begun(driver, "y", bytes(10))
     await driver.close()
     await driver.close()
     await refused(
@@ -97,10 +92,9 @@ async def test_a_closed_driver_says_so(place: Place) -> None:
 
 
 @trial()
-async def test_calls_that_make_no_sense_are_refused(place: Place) -> None:
+async def test_calls_that_make_no_sense_are_refused(place: Place, driver: Driver) -> None:
     """Ranges before the start or far beyond any object, and negative sizes, raise an error of
     Holdfast's and no other."""
-    driver = place.open()
     into = memoryview(bytearray(10))
     await driver.put("x", bytes_of(100))
     starts = (-1, -10, -50, 1 << 40, 1 << 70)
@@ -126,9 +120,8 @@ async def test_the_uri_is_without_options(place: Place) -> None:
 
 
 @trial()
-async def test_every_option_takes_its_default(place: Place) -> None:
+async def test_every_option_takes_its_default(place: Place, driver: Driver) -> None:
     """``?name=value`` with an option's default value opens the same root with the same traits."""
-    driver = place.open()
     await driver.put("x", b"content")
     for uri in with_each_option(place.uri):
         other = place.open(uri)

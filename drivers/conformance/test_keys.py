@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Awaitable
 
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import PROBE, bytes_of, refused, store, trial
+from holdfast.drivers.conformance.trials import PROBE, begun, bytes_of, refused, store, trial
+from holdfast.drivers.contract import Driver
 from holdfast.errors import HoldfastError, StorageError, UriError
 
 UNSAFE = [
@@ -25,10 +26,9 @@ STRANGE = [
 
 
 @trial()
-async def test_an_unsafe_key_is_refused_everywhere(place: Place) -> None:
+async def test_an_unsafe_key_is_refused_everywhere(place: Place, driver: Driver) -> None:
     """No method accepts a key that could leave the root or is not a plain path; the storage stays
     untouched."""
-    driver = place.open()
     for key in UNSAFE:
         calls: list[Awaitable[object]] = [
             driver.read(key, 0, memoryview(bytearray(1))),
@@ -49,10 +49,9 @@ async def test_an_unsafe_key_is_refused_everywhere(place: Place) -> None:
 
 
 @trial()
-async def test_plain_keys_are_stored(place: Place) -> None:
+async def test_plain_keys_are_stored(place: Place, driver: Driver) -> None:
     """Letters, digits, dots, dashes and underscores, and hidden names, can always be stored:
     Holdfast itself uses them."""
-    driver = place.open()
     keys = [f"{n}/{key}" for n, key in enumerate(PLAIN)]
     for key in keys:
         await driver.put(key, key.encode())
@@ -64,10 +63,9 @@ async def test_plain_keys_are_stored(place: Place) -> None:
 
 
 @trial()
-async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> None:
+async def test_strange_keys_are_stored_faithfully_or_refused(place: Place, driver: Driver) -> None:
     """Each key comes back under exactly its own name, next to all the others, or is rejected with
     an error."""
-    driver = place.open()
     stored = []
     for n, key in enumerate(STRANGE):
         try:
@@ -87,10 +85,9 @@ async def test_strange_keys_are_stored_faithfully_or_refused(place: Place) -> No
 
 
 @trial()
-async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> None:
+async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place, driver: Driver) -> None:
     """An upload accepts the same keys as put and leaves only the object. A rejected key leaves
     nothing visible."""
-    driver = place.open()
     stored = []
     for key in STRANGE:
         try:
@@ -108,13 +105,11 @@ async def test_strange_keys_can_be_uploaded_to_or_are_refused(place: Place) -> N
 
 
 @trial(PROBE)
-async def test_names_of_unfinished_uploads_lead_nowhere(place: Place) -> None:
+async def test_names_of_unfinished_uploads_lead_nowhere(place: Place, driver: Driver) -> None:
     """Files that an upload keeps in the storage can neither be read by name nor be replaced."""
     assert place.probe is not None
-    driver = place.open()
     content = bytes_of(100_000)
-    upload = await driver.create("a/x", len(content))
-    await upload.write(0, memoryview(content))
+    upload = await begun(driver, "a/x", content)
     for name in place.probe.list():
         await refused(HoldfastError, driver.get(name), driver.stat(name))
         # The key may be rejected, or an unrelated object may have that name.

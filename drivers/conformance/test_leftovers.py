@@ -10,7 +10,8 @@ import pytest
 
 from holdfast.drivers.conformance.children import child_of, sees_children
 from holdfast.drivers.conformance.place import Place, held_now
-from holdfast.drivers.conformance.trials import aligned, bytes_of, store, trial
+from holdfast.drivers.conformance.trials import aligned, begun, bytes_of, store, trial
+from holdfast.drivers.contract import Driver
 from holdfast.errors import NotFoundError, StorageError
 
 
@@ -24,10 +25,8 @@ async def use(place: Place) -> None:
     for call in (driver.get("missing"), driver.read("a/x", nbytes, aligned(100))):
         with contextlib.suppress(Exception):
             await call
-    forgotten = await driver.create("a/y", nbytes)
-    aborted = await driver.create("a/z", nbytes)
-    for upload in (forgotten, aborted):
-        await upload.write(0, aligned(place.part_nbytes))
+    forgotten = await begun(driver, "a/y", aligned(place.part_nbytes), nbytes)
+    aborted = await begun(driver, "a/z", aligned(place.part_nbytes), nbytes)
     await aborted.abort()
     listing = driver.list()
     await anext(listing)
@@ -52,13 +51,11 @@ async def test_nothing_outlives_close(place: Place) -> None:
 
 
 @trial()
-async def test_close_drops_unfinished_uploads(place: Place) -> None:
+async def test_close_drops_unfinished_uploads(place: Place, driver: Driver) -> None:
     """Uploads that were neither committed nor aborted use no space after close(), and using them is
     an error."""
-    driver = place.open()
     nbytes = place.part_nbytes + 1000
-    upload = await driver.create("x", nbytes)
-    await upload.write(0, aligned(place.part_nbytes))
+    upload = await begun(driver, "x", aligned(place.part_nbytes), nbytes)
     await driver.create("y", nbytes)
     await driver.close()
     await place.holds()
@@ -68,23 +65,20 @@ async def test_close_drops_unfinished_uploads(place: Place) -> None:
 
 
 @trial()
-async def test_an_upload_may_be_aborted_twice_at_once(place: Place) -> None:
+async def test_an_upload_may_be_aborted_twice_at_once(place: Place, driver: Driver) -> None:
     """As when the driver is closed while a task is still cleaning up: neither call fails, and
     nothing is left behind."""
-    driver = place.open()
     nbytes = place.part_nbytes + 1000
-    upload = await driver.create("x", nbytes)
-    await upload.write(0, aligned(place.part_nbytes))
+    upload = await begun(driver, "x", aligned(place.part_nbytes), nbytes)
     await asyncio.gather(upload.abort(), upload.abort(), driver.close())
     await place.holds()
 
 
 @trial()
-async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
+async def test_a_process_that_dies_leaves_nothing_visible(place: Place, driver: Driver) -> None:
     """A process killed during an upload leaves no object, a usable key, and nothing after
     delete_all."""
     await child_of(place, "die-writing", "a/x", dies=True)
-    driver = place.open()
     assert await place.keys() == []
     with pytest.raises(NotFoundError):
         await driver.get("a/x")
@@ -97,12 +91,11 @@ async def test_a_process_that_dies_leaves_nothing_visible(place: Place) -> None:
 
 
 @trial()
-async def test_a_process_that_dies_leaves_what_it_stored(place: Place) -> None:
+async def test_a_process_that_dies_leaves_what_it_stored(place: Place, driver: Driver) -> None:
     """After a kill right after commit and put returned, both objects are there, whole."""
     if not await sees_children(place):
         pytest.skip("not applicable: other processes do not see this storage")
     await child_of(place, "die-committed", "a/x", dies=True)
-    driver = place.open()
     assert await driver.get("a/x") == b"c" * 100_000
     assert await driver.get("a/x-put") == b"p" * 1000
     await place.holds("a/x", "a/x-put")

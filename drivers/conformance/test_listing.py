@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import bytes_of, trial
+from holdfast.drivers.conformance.trials import begun, bytes_of, trial
+from holdfast.drivers.contract import Driver
 from holdfast.errors import StorageError
 
 TREE = ["a/b/1", "a/b/2", "a/bc", "ab", "c/d/e/f", "c/.hidden"]
@@ -25,9 +26,8 @@ LISTED = [
 
 
 @trial()
-async def test_a_listing_goes_by_whole_names(place: Place) -> None:
+async def test_a_listing_goes_by_whole_names(place: Place, driver: Driver) -> None:
     """A prefix matches whole path parts, a missing prefix is empty, and sizes are correct."""
-    driver = place.open()
     for key in TREE:
         await driver.put(key, key.encode())
     for prefix, expected in LISTED:
@@ -36,9 +36,8 @@ async def test_a_listing_goes_by_whole_names(place: Place) -> None:
 
 
 @trial()
-async def test_a_listing_of_many_objects_is_complete(place: Place) -> None:
+async def test_a_listing_of_many_objects_is_complete(place: Place, driver: Driver) -> None:
     """A listing longer than one server response contains every object once."""
-    driver = place.open()
     keys = [f"n/{n:04d}" for n in range(1100)]
     limit = asyncio.Semaphore(place.traits.concurrency)
 
@@ -53,9 +52,8 @@ async def test_a_listing_of_many_objects_is_complete(place: Place) -> None:
 
 
 @trial()
-async def test_a_listing_may_be_left_early_and_disturbed(place: Place) -> None:
+async def test_a_listing_may_be_left_early_and_disturbed(place: Place, driver: Driver) -> None:
     """Objects may vanish during a listing, and it need not be read to its end."""
-    driver = place.open()
     for n in range(50):
         await driver.put(f"d{n % 5}/{n}", b"")
     listing = driver.list()
@@ -71,10 +69,11 @@ async def test_a_listing_may_be_left_early_and_disturbed(place: Place) -> None:
 
 
 @trial()
-async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place) -> None:
+async def test_a_listing_while_objects_come_and_go_shows_what_stays(
+    place: Place, driver: Driver
+) -> None:
     """Objects that exist throughout are listed exactly once, unfinished ones never, and sizes are
     never partial."""
-    driver = place.open()
     writer = place.open()
     stay = [f"a/stay/{n}" for n in range(20)]
     for key in stay:
@@ -83,8 +82,7 @@ async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place
 
     async def come_and_go(lane: int) -> None:
         for n in range(8):
-            upload = await writer.create(f"a/come/{lane}-{n}", 70_000)
-            await upload.write(0, memoryview(bytes(70_000)))
+            upload = await begun(writer, f"a/come/{lane}-{n}", bytes(70_000))
             await (upload.commit() if n % 2 else upload.abort())
             await writer.put(f"a/put/{lane}", bytes(70_000))
             await writer.delete(f"a/put/{lane}")
@@ -108,10 +106,9 @@ async def test_a_listing_while_objects_come_and_go_shows_what_stays(place: Place
 
 
 @trial()
-async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> None:
+async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place, driver: Driver) -> None:
     """Objects and unfinished uploads below the prefix are removed; neighbours with longer names
     stay; repeating it is harmless."""
-    driver = place.open()
     for key in TREE:
         await driver.put(key, b"")
     for _ in range(2):
@@ -125,13 +122,11 @@ async def test_deleting_all_takes_what_lies_below_and_no_more(place: Place) -> N
 
 
 @trial()
-async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
+async def test_deleting_all_takes_unfinished_uploads(place: Place, driver: Driver) -> None:
     """Data of unfinished uploads below the prefix is removed. Whatever happens to such an upload,
     it never shows a partial object."""
-    driver = place.open()
     content = bytes_of(100_000)
-    upload = await driver.create("a/b/unfinished", len(content))
-    await upload.write(0, memoryview(content))
+    upload = await begun(driver, "a/b/unfinished", content)
     await driver.delete_all("a/b")
     await place.holds()
     with contextlib.suppress(StorageError):
@@ -143,9 +138,8 @@ async def test_deleting_all_takes_unfinished_uploads(place: Place) -> None:
 
 
 @trial()
-async def test_a_sweep_harms_nobody_alive(place: Place) -> None:
+async def test_a_sweep_harms_nobody_alive(place: Place, driver: Driver) -> None:
     """Objects stay, and live uploads of this and another driver continue and commit."""
-    driver = place.open()
     other = place.open()
     nbytes = place.part_nbytes + 1000
     await driver.put("a/x", b"object")

@@ -11,6 +11,7 @@ import pytest
 from holdfast.drivers import contract
 from holdfast.drivers.conformance.place import Place
 from holdfast.drivers.conformance.trials import PROBE, aligned, bytes_of, refused, store, trial
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.uri import redact
 from holdfast.errors import DamagedError, ExistsError, NotFoundError
 
@@ -35,19 +36,17 @@ async def test_traits_make_sense(place: Place) -> None:
 
 
 @trial()
-async def test_opening_touches_nothing(place: Place) -> None:
+async def test_opening_touches_nothing(place: Place, driver: Driver) -> None:
     """Opening and closing a driver leaves no trace, and its URI is safe to print."""
-    driver = place.open()
     assert redact(driver.uri) == driver.uri
     await driver.close()
     await place.holds()
 
 
 @trial()
-async def test_an_object_comes_back(place: Place) -> None:
+async def test_an_object_comes_back(place: Place, driver: Driver) -> None:
     """An object that was put can be read, found by stat and list, and is gone after a delete.
     Deleting what is not there is no error."""
-    driver = place.open()
     await driver.put("a/b", b"content")
     assert await driver.get("a/b") == b"content"
     info = await driver.stat("a/b")
@@ -63,10 +62,9 @@ async def test_an_object_comes_back(place: Place) -> None:
 
 
 @trial(PROBE)
-async def test_stored_bytes_are_what_was_written(place: Place) -> None:
+async def test_stored_bytes_are_what_was_written(place: Place, driver: Driver) -> None:
     """Once put or commit has returned, the probe finds exactly the written bytes."""
     assert place.probe is not None
-    driver = place.open()
     small = bytes_of(1000)
     large = bytes_of(2 * place.part_nbytes + 1001)
     await driver.put("a/put", small)
@@ -77,12 +75,11 @@ async def test_stored_bytes_are_what_was_written(place: Place) -> None:
 
 
 @trial(PROBE)
-async def test_objects_made_by_other_means_are_read(place: Place) -> None:
+async def test_objects_made_by_other_means_are_read(place: Place, driver: Driver) -> None:
     """An object stored by other means can be read, whole and in ranges, with its size."""
     assert place.probe is not None
     content = bytes_of(100_003)
     place.probe.write("a/x", content)
-    driver = place.open()
     into = aligned(50_000, 1)
     assert await driver.get("a/x") == content
     assert (await driver.stat("a/x")).nbytes == 100_003
@@ -93,11 +90,12 @@ async def test_objects_made_by_other_means_are_read(place: Place) -> None:
 
 
 @trial()
-async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_small_is_not_got(
+    place: Place, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """get raises DamagedError for an object above the limit, without reading it first. The limit is
     lowered here for callers of ``check_small``. read and stat have no limit."""
     nbytes = 8 << 20
-    driver = place.open()
     content = bytes_of(nbytes)
     into = aligned(1)
     await store(driver, "a/x", content)
@@ -118,10 +116,9 @@ async def test_what_is_not_small_is_not_got(place: Place, monkeypatch: pytest.Mo
 
 
 @trial()
-async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> None:
+async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place, driver: Driver) -> None:
     """A read after another driver replaced the object, by put or upload, returns the new one, and
     nothing of a longer one; after a delete it finds nothing."""
-    driver = place.open()
     other = place.open()
     into = memoryview(bytearray(3))
     for content in (b"old" * 30_000, b"new", b"upl", b"put"):
@@ -134,10 +131,11 @@ async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place) -> N
 
 
 @trial()
-async def test_an_exclusive_put_to_a_taken_key_changes_nothing(place: Place) -> None:
+async def test_an_exclusive_put_to_a_taken_key_changes_nothing(
+    place: Place, driver: Driver
+) -> None:
     """An exclusive put raises ExistsError with the key and leaves the object unchanged. After a
     delete the key is free."""
-    driver = place.open()
     await store(driver, "a/x", b"first")
     with pytest.raises(ExistsError) as caught:
         await place.open().put("a/x", b"second", exclusive=True)

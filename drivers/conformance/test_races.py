@@ -16,13 +16,13 @@ from holdfast.drivers.conformance.trials import (
     trial,
     write_parts,
 )
+from holdfast.drivers.contract import Driver
 from holdfast.errors import ExistsError, NotFoundError
 
 
 @trial()
-async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
+async def test_a_reader_sees_the_old_or_the_new_object(place: Place, driver: Driver) -> None:
     """While an object is repeatedly replaced, every get and read returns one whole version."""
-    driver = place.open()
     other = place.open()
     versions = [bytes([n]) * 80_000 for n in range(24)]
     await driver.put("x", versions[0])
@@ -50,10 +50,9 @@ async def test_a_reader_sees_the_old_or_the_new_object(place: Place) -> None:
 
 
 @trial()
-async def test_a_new_object_appears_whole(place: Place) -> None:
+async def test_a_new_object_appears_whole(place: Place, driver: Driver) -> None:
     """A client polling for an object with stat, list or get sees all of it as soon as it sees
     it."""
-    driver = place.open()
     other = place.open()
     content = bytes_of(300_000)
 
@@ -105,10 +104,9 @@ async def test_an_exclusive_put_has_one_winner_among_processes(place: Place) -> 
 
 
 @trial()
-async def test_many_tasks_share_a_driver(place: Place) -> None:
+async def test_many_tasks_share_a_driver(place: Place, driver: Driver) -> None:
     """Uploads, reads, listings and deletions by far more tasks than the useful concurrency do not
     interfere."""
-    driver = place.open()
     traits = place.traits
     many = min(64, max(24, 3 * place.traits.concurrency))
     content = bytes_of(150_000)
@@ -131,10 +129,9 @@ async def test_many_tasks_share_a_driver(place: Place) -> None:
 
 
 @trial()
-async def test_uploads_beyond_the_concurrency_all_end(place: Place) -> None:
+async def test_uploads_beyond_the_concurrency_all_end(place: Place, driver: Driver) -> None:
     """Many uploads are open at once, each with parts in flight; some are aborted, and the others
     commit."""
-    driver = place.open()
     nbytes = place.part_nbytes + 1000
     many = min(64, 2 * place.traits.concurrency)
 

@@ -60,10 +60,9 @@ def _sizes(driver: Driver, start: int, nbytes: int) -> list[int]:
 
 
 @trial()
-async def test_any_range_can_be_read(place: Place) -> None:
+async def test_any_range_can_be_read(place: Place, driver: Driver) -> None:
     """Reads of odd ranges into unaligned memory return exactly the requested bytes and touch no
     memory outside the buffer."""
-    driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
     for offset in (0, 1, 4095):
@@ -76,10 +75,9 @@ async def test_any_range_can_be_read(place: Place) -> None:
 
 
 @trial()
-async def test_any_range_can_be_fetched(place: Place) -> None:
+async def test_any_range_can_be_fetched(place: Place, driver: Driver) -> None:
     """Concurrent fetches of odd ranges return exactly the requested bytes, one-dimensional and
     contiguous."""
-    driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
     found = await asyncio.gather(*(driver.fetch("x", start, nbytes) for start, nbytes in RANGES))
@@ -92,10 +90,9 @@ async def test_any_range_can_be_fetched(place: Place) -> None:
 
 
 @trial()
-async def test_pieces_hold_the_bytes_of_any_range(place: Place) -> None:
+async def test_pieces_hold_the_bytes_of_any_range(place: Place, driver: Driver) -> None:
     """Concurrent reads of odd ranges pass exactly the requested bytes in order, in pieces that end
     at multiples of ``piece_nbytes``, and never on the event loop's thread."""
-    driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
     threads: set[int] = set()
@@ -118,10 +115,9 @@ async def test_pieces_hold_the_bytes_of_any_range(place: Place) -> None:
 
 
 @trial()
-async def test_many_small_ranges_are_read_at_once(place: Place) -> None:
+async def test_many_small_ranges_are_read_at_once(place: Place, driver: Driver) -> None:
     """Adjacent, overlapping and distant ranges of one object do not interfere, even if there are
     four times as many as the traits recommend."""
-    driver = place.open()
     content = bytes_of(1 << 20)
     await driver.put("x", content)
     count = max(100, 4 * place.traits.concurrency)
@@ -134,10 +130,9 @@ async def test_many_small_ranges_are_read_at_once(place: Place) -> None:
 
 
 @trial()
-async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
+async def test_fetched_memory_stays_as_it_is(place: Place, driver: Driver) -> None:
     """Fetched memory keeps its content after other reads and fetches, after the object was replaced
     and deleted, and after close()."""
-    driver = place.open()
     content = bytes_of(1 << 20)
     other = bytes_of(1 << 20, seed=1)
     await driver.put("x", content)
@@ -155,10 +150,9 @@ async def test_fetched_memory_stays_as_it_is(place: Place) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @trial()
-async def test_a_read_past_the_end_is_damage(place: Place, way: str) -> None:
+async def test_a_read_past_the_end_is_damage(place: Place, driver: Driver, way: str) -> None:
     """If the object is shorter than expected, a read raises DamagedError with URI and key. It never
     silently returns fewer bytes, or passes a partial piece."""
-    driver = place.open()
     await driver.put("a/x", bytes(100_000))
     for start, nbytes in [(0, 100_001), (100_000, 1), (90_000, 80_000), (200_000, 70_000)]:
         with pytest.raises(DamagedError) as caught:
@@ -168,11 +162,12 @@ async def test_a_read_past_the_end_is_damage(place: Place, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @trial()
-async def test_reading_nothing_still_asks_for_an_object(place: Place, way: str) -> None:
+async def test_reading_nothing_still_asks_for_an_object(
+    place: Place, driver: Driver, way: str
+) -> None:
     """An empty range is valid up to the object's end and DamagedError beyond it; for a missing
     object it is NotFoundError. A negative start is an error of Holdfast's; a closed driver is
     StorageError."""
-    driver = place.open()
     read = WAYS[way]
     await driver.put("empty", b"")
     await read(driver, "empty", 0, 0)
@@ -184,10 +179,9 @@ async def test_reading_nothing_still_asks_for_an_object(place: Place, way: str) 
 
 
 @trial()
-async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
+async def test_an_object_that_became_shorter_is_damage(place: Place, driver: Driver) -> None:
     """A reader that expects the old size gets an error, even from a driver that has read the old
     object."""
-    driver = place.open()
     other = place.open()
     await driver.put("x", bytes_of(100_000))
     await driver.read("x", 0, aligned(100_000))
@@ -196,9 +190,8 @@ async def test_an_object_that_became_shorter_is_damage(place: Place) -> None:
 
 
 @trial()
-async def test_nothing_is_taken_after_a_cancellation(place: Place) -> None:
+async def test_nothing_is_taken_after_a_cancellation(place: Place, driver: Driver) -> None:
     """Once a cancelled read has ended, no further piece is passed, and the driver stays usable."""
-    driver = place.open()
     content = bytes_of(NBYTES)
     await driver.put("x", content)
     loop = asyncio.get_running_loop()

@@ -14,6 +14,7 @@ from holdfast.drivers.conformance.trials import (
     TINY_PARTS,
     UNORDERED_PARTS,
     aligned,
+    begun,
     bytes_of,
     parts_of,
     refused,
@@ -21,16 +22,17 @@ from holdfast.drivers.conformance.trials import (
     trial,
     write_parts,
 )
-from holdfast.drivers.contract import segments
+from holdfast.drivers.contract import Driver, segments
 from holdfast.errors import DamagedError, NotFoundError, StorageError
 
 
 @pytest.mark.parametrize("offset", [0, 1, 512])
 @trial()
-async def test_parts_from_any_address_make_the_object(place: Place, offset: int) -> None:
+async def test_parts_from_any_address_make_the_object(
+    place: Place, driver: Driver, offset: int
+) -> None:
     """Parts of any size, from aligned or unaligned memory, are written concurrently and in random
     order if the traits allow it."""
-    driver = place.open()
     traits = place.traits
     sizes = {max(nbytes, traits.part_min_nbytes) for nbytes in (4096, 65536, 70_001, 1 << 20)}
     for part_nbytes in sorted(sizes):
@@ -45,10 +47,9 @@ async def test_parts_from_any_address_make_the_object(place: Place, offset: int)
 
 
 @trial()
-async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
+async def test_an_object_of_preferred_parts_comes_back(place: Place, driver: Driver) -> None:
     """An object of two preferred parts and a small one reads back correctly, whole and in
     ranges."""
-    driver = place.open()
     part_nbytes = place.traits.part_nbytes
     content = bytes_of(2 * part_nbytes + 12_345)
     await store(driver, "large", content)
@@ -61,9 +62,8 @@ async def test_an_object_of_preferred_parts_comes_back(place: Place) -> None:
 
 
 @trial(SMALL_OBJECTS)
-async def test_an_object_may_be_as_large_as_the_traits_say(place: Place) -> None:
+async def test_an_object_may_be_as_large_as_the_traits_say(place: Place, driver: Driver) -> None:
     """An object of the maximum size can be stored, as saves of such images rely on it."""
-    driver = place.open()
     content = bytes_of(place.traits.object_max_nbytes or 0)
     await store(driver, "largest", content)
     assert (await driver.stat("largest")).nbytes == len(content)
@@ -73,10 +73,9 @@ async def test_an_object_may_be_as_large_as_the_traits_say(place: Place) -> None
 
 
 @trial(SEVERAL_STREAMS)
-async def test_segments_are_written_at_once(place: Place) -> None:
+async def test_segments_are_written_at_once(place: Place, driver: Driver) -> None:
     """As many contiguous segments as the traits name, each in its own order, form the object, and
     leave nothing else behind."""
-    driver = place.open()
     traits = place.traits
     content = bytes_of(2 * traits.streams * traits.part_nbytes - 12_345)
     upload = await driver.create("a/x", len(content))
@@ -96,10 +95,9 @@ async def test_segments_are_written_at_once(place: Place) -> None:
 
 
 @trial()
-async def test_every_size_can_be_stored(place: Place) -> None:
+async def test_every_size_can_be_stored(place: Place, driver: Driver) -> None:
     """Empty objects and sizes around a page and around the minimum direct write can be uploaded and
     put. Passing the declared size to commit makes no difference."""
-    driver = place.open()
     edge = 64 << 10
     for nbytes in (0, 1, 4095, 4096, 4097, edge - 1, edge, edge + 4097):
         content = bytes_of(nbytes)
@@ -115,13 +113,11 @@ async def test_every_size_can_be_stored(place: Place) -> None:
 
 
 @trial()
-async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
+async def test_an_upload_is_invisible_until_it_commits(place: Place, driver: Driver) -> None:
     """Before the commit, get, stat, read, list and an exclusive put see nothing of the upload, from
     any client, even once every byte is written. The commit shows it to everybody at once."""
-    driver = place.open()
     nbytes = place.part_nbytes + 1000
-    upload = await driver.create("a/x", nbytes)
-    await upload.write(0, memoryview(bytes(place.part_nbytes)))
+    upload = await begun(driver, "a/x", bytes(place.part_nbytes), nbytes)
     for other in (driver, place.open()):
         assert [info.key async for info in other.list()] == []
         into = memoryview(bytearray(1))
@@ -139,20 +135,17 @@ async def test_an_upload_is_invisible_until_it_commits(place: Place) -> None:
 
 
 @trial()
-async def test_an_aborted_upload_leaves_nothing(place: Place) -> None:
+async def test_an_aborted_upload_leaves_nothing(place: Place, driver: Driver) -> None:
     """abort drops the written data, may be repeated, and is harmless after a commit."""
-    driver = place.open()
     nbytes = place.part_nbytes + 1000
-    upload = await driver.create("x", nbytes)
-    await upload.write(0, memoryview(bytes(place.part_nbytes)))
+    upload = await begun(driver, "x", bytes(place.part_nbytes), nbytes)
     await upload.abort()
     await upload.abort()
     await place.holds()
     await refused(
         StorageError, upload.write(place.part_nbytes, memoryview(bytes(1000))), upload.commit()
     )
-    upload = await driver.create("z", 1)
-    await upload.write(0, memoryview(b"z"))
+    upload = await begun(driver, "z", b"z")
     await upload.commit()
     await upload.abort()
     await place.holds("z")
@@ -167,10 +160,9 @@ HOLES: list[tuple[list[tuple[int, int]], int, int]] = [
 
 
 @trial(UNORDERED_PARTS, TINY_PARTS)
-async def test_an_incomplete_upload_does_not_commit(place: Place) -> None:
+async def test_an_incomplete_upload_does_not_commit(place: Place, driver: Driver) -> None:
     """Holes and overlaps are reported; nothing becomes visible or stays behind, and the old object
     is untouched."""
-    driver = place.open()
     await driver.put("x", b"old")
     for parts, start, stop in HOLES:
         upload = await driver.create("x", 100)
@@ -188,10 +180,9 @@ async def test_an_incomplete_upload_does_not_commit(place: Place) -> None:
 
 @pytest.mark.parametrize("preferred", [False, True], ids=["small parts", "preferred parts"])
 @trial()
-async def test_an_upload_may_end_early(place: Place, preferred: bool) -> None:
+async def test_an_upload_may_end_early(place: Place, driver: Driver, preferred: bool) -> None:
     """An upload whose commit gives a smaller size is invisible before, and then whole, of exactly
     that size: at its beginning, within its first part, after a part, within a later part."""
-    driver = place.open()
     part_nbytes = place.traits.part_nbytes if preferred else place.part_nbytes
     for nbytes in (0, 1000, part_nbytes, part_nbytes + 1001):
         content = bytes_of(nbytes)
@@ -210,10 +201,9 @@ async def test_an_upload_may_end_early(place: Place, preferred: bool) -> None:
 
 
 @trial()
-async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place) -> None:
+async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place, driver: Driver) -> None:
     """Without its last part, or any part, an upload fails to commit wherever it is to end, and
     leaves nothing visible or behind."""
-    driver = place.open()
     nbytes = place.part_nbytes + 1000
     await driver.put("x", b"old")
     for written, end in itertools.product((0, 1), (None, -1, 1000, 1 << 40)):
@@ -229,9 +219,8 @@ async def test_an_upload_that_lacks_its_end_does_not_commit(place: Place) -> Non
 
 
 @trial()
-async def test_a_part_outside_the_object_is_refused(place: Place) -> None:
+async def test_a_part_outside_the_object_is_refused(place: Place, driver: Driver) -> None:
     """Writes beyond the declared size, and negative sizes, are rejected."""
-    driver = place.open()
     await refused(StorageError, driver.create("x", -1))
     for start, nbytes in [(0, 11), (10, 1), (-1, 5), (11, 0)]:
         upload = await driver.create("x", 10)
@@ -242,18 +231,18 @@ async def test_a_part_outside_the_object_is_refused(place: Place) -> None:
 
 
 @trial()
-async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) -> None:
+async def test_two_uploads_to_one_key_do_not_disturb_each_other(
+    place: Place, driver: Driver
+) -> None:
     """Two drivers can write to one key in turns; the last commit wins, whole. An abort removes only
     the data of its own upload."""
-    driver = place.open()
     part_nbytes = place.part_nbytes
     first = await driver.create("x", 2 * part_nbytes)
     second = await place.open().create("x", part_nbytes + 500)
     for start, nbytes in ((0, part_nbytes), (part_nbytes, 500)):
         await second.write(start, memoryview(b"2" * nbytes))
         await first.write(start, memoryview(b"1" * part_nbytes))
-    third = await driver.create("x", 1000)
-    await third.write(0, memoryview(b"3" * 1000))
+    third = await begun(driver, "x", b"3" * 1000)
     await third.abort()
     await second.commit()
     assert await driver.get("x") == b"2" * (part_nbytes + 500)
@@ -264,9 +253,8 @@ async def test_two_uploads_to_one_key_do_not_disturb_each_other(place: Place) ->
 
 
 @trial()
-async def test_a_written_part_belongs_to_the_upload(place: Place) -> None:
+async def test_a_written_part_belongs_to_the_upload(place: Place, driver: Driver) -> None:
     """Once write has returned, the caller may reuse its memory."""
-    driver = place.open()
     part_nbytes = place.part_nbytes
     content = aligned(part_nbytes)
     upload = await driver.create("x", 2 * part_nbytes)

@@ -11,14 +11,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pytest
 
-from ..checks.ground import bytes_of, parts_of, store, write_parts
+from ..checks.ground import begun, bytes_of, parts_of, store, write_parts
 from ..contract import Buffer
 from .place import Place
 
 __all__ = [
     "ATOMIC_EXCLUSIVE", "PROBE", "SEVERAL_STREAMS", "SMALL_OBJECTS", "TINY_PARTS",
-    "UNORDERED_PARTS", "Need", "aligned", "bytes_of", "parts_of", "refused", "store", "trial",
-    "write_parts",
+    "UNORDERED_PARTS", "Need", "aligned", "begun", "bytes_of", "parts_of", "refused", "store",
+    "trial", "write_parts",
 ]  # fmt: skip
 
 _LARGE_NBYTES = (64 << 20) + 1

@@ -95,10 +95,13 @@ def _is_caught(kind: type[Healthy], name: str) -> bool:
     for case in itertools.product(*cases):
         with pytest.MonkeyPatch.context() as patch:
             given = dict(case)
-            if "monkeypatch" in inspect.signature(trial).parameters:
+            fixtures = inspect.signature(trial).parameters
+            if "monkeypatch" in fixtures:
                 given["monkeypatch"] = patch
             try:
                 with session.place() as (held, root):
+                    if "driver" in fixtures:
+                        given["driver"] = root.open()
                     trial(root, **given)
                 if held.outlived_by():
                     return True
