@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -88,11 +88,23 @@ class Layout(Protocol):
         """Number of ranks over which the tensor is laid out. Other ranks may hold it, too."""
 
 
-class _Boxes:
-    """Common part of layouts that consist of boxes."""
+@dataclass(frozen=True, slots=True)
+class MeshLayout:
+    """A rank's boxes of a tensor that is laid out over ``ranks`` ranks, such as a device mesh."""
 
-    __slots__ = ()
-    pieces: Sequence[Piece]
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    local_shape: tuple[int, ...]
+    holders: tuple[int, ...] | None
+    ranks: int
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Computed once, without the holders, of which there may be thousands.
+        object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def flat_range(self) -> None:
@@ -107,56 +119,15 @@ class _Boxes:
         return "".join(str(piece.box) for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalLayout(_Boxes):
-    """All of a plain tensor, which says nothing about other ranks."""
+@functools.lru_cache(maxsize=4096)
+def local_layout(shape: tuple[int, ...]) -> MeshLayout:
+    """Return the layout of a plain tensor, which is held whole and says nothing about other ranks.
 
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        pieces = () if 0 in self.shape else (_whole(self.shape),)
-        object.__setattr__(self, "pieces", pieces)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.shape
-
-    @property
-    def holders(self) -> None:
-        """Not known."""
-
-    @property
-    def ranks(self) -> int:
-        return 1
-
-
-def _whole(shape: tuple[int, ...]) -> Piece:
-    return Piece(Box((0,) * len(shape), shape), 0, shape)
-
-
-local_layout = functools.lru_cache(maxsize=4096)(LocalLayout)
-"""The layout of a plain tensor, built once per shape: layers repeat."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeshLayout(_Boxes):
-    """A rank's boxes of a tensor that is laid out over ``ranks`` ranks, such as a device mesh."""
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    local_shape: tuple[int, ...]
-    holders: tuple[int, ...]
-    ranks: int
-    _hash: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        # Computed once, without the holders, of which there may be thousands.
-        object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.ranks)))
-
-    def __hash__(self) -> int:
-        return self._hash
+    Built once per shape: layers repeat.
+    """
+    shape = tuple(shape)
+    box = Box((0,) * len(shape), shape)
+    return replace(box_layout(shape, box), holders=None)
 
 
 def box_layout(shape: tuple[int, ...], box: Box) -> MeshLayout:
