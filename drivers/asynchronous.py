@@ -170,7 +170,6 @@ class AsyncUpload(Upload):
         """Byte ranges written so far. Complete, with the final object size, when :meth:`_commit` is
         called."""
         self._made_by = driver
-        self._over = False
         self._committed = False
 
     @abstractmethod
@@ -192,7 +191,6 @@ class AsyncUpload(Upload):
         except after a successful commit."""
 
     async def write(self, start: int, data: Buffer) -> None:
-        self._check_open()
         self.written.check(start, len(data))
         if data:
             await self._made_by.tasks.run("write", self.key, self._write, start, data)
@@ -203,12 +201,12 @@ class AsyncUpload(Upload):
 
     async def finish(self, nbytes: int | None, *, exclusive: bool) -> None:
         """Commit the upload; with ``exclusive``, only if the key is free."""
-        self._check_open()
-        self._over = True
+        self.written.check_open()
+        self.written.end()
         await self._made_by.tasks.run("commit", self.key, self._finish, nbytes, exclusive)
 
     async def abort(self) -> None:
-        self._over = True
+        self.written.end()
         # On failure, close() has already dropped the upload, or a sweep will.
         with suppress(StorageError):
             await self._made_by.tasks.run("abort", self.key, self.end)
@@ -226,11 +224,6 @@ class AsyncUpload(Upload):
         if not self._committed:
             await self._drop()
         self._made_by._uploads.discard(self)
-
-    def _check_open(self) -> None:
-        if self._over:
-            message = "the upload is over: committed, failed or aborted"
-            raise StorageError(message, uri=self._made_by.uri, key=self.key)
 
 
 async def _next(batches: AsyncIterator[Sequence[ObjectInfo]]) -> Sequence[ObjectInfo] | None:

@@ -140,29 +140,21 @@ class _MemoryUpload(Upload):
         self._driver = driver
         self._key = key
         self._written = Ranges(nbytes, uri=driver.uri, key=key)
-        self._content: bytearray | None = bytearray(nbytes)
+        self._content = bytearray(nbytes)
 
     async def write(self, start: int, data: Buffer) -> None:
-        content = self._open_content()
+        self._driver._check_open(self._key)
         self._written.check(start, len(data))
-        content[start : start + len(data)] = data
+        self._content[start : start + len(data)] = data
         self._written.add(start, len(data))
 
     async def commit(self, nbytes: int | None = None) -> None:
-        content = self._open_content()
-        self._content = None
+        self._written.check_open()
+        content = memoryview(self._content)
+        await self.abort()
         self._written.check_complete(nbytes)
-        await self._driver.put(self._key, bytes(memoryview(content)[: self._written.nbytes]))
+        await self._driver.put(self._key, bytes(content[: self._written.nbytes]))
 
     async def abort(self) -> None:
-        self._content = None
-
-    def _open_content(self) -> bytearray:
-        self._driver._check_open(self._key)
-        if self._content is None:
-            raise StorageError(
-                "the upload is over: committed, failed or aborted",
-                uri=self._driver.uri,
-                key=self._key,
-            )
-        return self._content
+        self._written.end()
+        self._content = bytearray()

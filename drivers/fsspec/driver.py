@@ -11,21 +11,20 @@ file systems use fsspec's own event loop. Nothing is cached.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from fsspec import AbstractFileSystem, get_filesystem_class
 
 from ...core.aio import side_by_side
-from ...errors import ExistsError, UriError
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key
+from ...errors import UriError
+from ..asynchronous import AsyncDriver
+from ..contract import Buffer, ObjectInfo, Traits, check_key
 from ..layers.stack import common_options
 from ..local.names import is_temporary
 from ..options import Option, integer, option_values, or_off, size
-from ..ranges import Ranges
-from ..threads import OperationThreads
+from ..threads import Threads
 from ..uri import Uri, redact, root_key
 from .errors import fsspec_errors
 from .kinds import kind_of, modified_s
@@ -35,9 +34,6 @@ from .uploads import FsspecUpload
 
 _PREFIX = "fsspec+"
 _CLOSE_TIMEOUT_S = 60.0
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def driver_class_of(protocol: str) -> type[FsspecDriver]:
@@ -64,7 +60,7 @@ def driver_class_of(protocol: str) -> type[FsspecDriver]:
     )
 
 
-class FsspecDriver(Driver):
+class FsspecDriver(AsyncDriver):
     """Objects stored as files of an fsspec file system. Connects at the first operation."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -82,10 +78,10 @@ class FsspecDriver(Driver):
 
     def __init__(self, uri: Uri) -> None:
         """Take a URI whose options have been validated."""
+        super().__init__(uri, errors=fsspec_errors)
         values = option_values(self.OPTIONS, uri)
         protocol = uri.scheme.removeprefix(_PREFIX)
         plain = f"{protocol}://{unquote(uri.location)}"
-        self.uri = uri.root
         root_key(uri.location.partition("/")[2], uri)  # rejects a root with two spellings
         kind = kind_of(protocol, self.fs_class)
         self._tree = Tree(
@@ -95,12 +91,11 @@ class FsspecDriver(Driver):
             kind,
             uri=self.uri,
         )
-        self._part_nbytes = values["part_size"]
         threads = 1
         if kind.threads:
             threads = values["threads"]
         self.traits = Traits(
-            part_nbytes=self._part_nbytes,
+            part_nbytes=values["part_size"],
             part_min_nbytes=1,
             align_nbytes=1,
             concurrency=threads,
@@ -109,11 +104,10 @@ class FsspecDriver(Driver):
             exclusive_is_atomic=False,
             shared=kind.shared,
             hands_over=True,
-            upload_nbytes=self._part_nbytes,
+            upload_nbytes=values["part_size"],
             object_max_nbytes=values["object_max_nbytes"],
         )
-        self._threads = OperationThreads(threads, uri=self.uri, errors=fsspec_errors)
-        self._uploads: set[FsspecUpload] = set()
+        self._threads = Threads(threads, uri=self.uri)
 
     @classmethod
     def open(cls, uri: Uri) -> FsspecDriver:
@@ -126,71 +120,47 @@ class FsspecDriver(Driver):
             )
         return cls(uri)
 
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        await self._threads.operate("read", self._checked(key), self._read, key, start, into)
+    async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        read = self._tree.read_range
+        return memoryview(await self._threads.run(read, self._checked(key), start, nbytes))
 
-    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        return memoryview(
-            await self._threads.operate(
-                "read", self._checked(key), self._tree.read_range, key, start, nbytes
-            )
-        )
+    async def _get(self, key: str) -> bytes:
+        return await self._threads.run(self._tree.get, self._checked(key))
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        upload = self._upload(self._checked(key), nbytes)
-        try:
-            await self._threads.operate("create", key, upload.begin)
-        except BaseException:
-            await upload.abort()
-            raise
-        self._uploads.add(upload)
-        return upload
+    async def _stat(self, key: str) -> ObjectInfo:
+        return await self._threads.run(self._tree.stat, self._checked(key))
 
-    async def get(self, key: str) -> bytes:
-        return await self._threads.operate("get", self._checked(key), self._tree.get, key)
+    async def _list(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        found = await self._threads.run(self._tree.find, self._checked(prefix) if prefix else "")
+        keys = ((path[len(self._tree.root) + 1 :], info) for path, info in found)
+        yield [
+            ObjectInfo(key, int(info["size"] or 0), modified_s(info))
+            for key, info in keys
+            if info["type"] == "file" and not is_temporary(key.rpartition("/")[2])
+        ]
 
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """See :meth:`Driver.put`. ``exclusive`` checks before writing: of two concurrent puts, both
-        may succeed."""
-        await self._threads.operate("put", self._checked(key), self._put, key, data, exclusive)
+    async def _delete(self, key: str) -> None:
+        await self._threads.run(self._tree.delete, self._checked(key))
 
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._threads.operate("stat", self._checked(key), self._tree.stat, key)
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for path, info in await self._threads.operate(
-            "list", prefix, self._tree.find, self._checked(prefix) if prefix else ""
-        ):
-            key = path[len(self._tree.root) + 1 :]
-            if info["type"] == "file" and not is_temporary(key.rpartition("/")[2]):
-                yield ObjectInfo(key, int(info["size"] or 0), modified_s(info))
-
-    async def delete(self, key: str) -> None:
-        await self._threads.operate("delete", self._checked(key), self._tree.delete, key)
-
-    async def delete_all(self, prefix: str) -> None:
+    async def _delete_all(self, prefix: str) -> None:
         """See :meth:`Driver.delete_all`. Deletes as many files concurrently as there are
         threads."""
-        found = await self._threads.operate(
-            "delete", self._checked(prefix), self._tree.find, prefix
-        )
+        found = await self._threads.run(self._tree.find, self._checked(prefix))
         files = [path for path, info in found if info["type"] != "directory"]
-        await side_by_side(
-            *(self._threads.operate("delete", prefix, self._tree.remove, path) for path in files)
-        )
+        await side_by_side(*(self._threads.run(self._tree.remove, path) for path in files))
         folders = [path for path, info in found if info["type"] == "directory"]
-        await self._threads.operate("delete", prefix, self._tree.remove_empty, folders)
+        await self._threads.run(self._tree.remove_empty, folders)
 
-    async def sweep(self, prefix: str) -> None:
+    async def _sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. An upload is dead after a day without changes. Parts of
         unfinished uploads in object stores stay: use a lifecycle rule for the bucket."""
-        await self._threads.operate("sweep", self._checked(prefix), self._tree.sweep, prefix)
+        await self._threads.run(self._tree.sweep, self._checked(prefix))
 
-    async def close(self) -> None:
-        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted."""
+    def _upload(self, key: str, nbytes: int) -> FsspecUpload:
+        return FsspecUpload(self, self._checked(key), nbytes, self._tree, self._threads)
+
+    async def _disconnect(self) -> None:
         await self._threads.close(_CLOSE_TIMEOUT_S)
-        for upload in tuple(self._uploads):
-            upload.drop()
         if self._tree.is_connected:
             await asyncio.to_thread(self._tree.disconnect)
 
@@ -204,30 +174,6 @@ class FsspecDriver(Driver):
         except UnicodeEncodeError as error:
             raise UriError(f"key {key!r} cannot be encoded", uri=self.uri, key=key) from error
         return key
-
-    def _upload(self, key: str, nbytes: int) -> FsspecUpload:
-        written = Ranges(nbytes, uri=self.uri, key=key)
-        return FsspecUpload(
-            key, self._tree, written, self._threads, self._uploads, part_nbytes=self._part_nbytes
-        )
-
-    # The methods below block, and run in threads.
-
-    def _read(self, key: str, start: int, into: Buffer) -> None:
-        into[:] = self._tree.read_range(key, start, len(into))
-
-    def _put(self, key: str, data: bytes, exclusive: bool) -> None:
-        if exclusive:
-            with contextlib.suppress(FileNotFoundError):
-                self._tree.info(key)
-                raise ExistsError("the object already exists", uri=self.uri, key=key)
-        upload = self._upload(key, len(data))
-        try:
-            upload.begin()
-            upload.append(memoryview(data))
-            upload.publish()
-        finally:
-            upload.drop()
 
 
 def _arguments(

@@ -152,17 +152,16 @@ class Client:
         with suppress(NotFoundError):
             await self.call("delete", key, lambda call: inner.delete(path, recursive))
 
-    async def entries(self, path: str, key: str) -> AsyncIterator[hdfs_native.FileStatus]:
-        """Yield the entries of a folder, or a file itself; nothing if the path does not exist (any
-        more)."""
+    async def entries(self, path: str, key: str) -> AsyncIterator[list[hdfs_native.FileStatus]]:
+        """Yield the entries of a folder in batches, or a file itself; nothing if the path does not
+        exist (any more)."""
         listing = self.inner.list_status(path, False)
         while True:
             try:
                 batch = await self.call("list", key, lambda call: list(islice(listing, LISTING)))
             except NotFoundError:
                 return
-            for status in batch:
-                yield status
+            yield batch
             if len(batch) < LISTING:
                 return
 

@@ -13,7 +13,7 @@ are rejected.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 from xml.etree.ElementTree import ParseError
@@ -27,25 +27,18 @@ from ...errors import (
     StorageError,
     UriError,
 )
+from ..asynchronous import AsyncDriver
 from ..calls import Call
-from ..contract import (
-    Buffer,
-    Driver,
-    ObjectInfo,
-    TakePiece,
-    Traits,
-    Upload,
-    check_small,
-    segments,
-)
+from ..contract import Buffer, ObjectInfo, TakePiece, Traits, check_small
 from ..options import Option, duration, integer, option_values, size, switch
 from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
+from ..tasks import Tasks
 from ..uri import Uri, root_key
+from .authentication import VARIABLE, Token, service_address, token_of, tokens, url_form
 from .client import Client, pieces, whole_reader
 from .config import Served, name_service, rpc_addresses, served, site, web_addresses
 from .names import Names, belongs_to, is_temporary
-from .tokens import VARIABLE, Token, service_address, token_of, tokens, url_form
 from .uploads import FileOptions, HdfsUpload
 from .webhdfs import WebHdfs
 
@@ -65,9 +58,13 @@ _Arriving = Callable[[int, int], Iterator[bytes]]
 """(start, nbytes) → the bytes of that range, in pieces."""
 
 
-class HdfsDriver(Driver):
+class HdfsDriver(AsyncDriver):
     """Objects stored as files below a folder. A root that does not exist is empty; :meth:`create`
-    and :meth:`put` create it."""
+    and :meth:`put` create it.
+
+    Abandoned calls end whenever the library ends them; neither :meth:`close` nor interpreter exit
+    waits for them.
+    """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "streams": Option(
@@ -100,16 +97,20 @@ class HdfsDriver(Driver):
         "that they belong to, until the process reads again, three seconds or more later"
     }
 
-    def __init__(self, authority: str, root: str, *, uri: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, uri: Uri, options: Mapping[str, Any]) -> None:
         """Take a value for each of OPTIONS. Raises UriError if they do not identify a file
         system."""
-        self.uri = uri
+        super().__init__(uri, errors=_translated)
+        # No grace: a cancelled call leaves its thread at once.
+        self.tasks = Tasks(uri=self.uri, errors=_translated, grace_s=0.0)
+        authority, _, path = uri.location.partition("/")
+        root = "/" + unquote(path)
         namenodes = [address for address in options["namenodes"].split(",") if address]
         config: dict[str, str] = {}
         if namenodes:
             config = name_service(authority, namenodes)
-        properties = _properties(config, options, uri)
-        found = _tokens(uri)
+        properties = _properties(config, options, self.uri)
+        found = _tokens(self.uri)
         authority = service_address(authority, found)
         place = served(authority, root, properties)
         token = token_of(place.authority, found) if place else None
@@ -126,19 +127,18 @@ class HdfsDriver(Driver):
             shared=True,
             streams=1 if self._webhdfs is None else options["streams"],
         )
-        self._names = Names(root, uri)
+        self._names = Names(root, self.uri)
         self._files = FileOptions(options["block_size"], options["replication"], options["sync"])
         self._client = Client(
             f"hdfs://{authority}" if authority else None,
             config,
             options["conf"] or None,
-            uri=uri,
+            uri=self.uri,
             timeout_s=options["timeout"],
             namenodes=rpc_addresses(place.authority, properties) if place else (),
             authentication=_authentication(properties, token),
         )
         self._rooms = Rooms(_PIECE_NBYTES)
-        self._uploads: set[HdfsUpload] = set()
 
     @classmethod
     def open(cls, uri: Uri) -> HdfsDriver:
@@ -153,14 +153,17 @@ class HdfsDriver(Driver):
             )
         root_key(path, uri)  # rejects a root with two spellings
         check_installed(uri.scheme, uri.redacted)
-        return cls(
-            authority,
-            "/" + unquote(path),
-            uri=uri.root,
-            options=option_values(cls.OPTIONS, uri),
-        )
+        return cls(uri, option_values(cls.OPTIONS, uri))
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
+        await self.tasks.run("read", key, self._read, key, start, into)
+
+    async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        into = memoryview(bytearray(nbytes))
+        await self._read(key, start, into)
+        return into.toreadonly()
+
+    async def _read(self, key: str, start: int, into: Buffer) -> None:
         def read(call: Call, arriving: _Arriving) -> None:
             at = 0
             for arrived in arriving(start, len(into)):
@@ -168,7 +171,7 @@ class HdfsDriver(Driver):
                     into[at : at + len(arrived)] = arrived
                 at += len(arrived)
 
-        await self._read(key, read)
+        await self._arrive(key, read)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         def read(call: Call, arriving: _Arriving) -> None:
@@ -180,9 +183,9 @@ class HdfsDriver(Driver):
 
         with self._rooms.room() as room:  # an abandoned thread no longer uses it
             joiner = PieceJoiner(start, nbytes, _PIECE_NBYTES, take, room)
-            await self._read(key, read)
+            await self.tasks.run("read", key, self._arrive, key, read)
 
-    async def _read(self, key: str, read: Callable[[Call, _Arriving], None]) -> None:
+    async def _arrive(self, key: str, read: Callable[[Call, _Arriving], None]) -> None:
         """Run ``read`` in a thread. If the object is replaced, its blocks vanish during the read,
         so it is retried."""
         path = self._names.path(key)
@@ -219,13 +222,7 @@ class HdfsDriver(Driver):
                 f"read: {arrived_nbytes} of {nbytes} bytes arrived", uri=self.uri, key=key
             )
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        path = self._names.path(key)
-        if nbytes < 0:
-            raise StorageError(f"an object cannot have {nbytes} bytes", uri=self.uri, key=key)
-        return await self._begin(key, path, segments(nbytes, self.traits))
-
-    async def get(self, key: str) -> bytes:
+    async def _get(self, key: str) -> bytes:
         path = self._names.path(key)
         inner = self._client.inner
 
@@ -246,20 +243,12 @@ class HdfsDriver(Driver):
         """See :meth:`Driver.put`. The rename decides. An exclusive put first checks the key, to
         avoid writing a file in vain."""
         if exclusive:
-            await self._check_free(key)
-        upload = await self._begin(key, self._names.path(key), [(0, len(data))])
-        try:
-            await upload.write(0, memoryview(data))
-            await upload.commit(overwrite=not exclusive)
-        finally:
-            await upload.abort()
+            with contextlib.suppress(NotFoundError):
+                await self.stat(key)
+                raise ExistsError("the object already exists", uri=self.uri, key=key)
+        await super().put(key, data, exclusive=exclusive)
 
-    async def _check_free(self, key: str) -> None:
-        with contextlib.suppress(NotFoundError):
-            await self.stat(key)
-            raise ExistsError("the object already exists", uri=self.uri, key=key)
-
-    async def stat(self, key: str) -> ObjectInfo:
+    async def _stat(self, key: str) -> ObjectInfo:
         status = await self._client.status(self._names.path(key), key)
         if status.isdir:
             raise NotFoundError(
@@ -267,43 +256,38 @@ class HdfsDriver(Driver):
             ) from IsADirectoryError(key)
         return ObjectInfo(key, status.length, status.modification_time / 1000)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for status in _walk(self._client, self._names.folder(prefix), prefix):
-            if not status.isdir and (key := self._names.key(status.path)) is not None:
-                yield ObjectInfo(key, status.length, status.modification_time / 1000)
+    async def _list(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        async for batch in _walk(self._client, self._names.folder(prefix), prefix):
+            yield [
+                ObjectInfo(key, status.length, status.modification_time / 1000)
+                for status in batch
+                if not status.isdir and (key := self._names.key(status.path)) is not None
+            ]
 
-    async def delete(self, key: str) -> None:
+    async def _delete(self, key: str) -> None:
         """See :meth:`Driver.delete`. Also removes an empty folder of this name, which is not an
         object."""
         await _removed(self._client, self._names.path(key), key)
 
-    async def delete_all(self, prefix: str) -> None:
+    async def _delete_all(self, prefix: str) -> None:
         await self._client.delete(self._names.path(prefix), prefix, recursive=True)
 
-    async def sweep(self, prefix: str) -> None:
+    async def _sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. Files without changes for an hour are dead, because live
         uploads touch theirs."""
         await _sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
 
-    async def close(self) -> None:
-        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted. Abandoned
-        calls end whenever the library ends them; neither this method nor interpreter exit waits for
-        them."""
-        for upload in tuple(self._uploads):
-            await upload.abort()
+    def _upload(self, key: str, nbytes: int) -> HdfsUpload:
+        path = self._names.path(key)
+        return HdfsUpload(self, key, nbytes, path, self._client, self._webhdfs, self._files)
+
+    async def _disconnect(self) -> None:
         self._client.close()
 
-    async def _begin(self, key: str, path: str, cuts: Sequence[tuple[int, int]]) -> HdfsUpload:
-        upload = HdfsUpload(
-            self._client, self._webhdfs, path, key, cuts, self._files, self._uploads.discard
-        )
-        self._uploads.add(upload)
-        try:
-            await upload.begin()
-        except BaseException:
-            await upload.abort()
-            raise
-        return upload
+
+def _translated(doing: str, uri: str, key: str) -> contextlib.AbstractContextManager[None]:
+    """Translate nothing: the client has done so."""
+    return contextlib.nullcontext()
 
 
 def _properties(
@@ -361,14 +345,13 @@ def _webhdfs(
     )
 
 
-async def _walk(client: Client, top: str, key: str) -> AsyncIterator[FileStatus]:
+async def _walk(client: Client, top: str, key: str) -> AsyncIterator[list[FileStatus]]:
     """Yield every file and folder below ``top`` that exists, or ``top`` itself if it is a file."""
     folders = [top]
     while folders:
-        async for status in client.entries(folders.pop(), key):
-            if status.isdir:
-                folders.append(status.path)
-            yield status
+        async for batch in client.entries(folders.pop(), key):
+            folders += [status.path for status in batch if status.isdir]
+            yield batch
 
 
 async def _sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
@@ -380,11 +363,10 @@ async def _sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
     a file in it, and is removed only when empty.
     """
     above, _, name = path.rpartition("/")
-    beside = [status async for status in client.entries(above or "/", key)]
+    beside = [status async for batch in client.entries(above or "/", key) for status in batch]
+    below = []
     if any(s.path == path for s in beside):
-        below = [status async for status in _walk(client, path, key)]
-    else:
-        below = []
+        below = [status async for batch in _walk(client, path, key) for status in batch]
     newest_ms = max((status.modification_time for status in beside + below), default=0)
     uploads = [s for s in beside if belongs_to(_name(s), name)] + [
         s for s in below if is_temporary(_name(s))

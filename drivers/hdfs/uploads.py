@@ -11,15 +11,15 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.aio import side_by_side
 from ...errors import StorageDownError, StorageError
+from ..asynchronous import AsyncDriver, AsyncUpload
 from ..calls import Call, CallerGone
-from ..contract import Buffer, Upload
-from ..ranges import Ranges
+from ..contract import Buffer, segments
 from .client import Client, appending, creating, whole_reader
 from .names import temporary_name
 from .webhdfs import ConcatRefused, WebHdfs
@@ -169,48 +169,42 @@ def _write(call: Call, *, writer: RawFileWriter, data: Buffer) -> None:
         writer.write(piece)
 
 
-class HdfsUpload(Upload):
+class HdfsUpload(AsyncUpload):
     """An upload in segments. Segments may be written concurrently; within each, writes are
     ascending."""
 
     def __init__(
         self,
+        driver: AsyncDriver,
+        key: str,
+        nbytes: int,
+        path: str,
         client: Client,
         webhdfs: WebHdfs | None,
-        path: str,
-        key: str,
-        cuts: Sequence[tuple[int, int]],
         options: FileOptions,
-        on_over: Callable[[HdfsUpload], None],
     ) -> None:
-        """Take (start, stop) of each segment as ``cuts``. ``on_over`` is called when nothing is
-        left to drop."""
-        folder, _, name = path.rpartition("/")
-        temporary = f"{folder}/{temporary_name(name)}"
+        """``path`` is that of the key, ``options`` are those of new files."""
+        super().__init__(driver, key, nbytes)
         self._client = client
         self._webhdfs = webhdfs
         self._path = path
-        self._key = key
-        self._cuts = cuts
-        self._next = [start for start, _ in cuts]
+        self._cuts = segments(nbytes, driver.traits)
+        self._next = [start for start, _ in self._cuts]
+        folder, _, name = self._path.rpartition("/")
+        temporary = f"{folder}/{temporary_name(name)}"
         self._files = [
-            _File(client, f"{temporary}.{n}.tmp", key, start, options)
-            for n, (start, _) in enumerate(cuts)
+            _File(self._client, f"{temporary}.{n}.tmp", key, start, options)
+            for n, (start, _) in enumerate(self._cuts)
         ]
-        self._written = Ranges(cuts[-1][1], uri=client.uri, key=key)
-        self._over = False
-        self._on_over = on_over
         self._touched_s = time.monotonic()
 
-    async def begin(self) -> None:
+    async def _begin(self) -> None:
         """Create the first file, so that errors surface early."""
         await self._files[0].opened()
 
-    async def write(self, start: int, data: Buffer) -> None:
-        """See :meth:`Upload.write`. Raises StorageError for bytes that are not next in their
+    async def _write(self, start: int, data: Buffer) -> None:
+        """See :meth:`AsyncUpload._write`. Raises StorageError for bytes that are not next in their
         segment."""
-        self._check_open()
-        self._written.check(start, len(data))
         # Assign offsets before the first await, so that writes keep their order.
         pieces = list(self._pieces(start, data))
         try:
@@ -220,30 +214,21 @@ class HdfsUpload(Upload):
             for file, _, _ in pieces:
                 file.spoil(error)
             raise
-        self._written.add(start, len(data))
         await self._touch()
 
-    async def commit(self, nbytes: int | None = None, *, overwrite: bool = True) -> None:
-        """See :meth:`Upload.commit`. If cancelled or unanswered near its end, the object may still
-        become visible.
+    async def _commit(self, *, exclusive: bool) -> None:
+        """See :meth:`AsyncUpload._commit`. If cancelled or unanswered near its end, the object may
+        still become visible."""
+        reached = zip(self._files, self._cuts, self._next, strict=True)
+        # Segments that were never started have no file.
+        self._files[1:] = [file for file, (start, _), at in reached if at > start > 0]
+        await side_by_side(*(file.close() for file in self._files))
+        await self._join()
+        await self._publish(overwrite=not exclusive)
+        del self._files[0]  # it has the key now; the others were copied into it
+        await self._drop()
 
-        Without ``overwrite``, raises ExistsError if the key is taken.
-        """
-        self._check_open()
-        try:
-            self._written.check_complete(nbytes)
-            reached = zip(self._files, self._cuts, self._next, strict=True)
-            # Segments that were never started have no file.
-            self._files[1:] = [file for file, (start, _), at in reached if at > start > 0]
-            await side_by_side(*(file.close() for file in self._files))
-            await self._join()
-            await self._publish(overwrite)
-            del self._files[0]  # it has the key now; abort deletes the files copied into it
-        finally:
-            await self.abort()
-
-    async def abort(self) -> None:
-        self._over = True
+    async def _drop(self) -> None:
         for file in self._files:
             file.spoil(self._error("the upload is over", StorageError))
         # If the creation of a file is unanswered, the thread waiting for the answer deletes the
@@ -253,10 +238,9 @@ class HdfsUpload(Upload):
         with contextlib.suppress(StorageError, TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 await side_by_side(*map(self._delete, made))
-        self._on_over(self)
 
     async def _delete(self, file: _File) -> None:
-        await self._client.delete(file.path, self._key)
+        await self._client.delete(file.path, self.key)
         # close() may abort an upload that is already being aborted.
         with contextlib.suppress(ValueError):
             self._files.remove(file)
@@ -279,15 +263,15 @@ class HdfsUpload(Upload):
         target, *others = [file.path for file in self._files]
         if not others:
             return
-        owner = (await self._client.status(target, self._key, "commit")).owner
+        owner = (await self._client.status(target, self.key, "commit")).owner
         try:
             if self._webhdfs is None:
                 raise ConcatRefused("WebHDFS is switched off")
             await self._webhdfs.concat(target, others, owner)
         except ConcatRefused as refused:
             joined = (
-                await self._client.status(target, self._key, "commit")
-            ).length == self._written.nbytes
+                await self._client.status(target, self.key, "commit")
+            ).length == self.written.nbytes
             if not joined:  # not just a lost answer
                 _warn_once(
                     self._client.uri, self._webhdfs.addresses if self._webhdfs else (), str(refused)
@@ -310,22 +294,22 @@ class HdfsUpload(Upload):
                         pass  # counts as progress
             writer.close()
 
-        await self._client.call("join", self._key, copy)
+        await self._client.call("join", self.key, copy)
 
-    async def _publish(self, overwrite: bool) -> None:
+    async def _publish(self, *, overwrite: bool) -> None:
         path = self._files[0].path
-        ours = await self._client.status(path, self._key, "commit")
-        if ours.length != self._written.nbytes:
+        ours = await self._client.status(path, self.key, "commit")
+        if ours.length != self.written.nbytes:
             raise self._error(
-                f"commit: {ours.length} of {self._written.nbytes} bytes arrived", StorageDownError
+                f"commit: {ours.length} of {self.written.nbytes} bytes arrived", StorageDownError
             )
-        if self._written.nbytes:  # a key must be readable by everyone at once
+        if self.written.nbytes:  # a key must be readable by everyone at once
             inner = self._client.inner
             await self._client.call(
-                "commit", self._key, lambda call: whole_reader(inner, path, self._written.nbytes)
+                "commit", self.key, lambda call: whole_reader(inner, path, self.written.nbytes)
             )
         try:
-            await self._client.rename(path, self._path, self._key, overwrite=overwrite)
+            await self._client.rename(path, self._path, self.key, overwrite=overwrite)
         except StorageError:
             # The library retries on a broken connection, and then finds the source gone or the
             # target taken.
@@ -336,10 +320,10 @@ class HdfsUpload(Upload):
         """Return whether the file formerly at ``path``, with status ``ours``, now has the key. A
         rename keeps time and length."""
         with contextlib.suppress(StorageError):
-            await self._client.status(path, self._key, "commit")
+            await self._client.status(path, self.key, "commit")
             return False
         with contextlib.suppress(StorageError):
-            there = await self._client.status(self._path, self._key, "commit")
+            there = await self._client.status(self._path, self.key, "commit")
             return (there.modification_time, there.length) == (ours.modification_time, ours.length)
         return False
 
@@ -358,14 +342,10 @@ class HdfsUpload(Upload):
                 with contextlib.suppress(FileNotFoundError):  # its segment has not started
                     inner.set_times(file.path, at_ms, at_ms)
 
-        await self._client.call("touch", self._key, touch)
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise self._error("the upload is over: committed, failed or aborted", StorageError)
+        await self._client.call("touch", self.key, touch)
 
     def _error(self, message: str, kind: type[StorageError]) -> StorageError:
-        return kind(message, uri=self._client.uri, key=self._key)
+        return kind(message, uri=self._client.uri, key=self.key)
 
 
 def _warn_once(uri: str, addresses: tuple[str, ...], reason: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
 from ..calls import run
-from .spnego import NoTicket, negotiate_token
+from .authentication import NoTicket, negotiate_token
 
 _ANSWER_NBYTES_MAX = 64 << 10
 _REASON_MAX = 300

@@ -146,36 +146,30 @@ class WholeUpload(Upload):
     def __init__(self, target: Target) -> None:
         self._target = target
         self._written = Ranges(target.nbytes, uri=target.uri, key=target.key)
-        self._content: np.ndarray[Any, np.dtype[np.uint8]] | None = np.empty(
-            target.nbytes, np.uint8
-        )
+        self._content = np.empty(target.nbytes, np.uint8)
 
     async def begin(self) -> None:
         """Do nothing: the store is only contacted at commit."""
 
     async def write(self, start: int, data: Buffer) -> None:
-        content = self._open_content()
         self._written.check(start, len(data))
-        content[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self._content[start : start + len(data)] = np.frombuffer(data, np.uint8)
         self._written.add(start, len(data))
 
     async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
         become visible."""
-        content = self._open_content()
+        self._written.check_open()
+        content = self._content
         target = self._target
-        self._content = None
+        await self.abort()
         self._written.check_complete(nbytes)
         with failures("upload", target.uri, target.key):
             await to_the_end(target.put(content[: self._written.nbytes], use_multipart=False))
 
     async def abort(self) -> None:
-        self._content = None
-
-    def _open_content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        if self._content is None:
-            raise _over(self._target)
-        return self._content
+        self._written.end()
+        self._content = np.empty(0, np.uint8)
 
 
 @dataclass
@@ -238,7 +232,6 @@ class PartsUpload(Upload):
         self._feed = _Feed()
         self._began_s = time.monotonic()
         self._put: asyncio.Future[Any] | None = None
-        self._open = True
         self._given_up = False
         """True if a failed or cancelled write has stopped the upload."""
         self._first_returned = asyncio.Event()
@@ -278,7 +271,6 @@ class PartsUpload(Upload):
     async def write(self, start: int, data: Buffer) -> None:
         """See :meth:`Upload.write`. An upload with a failed or cancelled write cannot be committed.
         A rejected part may only be reported by a later write or by ``commit``."""
-        self._check_open()
         self._written.check(start, len(data))
         if start != self._cutter.reached:
             raise StorageError(
@@ -329,13 +321,13 @@ class PartsUpload(Upload):
             message = f"{doing} failed: no answer for {self._target.limit_s:g} s"
             raise StorageDownError(message, uri=self._target.uri, key=self._target.key)
         if self._put.cancelled() or self._put.exception() is None:
-            raise _over(self._target)
+            raise self._written.over()
         await self._put
 
     async def commit(self, nbytes: int | None = None) -> None:
         """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
         become visible."""
-        self._check_open()
+        self._written.check_open()
         try:
             self._written.check_complete(nbytes)
             if (last := self._cutter.rest()) is not None:
@@ -381,14 +373,14 @@ class PartsUpload(Upload):
         them."""
         if self._put is None:
             return
-        if self._open:
+        if self._leaving is None:
             self._stop()
             await self._over_and(self._clean_up())
-        elif self._leaving is not None:
+        else:
             await to_the_end(self._leaving)
 
     async def _over_and(self, leave: Coroutine[Any, Any, None]) -> None:
-        self._open = False
+        self._written.end()
         self._leaving = asyncio.ensure_future(leave)
         await to_the_end(self._leaving)
 
@@ -443,10 +435,6 @@ class PartsUpload(Upload):
         if not is_first:
             await self._first_returned.wait()
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise _over(self._target)
-
 
 def _mark_stored(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) -> None:
     """Mark a part as stored. Called in any thread, when the last reference to it is dropped."""
@@ -457,9 +445,3 @@ def _mark_stored(loop: asyncio.AbstractEventLoop, stored: asyncio.Future[None]) 
 
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
         loop.call_soon_threadsafe(set_result)
-
-
-def _over(target: Target) -> StorageError:
-    return StorageError(
-        "the upload is over: committed, failed or aborted", uri=target.uri, key=target.key
-    )

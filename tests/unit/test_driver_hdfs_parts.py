@@ -15,7 +15,15 @@ import pytest
 from support.drivers import asynchronous
 
 from holdfast.drivers.calls import Call, run
-from holdfast.drivers.hdfs.authentication import unauthenticated
+from holdfast.drivers.hdfs.authentication import (
+    Token,
+    parse_tokens,
+    service_address,
+    token_of,
+    tokens,
+    unauthenticated,
+    url_form,
+)
 from holdfast.drivers.hdfs.config import (
     Served,
     name_service,
@@ -34,7 +42,6 @@ from holdfast.drivers.hdfs.names import (
     path_name,
     temporary_name,
 )
-from holdfast.drivers.hdfs.tokens import Token, parse, service_address, token_of, tokens, url_form
 from holdfast.drivers.hdfs.uploads import FileOptions, HdfsUpload
 from holdfast.drivers.hdfs.webhdfs import ConcatRefused, WebHdfs
 from holdfast.drivers.uri import parse as parse_uri
@@ -149,11 +156,12 @@ def test_a_file_is_deleted_once_the_name_node_has_made_it(answered: bool) -> Non
     """An abort waits for no answer that has not come: the thread that gets it deletes the file."""
     client: Any = SlowClient()
     name_node = client.inner
+    driver = HdfsDriver.open(parse_uri("hdfs://slow:8020/"))
     options = FileOptions(None, None, False)
-    upload = HdfsUpload(client, None, "/x", "x", [(0, 3)], options, lambda _: None)
+    upload = HdfsUpload(driver, "x", 3, "/x", client, None, options)
 
     async def begin_and_abort() -> None:
-        task = asyncio.ensure_future(upload.begin())
+        task = asyncio.ensure_future(upload._begin())
         assert await asyncio.to_thread(name_node.asked.wait, 10)
         if answered:
             name_node.may_answer.set()
@@ -471,7 +479,7 @@ def test_both_forms_are_read(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All tokens of a file; of those only HDFS's count."""
-    assert parse(content) == TOKENS
+    assert parse_tokens(content) == TOKENS
     assert "password" not in repr(TOKENS[0])
     (tmp_path / "tokens").write_bytes(content)
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "tokens"))
@@ -484,7 +492,7 @@ def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
     end = len(content) - (1 if content[4] == 0 else 0)
     for nbytes in range(end):
         with pytest.raises(ValueError, match="token file"):
-            parse(content[:nbytes])
+            parse_tokens(content[:nbytes])
 
 
 def test_a_token_is_found_by_its_service() -> None:
