@@ -9,6 +9,8 @@ Any parallel layout into any other, without pickle, and never a torn checkpoint.
 is cheap: torch is imported when the first function that needs it is used.
 """
 
+# ruff: noqa: F403, F405 - the errors are listed once, in __all__
+
 from __future__ import annotations
 
 import importlib
@@ -19,33 +21,7 @@ from .core.forks import renewal as _renewal  # noqa: F401 - before the first imp
 
 if TYPE_CHECKING:
     from .core.spans import SlowOperation, StageReport
-    from .errors import (
-        AccessError,
-        BusyError,
-        CheckpointError,
-        CoordinationError,
-        CoverageError,
-        DamagedError,
-        DeadlineError,
-        ExistsError,
-        FullError,
-        HoldfastError,
-        InvisibleFilesError,
-        MismatchError,
-        NotACheckpointError,
-        NotFoundError,
-        RankFailedError,
-        ReplacedError,
-        SaveError,
-        StateError,
-        StorageDownError,
-        StorageError,
-        SupersededError,
-        TelemetryError,
-        UnsupportedFormatError,
-        UriError,
-        UsageError,
-    )
+    from .errors import *
     from .storage.api import async_save, fence, load, release_memory, save
     from .storage.format.save_telemetry import RankTelemetry, SaveTelemetry
     from .storage.operations.conversion.export import ExportReport, export
