@@ -22,30 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = [
-    "FLAT_PARAMETER_MARKS",
-    "STATE_METHODS",
-    "ActivationWrapper",
-    "DcpPlace",
-    "FlatPiece",
-    "FlatUnit",
-    "LocalShardsWrapper",
-    "ShardedTensor",
-    "WeakStorage",
-    "buffers_of",
-    "children_of",
-    "flat_units",
-    "fqn_of",
-    "has_state_hooks",
-    "is_initialized",
-    "neg_view",
-    "never_compiled",
-    "non_persistent_of",
-    "overlaps_itself",
-    "parameters_of",
-    "plain_state_dict",
-    "stored_local",
-]
+__all__ = ["ActivationWrapper", "LocalShardsWrapper", "ShardedTensor"]
+"""Classes of torch that other modules take from here."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -72,12 +50,6 @@ def parameters_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | 
 def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
     """Return the module's own buffers, including tied ones."""
     return module._buffers
-
-
-def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """Return the direct children, under all of their names; ``named_children`` returns each
-    once."""
-    return module._modules
 
 
 def non_persistent_of(module: torch.nn.Module) -> Set[str]:

@@ -4,6 +4,12 @@ Examples are quantized weights and 8-bit moments. Such a tensor is stored as a d
 tensors, keyed by attribute, plus a *description* of everything else: type, shape, dtype, and the
 context that the tensor reports. A load fills the inner tensors of an existing tensor whose
 description agrees, and never creates one. So no stored class name is ever looked up.
+
+A DTensor may have a composite local tensor: torchao's 8-bit moments of parameters sharded by FSDP2.
+Such a tensor has codes with the shape of the parameter's local part, and one scale per block of
+elements in row-major order. If each rank's part consists of whole, consecutive blocks, codes are
+laid out like the parameter, and scales are a flat range of the whole tensor's scales. These classes
+are recognized by name. For others, nothing tells which part of a whole an inner tensor is.
 """
 
 from __future__ import annotations
@@ -11,27 +17,37 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ....errors import StateError
 from ...format.tree import Key
 from ...format.values import encode_value
 from ..compat import stored_local
-from .block_scaled import inner_of_blocks, is_block_scaled
+from .dtensor import layouts_on
 from .shards import Shard
 from .tensors import TensorLike, local_of
 
 DESCRIPTION = "__tensor_flatten__"
 """Key of the description, next to the inner tensors."""
 
+_ELEMENTS = "elements"
+_BLOCKS = "blocks"
+_SHARED = "shared"
+_INNER = {
+    "OptimState8bit": {"codes": _ELEMENTS, "scale": _BLOCKS, "qmap": _SHARED},
+    "OptimStateFp8": {"codes": _ELEMENTS, "scale": _BLOCKS},
+}
+"""By class and inner tensor: the unit that has an item of it, or that all ranks share it."""
+
 
 def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a composite tensor without a more specific adapter."""
-    return is_block_scaled(value) or (
+    return _is_block_scaled(value) or (
         isinstance(value, torch.Tensor)
         and hasattr(type(value), "__tensor_flatten__")
         and not isinstance(value, DTensor)
@@ -77,16 +93,63 @@ def inner_tensor(tensor: torch.Tensor, name: object) -> object:
 
 def _made(tensor: torch.Tensor) -> Any:
     """Return the owner of the inner tensors: ``tensor``, or its local part."""
-    if is_block_scaled(tensor):
+    if _is_block_scaled(tensor):
         return stored_local(tensor)
     return tensor
 
 
 def _inner(tensor: torch.Tensor, name: str, path: str = "a tensor") -> Any:
     """Return the inner tensor called ``name``; a Shard if ranks hold parts of it."""
-    if is_block_scaled(tensor):
-        return inner_of_blocks(tensor, name, lambda: path)
+    if _is_block_scaled(tensor):
+        return _inner_of_blocks(tensor, name, path)
     return getattr(tensor, name)
+
+
+def _is_block_scaled(value: object) -> TypeGuard[DTensor]:
+    """Return whether ``value`` is a DTensor whose local part has codes and scales."""
+    if not isinstance(value, DTensor):
+        return False
+    kind = type(stored_local(value))
+    return kind.__name__ in _INNER and kind.__module__.startswith("torchao.")
+
+
+def _inner_of_blocks(tensor: DTensor, name: str, path: str) -> torch.Tensor | Shard:
+    """Return the inner tensor called ``name``; if ranks hold parts of it, the part.
+
+    Raises StateError, naming ``path``, unless ranks have whole, consecutive blocks.
+    """
+    local = stored_local(tensor)
+    inner: torch.Tensor = getattr(local, name)
+    kind = _INNER[type(local).__name__][name]
+    if kind == _SHARED:
+        return inner
+    offsets = _offsets(tensor, local, path)
+    if kind == _ELEMENTS:
+        return Shard(inner, shape=tensor.shape, offset=offsets)
+    rows = local.shape[0]
+    blocks = inner.numel()
+    return Shard(
+        inner, shape=(blocks * tensor.shape[0] // rows,), offset=(blocks * offsets[0] // rows,)
+    )
+
+
+def _offsets(tensor: DTensor, local: torch.Tensor, path: str) -> tuple[int, ...]:
+    whole = tuple(tensor.shape)
+    pieces = layouts_on(tensor.device_mesh).of(tensor, lambda: path).pieces
+    of_rows = [piece for piece in pieces if piece.box.lengths == (local.shape[0], *whole[1:])]
+    if len(pieces) != 1 or not of_rows or local.shape[0] * _parts(tensor) != whole[0]:
+        raise StateError(
+            f"{path} is a {type(local).__name__} in a DTensor of shape {list(whole)} and "
+            f"{tensor.placements}, whose ranks do not have equal numbers of whole rows",
+            advice="Split only the first dimension, into equal parts; or use an optimizer whose "
+            "state is not quantized.",
+        )
+    return tuple(of_rows[0].box.offsets)
+
+
+def _parts(tensor: DTensor) -> int:
+    sizes = zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placed in sizes if not isinstance(placed, Replicate))
 
 
 def _flattened(tensor: torch.Tensor) -> tuple[list[str], object]:

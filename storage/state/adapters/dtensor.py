@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,6 @@ from ....errors import StateError
 from ....planner.layout import MeshLayout
 from ....planner.placement import Placement, Replicated, Split, holders, local_pieces, local_shape
 from ...ranks.process_group import acting_name, current_numbers
-from .transparent import seen_through
 
 V = TypeVar("V")
 
@@ -107,6 +106,26 @@ def local_part(tensor: DTensor) -> torch.Tensor:
     if hasattr(local, "wait"):
         return local.wait()  # type: ignore[no-any-return]
     return seen_through(local)
+
+
+def seen_through(local: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside the detached ``local``; ``local`` itself if it wraps none.
+
+    A *transparent* wrapper is a tensor around one tensor with the same shape and dtype, such as a
+    weight that FSDP2 gathers in eight bits, as torchao trains with them. The inner tensor is all of
+    the data, and is stored under the wrapper's name, so it moves to and from unwrapped weights.
+    Everything else in the wrapper is derived from it, and the wrapper drops that when detached.
+    """
+    around: Any = local
+    if not hasattr(around, "__tensor_flatten__"):
+        return local
+    names, _ = around.__tensor_flatten__()
+    if len(names) != 1:
+        return local
+    inner = getattr(around, names[0])
+    if (inner.shape, inner.dtype) != (local.shape, local.dtype):
+        return local
+    return seen_through(inner)
 
 
 def _make_room(known: dict[Hashable, V]) -> None:

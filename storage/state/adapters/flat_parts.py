@@ -4,8 +4,11 @@ FSDP1 and ZeRO flatten parameters, join them with padding in between, and give e
 part. So a rank holds, of each parameter, a range of its row-major order, possibly empty; and an
 optimizer has one state for all parameters in a flat one.
 
+With ``use_orig_params``, FSDP1's optimizer has the original parameters, whose data are these
+ranges. Without it, it has the flat parameter.
+
 Scope: converts flat parameters to Shards under the parameters' names, and back. Calls no collective
-and gathers nothing. :mod:`.fsdp1` and :mod:`.deepspeed` know the frameworks' bookkeeping.
+and gathers nothing. :mod:`..compat` knows FSDP1's bookkeeping, and :mod:`.deepspeed` that of ZeRO.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from ..compat import (
     STATE_METHODS,
     ActivationWrapper,
     FlatPiece,
+    FlatUnit,
     buffers_of,
     has_state_hooks,
     non_persistent_of,
@@ -171,6 +175,37 @@ def _refuse_own_making(module: torch.nn.Module, framework: str, path: str) -> No
             f"{path} is a {type(module).__name__} that customizes its state dict, within "
             f"{framework}",
             advice="Shard with fully_shard (FSDP2).",
+        )
+
+
+def check_at_rest(flat: Sequence[FlatPart], path: str, *, loading: bool) -> None:
+    """Raise StateError if FSDP1 is using a parameter in ``flat``, or its layout is unknown.
+
+    With ``loading``, gathered parameters are dropped: a forward pass would use them.
+    """
+    units: dict[int, FlatUnit] = {}
+    for part in flat:
+        if isinstance(part.unit, FlatUnit):
+            _check(part.unit, part.piece, f'{path}["{part.names[0]}"]')
+            units[id(part.unit)] = part.unit
+    if loading:
+        for unit in units.values():
+            unit.reshard()
+
+
+def _check(unit: FlatUnit, piece: FlatPiece, where: str) -> None:
+    if not unit.is_at_rest:
+        raise StateError(
+            f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is "
+            f"currently gathered",
+            advice="Save and load outside of summon_full_params, forward and backward.",
+        )
+    if not piece.is_regular:
+        raise StateError(
+            f"{where} is a parameter of FSDP1 (torch's FullyShardedDataParallel) that is not "
+            f"contiguous, or a DTensor, and is flattened in an order that this release does not "
+            f"support",
+            advice="Shard with fully_shard (FSDP2), or make it contiguous before it is wrapped.",
         )
 
 

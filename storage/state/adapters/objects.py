@@ -2,13 +2,15 @@
 
 Tensors already in the object's state are filled in place, as torch's distributed checkpoints do. A
 tensor that is not there yet, such as a moment of an optimizer without a step, is allocated like the
-parameter that it is named after.
+parameter that it is named after. With ``cast=True``, this module also chooses the dtypes of the
+state; the copy converts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -25,10 +27,61 @@ from .allocation import (
     fitting_parts,
     value_at,
 )
-from .kept_dtypes import StoredDtypes, kept_entry
+from .composite import is_made_of
+from .flat_parts import FlatPart
 from .module_names import Walked
 from .multipart import InParts, is_in_parts
 from .shards import Shard
+from .tensors import local_of
+
+Held = torch.Tensor | FlatPart
+"""An optimizer's parameter, or a part of one with its own name in the checkpoint."""
+
+StoredDtypes = Mapping[int, torch.dtype]
+"""Dtypes in the checkpoint of the tensors that a load fills, by address."""
+
+_KINDS = (
+    (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    (torch.complex32, torch.complex64, torch.complex128),
+)
+"""Dtypes that convert into each other. Narrower floats mean nothing without their scales."""
+
+
+def kept_entry(
+    entry: Entry, present: object, parameter: Held | None, stored: StoredDtypes | None
+) -> Entry:
+    """Return ``entry`` with the dtype in which the loading object keeps it.
+
+    ``stored``: None without ``cast``, which leaves the entry as it is. An existing tensor
+    ``present`` determines the dtype. A state that does not exist yet follows its ``parameter``, as
+    in torch's ``Optimizer.load_state_dict``. Exempt are steps and other numbers, and tensors stored
+    in another dtype than their parameter, such as fp32 moments of bf16 weights.
+    """
+    if stored is None:
+        return entry
+    if isinstance(present, Shard):
+        present = present.tensor
+    if isinstance(present, torch.Tensor):
+        return _converted(entry, present.dtype)
+    if parameter is None or entry.keys[-1] == "step":
+        return entry
+    if not entry.shape and parameter.shape:
+        return entry
+    if isinstance(parameter, FlatPart):
+        held = parameter.shard().tensor
+    elif is_made_of(parameter):
+        return entry
+    else:
+        held = local_of(parameter)
+    if stored.get(held.data_ptr(), entry.dtype) != entry.dtype:
+        return entry
+    return _converted(entry, held.dtype)
+
+
+def _converted(entry: Entry, dtype: torch.dtype) -> Entry:
+    if any(dtype in kind and entry.dtype in kind for kind in _KINDS):
+        return replace(entry, dtype=dtype)
+    return entry
 
 
 def object_allocator(
@@ -36,7 +89,7 @@ def object_allocator(
 ) -> Allocate:
     """Return a function that allocates tensors of the state of ``owner``, currently ``present``.
 
-    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`.
+    ``stored_dtypes``: see :func:`kept_entry`.
     """
     reach = _Reach(owner, modules)
 

@@ -23,8 +23,8 @@ from .allocation import Allocate, Entry, empty_for, fits, fitting, value_at
 from .composite import with_present
 from .exact_dtypes import exact_values
 from .flat_parts import FlatPart, FlatStates, joined
-from .kept_dtypes import Held, StoredDtypes, kept_entry
 from .module_names import Walked
+from .objects import Held, StoredDtypes, kept_entry
 from .parameter_groups import Matched, ParameterKey, StoredGroup
 from .shards import Shard
 
@@ -250,7 +250,7 @@ def optimizer_allocator(
     """Return a function that allocates tensors of this optimizer's state.
 
     Existing tensors are reused if they fit; new ones are created like their parameter.
-    ``stored_dtypes``: see :func:`.kept_dtypes.kept_entry`. Moments whose shape differs from their
+    ``stored_dtypes``: see :func:`.objects.kept_entry`. Moments whose shape differs from their
     parameter's are added to ``problems``, by name.
     """
     parameters = _by_key(held, matched)

@@ -11,21 +11,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ....errors import StateError
+from ..compat import stored_local
 from ..device import refuse_forked_child
 from .deepspeed import Zero, zero_of
+from .dtensor import seen_through
 from .exact_dtypes import exact_values
-from .flat_parts import sharded_state
+from .flat_parts import check_at_rest, sharded_state
 from .foreign import refuse_object
-from .fsdp1 import check_at_rest
 from .module_names import Walked, module_state
 from .optimizer import (
     StoredOptimizer,
@@ -34,7 +36,6 @@ from .optimizer import (
     present_layout,
     refuse_unknown,
 )
-from .transparent import forget_derived
 
 _log = logging.getLogger(__name__)
 _SCALING = "loss_scaler"
@@ -178,7 +179,7 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
 
 
 def restore(value: object, state: Any) -> None:
-    """Restore an object's state, which must be acceptable to it (:mod:`.acceptance`)."""
+    """Restore an object's state, which must be acceptable to it."""
     zero = zero_of(value)
     if isinstance(value, torch.nn.Module):
         _restore_module(Walked(value), state)
@@ -211,7 +212,23 @@ def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
     # there.
     with torch.inference_mode(_has_inference(state)):
         set_model_state_dict(walked.root, state)
-    forget_derived(parameter for _, parameter in walked.parameters)
+    _forget_derived(parameter for _, parameter in walked.parameters)
+
+
+def _forget_derived(parameters: Iterable[torch.Tensor]) -> None:
+    """Reset values that filled parameters derived from their old contents.
+
+    An example is the scale for their next gathering.
+    """
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue
+        local: Any = stored_local(parameter)
+        detached = local.detach()
+        if seen_through(detached) is not detached:
+            _, *derived = local.__tensor_flatten__()[0]
+            for name in derived:
+                setattr(local, name, None)
 
 
 def _stateful(value: object) -> StatefulLike:
