@@ -70,3 +70,9 @@ class FlatState:
         text = self.names[row].removeprefix(self.tree.prefixes()[container])
         key = self.tree.tensor_key(container, text)
         return format_path((*self.tree.paths()[container], key))
+
+    def keys_to(self, subtree: Subtree) -> tuple[Key, ...]:
+        """Return the keys that lead to an object; empty if the object is the state itself."""
+        if subtree.parent < 0:
+            return ()
+        return (*self.tree.paths()[subtree.parent], subtree.key)

@@ -132,11 +132,9 @@ def _refusal(value: object, path: Path) -> StateError | None:
     except StateError as error:
         return error
     for subtree in flat.subtrees:
-        keys = (*flat.tree.paths()[subtree.parent], subtree.key)
+        where = format_path(flat.keys_to(subtree))
         kind = f"{type(subtree.owner).__module__}.{type(subtree.owner).__qualname__}"
-        return StateError(
-            f"{format_path(keys)} is a {kind}, which is not a plain value but has a state"
-        )
+        return StateError(f"{where} is a {kind}, which is not a plain value but has a state")
     if any(layout.holders for layout in flat.layouts):
         return StateError(f"{format_path(path)} holds DTensors, and DCP treats it as one value")
     return None

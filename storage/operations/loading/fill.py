@@ -18,7 +18,7 @@ from ...runtime.buffers import HostBuffer
 from ...runtime.engine import offload
 from ...state.filling.build import build
 from ...state.filling.scatter import Scatter
-from ...state.filling.targets import TypedPath, Wanted, typed_paths
+from ...state.filling.targets import TypedPath, Wanted, typed, typed_paths
 
 _LISTED = 10
 
@@ -84,13 +84,13 @@ def build_part(
 
 def _path_of(manifest: Manifest, part: Part) -> TypedPath:
     """Return the path of a part. Keys with equal text are distinguished by type if both exist."""
-    typed = tuple((type(key).__name__, key) for key in part.keys)
+    exact = tuple(map(typed, part.keys))
     containers = typed_paths(manifest.tree)
     found = [path for path in containers if dotted(key for _, key in path) == part.name]
     for row in manifest.tensors.rows.get(part.name, ()):
         found.append(_path_of_tensor(manifest, row, containers))
-    if not found or typed in found:
-        return typed
+    if not found or exact in found:
+        return exact
     return found[0]
 
 
@@ -99,7 +99,7 @@ def _path_of_tensor(manifest: Manifest, row: int, containers: list[TypedPath]) -
     container = int(manifest.container[row])
     prefix = tree.prefixes()[container]
     key = tree.tensor_key(container, manifest.tensors.names[row].removeprefix(prefix))
-    return (*containers[container], (type(key).__name__, key))
+    return (*containers[container], typed(key))
 
 
 def _advice(manifest: Manifest) -> str:

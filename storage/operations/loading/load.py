@@ -37,7 +37,7 @@ from ...state.adapters.stateful import restore
 from ...state.bits import mark_written
 from ...state.filling.memoryless import Given, allocate, give
 from ...state.filling.object_state import Source, build_object_state
-from ...state.filling.targets import Match, TypedPath, Wanted, match
+from ...state.filling.targets import Match, Wanted, match, subtree_paths
 from ...state.flat_state import FlatState, Subtree
 from ..driver_progress import with_progress
 from ..rounds import ARRIVED, FITS, HOSTS, Arrived, Differences, Fit, FitReport, Hosts, OnHost
@@ -241,8 +241,8 @@ async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Ov
         return Overlaps()
     numbers = {number for group in groups for number in group}
     found.wanted = wanted.without(numbers)
-    wishes = wanted.wishes()
-    manifest = await seen.with_shards_of(np.unique([wishes[number][0] for number in numbers]))
+    rows = np.unique([wanted.wishes[number][0] for number in numbers])
+    manifest = await seen.with_shards_of(rows)
     try:
         images = image_driver(driver, manifest)
         overlaps = await read_overlaps(
@@ -325,9 +325,8 @@ def _matched(
     built: list[tuple[Subtree, object]] = []
     stored_dtypes = found.wanted.stored_dtypes(manifest.tensors) if job.cast else None
     source = Source(manifest, rank, world, found.wanted, stored_dtypes)
-    for subtree in job.flat.subtrees:
+    for subtree, path in zip(job.flat.subtrees, subtree_paths(job.flat), strict=True):
         if subtree.state is None:
-            path = _path_of(job.flat, subtree)
             try:
                 made = build_object_state(subtree, job.flat.modules, source, path)
             except KeyError:
@@ -355,14 +354,6 @@ def _matched(
     return found, built
 
 
-def _path_of(flat: FlatState, subtree: Subtree) -> TypedPath:
-    """Return the typed keys that lead to an object; empty if the object is the state itself."""
-    if subtree.parent < 0:
-        return ()
-    keys = (*flat.tree.paths()[subtree.parent], subtree.key)
-    return tuple((type(key).__name__, key) for key in keys)
-
-
 async def _judge(check: DifferenceCheck, reports: Sequence[FitReport]) -> Fit:
     """Return the leader's verdict: what is left out, and who exchanges with whom, or a retry."""
     manifests = {report.manifest for report in reports}
@@ -381,7 +372,7 @@ def finish(job: LoadJob, manifest: Manifest, rank: int) -> object:
         try:
             restore(subtree.owner, state)
         except Exception as error:  # raised by the object's own code
-            path = format_path(key for _, key in _path_of(job.flat, subtree))
+            path = format_path(job.flat.keys_to(subtree))
             error.add_note(f"while {path} took its state back")
             raise
     return root

@@ -70,7 +70,7 @@ async def read_overlaps(
     StorageError.
     """
     found = Overlaps()
-    wishes = wanted.wishes()
+    wishes = wanted.wishes
     for group in groups:
         targets = [wanted.buffers[number] for number in group]
         copy = await offload(_SharedCopy, targets)
@@ -141,7 +141,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
     """Return groups of distinct buffers that share memory, by their numbers, in order."""
     buffers = wanted.buffers
     memory = wanted.memory()
-    numbers = wanted.numbers()
+    numbers = np.fromiter(wanted.wishes, np.int64, len(wanted.wishes))
     numbers = numbers[memory.nbytes[numbers] > 0]
     if len(numbers) < 2:
         return []
@@ -163,7 +163,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
         found += [sorted(numbers[rows[cuts[g] : cuts[g + 1]]].tolist()) for g in shared.tolist()]
     if not found:
         return []
-    wishes = wanted.wishes()
+    wishes = wanted.wishes
     # Two names of a tensor that is stored once put the same values into the same elements.
     return sorted(
         group

@@ -18,7 +18,7 @@ from ..adapters.multipart import InParts
 from ..adapters.per_rank import OF_RANKS, RANKS
 from ..adapters.tensors import TensorLike
 from ..dtypes import dtype_of, empty
-from .targets import TypedPath, Wanted, typed_paths
+from .targets import TypedPath, Wanted, typed, typed_paths
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class Built:
             if inside[v.container]:
                 kind = m.tree.containers[v.container].kind
                 items[v.container].add_value(v, self._seen_by[v.container], m.world, kind)
-            elif (*self._paths[v.container], (type(v.key).__name__, v.key)) == path:
+            elif (*self._paths[v.container], typed(v.key)) == path:
                 leaves.append(v.of(self._rank))
         if items:
             return self._assemble(items)
@@ -139,7 +139,7 @@ class Built:
             name = t.names[row]
             c = containers[row]
             key = tree.tensor_key(c, name[prefixes[c] :])
-            if not inside[c] and (*self._paths[c], (type(key).__name__, key)) != path:
+            if not inside[c] and (*self._paths[c], typed(key)) != path:
                 continue
             if self._make is None or source != row:
                 self.tensors.add(row)
@@ -213,7 +213,7 @@ def viewers(tree: Tree, paths: Sequence[TypedPath], rank: int) -> list[int]:
     That is ``rank``, except within a PerRank's storage for another rank.
     """
     sized = {
-        (*paths[value.container], ("str", OF_RANKS))
+        (*paths[value.container], typed(OF_RANKS))
         for value in tree.values
         if value.key == RANKS and type(value.of(rank)) is int
     }

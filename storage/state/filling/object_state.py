@@ -33,7 +33,7 @@ from ..adapters.per_rank import OF_RANKS, RANKS, PerRank, is_of_ranks
 from ..adapters.stateful import RNGState, has_state
 from ..flat_state import Subtree
 from .build import build
-from .targets import TypedPath, Wanted, typed_paths
+from .targets import TypedPath, Wanted, typed, typed_paths, value_paths
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _optimizer(
     return restored
 
 
-_GROUPS = (("str", "param_groups"),)
+_GROUPS = (typed("param_groups"),)
 
 
 def _stored_groups(m: Manifest, path: TypedPath) -> list[StoredGroup] | None:
@@ -225,10 +225,9 @@ def _per_rank(source: Source, path: TypedPath) -> ObjectState:
     State saved without a PerRank counts as the own part of each rank.
     """
     m = source.manifest
-    paths = typed_paths(m.tree)
-    by_path = {(*paths[v.container], (type(v.key).__name__, v.key)): v for v in m.tree.values}
-    saved = by_path.get((*path, ("str", RANKS)))
-    if saved is not None and (*path, ("str", OF_RANKS)) in paths:
+    by_path = dict(zip(value_paths(m.tree), m.tree.values, strict=True))
+    saved = by_path.get((*path, typed(RANKS)))
+    if saved is not None and (*path, typed(OF_RANKS)) in typed_paths(m.tree):
         if saved.of(source.rank) == source.world:
             own = _own_part(source, path)
             if own is not None:

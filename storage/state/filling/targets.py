@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,7 +22,7 @@ from ..adapters.multipart import InParts, is_in_parts, parts_of
 from ..adapters.tensors import TensorLike, layout_of
 from ..device import devices_of, refuse_forked_child
 from ..dtypes import dtype_name, dtype_of, is_convertible
-from ..flat_state import FlatState, Subtree
+from ..flat_state import FlatState
 
 Flags = npt.NDArray[np.bool_]
 
@@ -79,10 +78,8 @@ class Wanted:
     """Parts of tensors to fill, collected one by one; ``targets()`` turns them into columns."""
 
     buffers: list[torch.Tensor] = field(default_factory=list)
-    _whole: list[tuple[int, int]] = field(default_factory=list)
-    """(row of the tensor, number of the buffer)"""
-    _parts: list[tuple[int, Layout, int]] = field(default_factory=list)
-    """(row of the tensor, the wanted part of it, number of the buffer)"""
+    wishes: dict[int, Wish] = field(default_factory=dict)
+    """The wish for each buffer to fill, by number."""
     names: dict[int, str] = field(default_factory=dict)
     """Names of the buffers that have one, by number."""
     _memory: MemoryTable | None = None
@@ -94,8 +91,8 @@ class Wanted:
         state."""
         first = len(self.buffers)
         numbers = range(first, first + len(buffers))
-        filled = map(torch.Tensor.numel, buffers)
-        self._whole += itertools.compress(zip(tensors.tolist(), numbers, strict=True), filled)
+        rows = zip(numbers, tensors.tolist(), buffers, strict=True)
+        self.wishes.update((number, (row, None)) for number, row, each in rows if each.numel())
         self.names.update(zip(numbers, names, strict=True))
         self.buffers += buffers
 
@@ -104,10 +101,7 @@ class Wanted:
 
         ``name``: the buffer's name in the state.
         """
-        self._named(name)
-        if buffer.numel():
-            self._whole.append((tensor, len(self.buffers)))
-        self.buffers.append(buffer)
+        self._add((tensor, None), buffer, not buffer.numel(), name)
 
     def add_tensor(self, row: int, tensor: TensorLike | InParts, name: str) -> None:
         """Add everything this rank holds of a tensor, whatever its type."""
@@ -125,14 +119,15 @@ class Wanted:
         if layout.local_shape == layout.shape:
             self.add_whole(row, local, name)
         else:
-            self._named(name)
-            if not layout.is_empty:
-                self._parts.append((row, layout, len(self.buffers)))
-            self.buffers.append(local)
+            self._add((row, layout), local, layout.is_empty, name)
 
-    def _named(self, name: str | None) -> None:
+    def _add(self, wish: Wish, buffer: torch.Tensor, is_empty: bool, name: str | None) -> None:
+        number = len(self.buffers)
+        self.buffers.append(buffer)
         if name is not None:
-            self.names[len(self.buffers)] = name
+            self.names[number] = name
+        if not is_empty:
+            self.wishes[number] = wish
 
     def memory(self) -> MemoryTable:
         """Return where the buffers lie; called after all have been added.
@@ -146,27 +141,16 @@ class Wanted:
                 refuse_forked_child()
         return self._memory
 
-    def numbers(self) -> Ints:
-        wanted = [number for _, number in self._whole]
-        wanted += [number for _, _, number in self._parts]
-        return np.array(wanted, np.int64)
-
-    def wishes(self) -> dict[int, Wish]:
-        """Return the wish for each buffer to fill, by number."""
-        found: dict[int, Wish] = {number: (tensor, None) for tensor, number in self._whole}
-        found.update((number, (tensor, layout)) for tensor, layout, number in self._parts)
-        return found
-
     def stored_dtypes(self, tensors: TensorTable) -> dict[int, torch.dtype]:
         """Return the stored dtypes of the tensors to fill, by address."""
         return {
             self.buffers[number].data_ptr(): dtype_of(*tensors.dtypes[tensors.dtype[row]])
-            for number, (row, _) in self.wishes().items()
+            for number, (row, _) in self.wishes.items()
         }
 
     def part(self, number: int, buffer: torch.Tensor) -> Wanted:
         """Return the wish of one buffer, redirected to ``buffer``."""
-        tensor, layout = self.wishes()[number]
+        tensor, layout = self.wishes[number]
         wanted = Wanted()
         if layout is None:
             wanted.add_whole(tensor, buffer)
@@ -176,23 +160,20 @@ class Wanted:
 
     def without(self, numbers: Collection[int]) -> Wanted:
         """Return the wishes of all buffers but these."""
-        return Wanted(
-            self.buffers,
-            [whole for whole in self._whole if whole[1] not in numbers],
-            [part for part in self._parts if part[2] not in numbers],
-            self.names,
-            self._memory,
-        )
+        wishes = {number: wish for number, wish in self.wishes.items() if number not in numbers}
+        return Wanted(self.buffers, wishes, self.names, self._memory)
 
     def targets(self, shape: Ints) -> Targets:
         """Return the wishes as columns. ``shape`` (T, D) are the shapes of the checkpoint's
         tensors."""
         width = shape.shape[1]
-        tensor, buffer = np.array(self._whole, np.int64).reshape(-1, 2).T
+        all_of = [(row, number) for number, (row, part) in self.wishes.items() if part is None]
+        tensor, buffer = np.array(all_of, np.int64).reshape(-1, 2).T
         whole = shape[tensor]
         zeros = np.zeros_like(whole)
-        parts = regions_of([layout for _, layout, _ in self._parts], width)
-        ends = [(tensor, number) for tensor, _, number in self._parts]
+        held = [(row, part, n) for n, (row, part) in self.wishes.items() if part is not None]
+        parts = regions_of([part for _, part, _ in held], width)
+        ends = [(row, number) for row, _, number in held]
         part_tensor, part_buffer = np.array(ends, np.int64).reshape(-1, 2)[parts.row].T
         return Targets(
             tensor=np.concatenate([tensor, part_tensor]),
@@ -343,20 +324,28 @@ def typed_paths(tree: Tree) -> list[TypedPath]:
     distinct."""
     out: list[TypedPath] = [()]
     for c in tree.containers[1:]:
-        out.append((*out[c.parent], (type(c.key).__name__, c.key)))
+        out.append((*out[c.parent], typed(c.key)))
     return out
 
 
+def value_paths(tree: Tree) -> list[TypedPath]:
+    """Return the keys that lead to each value, with their types."""
+    containers = typed_paths(tree)
+    return [(*containers[value.container], typed(value.key)) for value in tree.values]
+
+
+def typed(key: Key) -> tuple[str, Key]:
+    """Return ``key`` with its type."""
+    return type(key).__name__, key
+
+
 def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> None:
-    theirs = typed_paths(stored)
-    at = {
-        (*theirs[v.container], (type(v.key).__name__, v.key)): i
-        for i, v in enumerate(stored.values)
-    }
-    ours = typed_paths(flat.tree)
-    lenient = _opened(flat, ours)
-    for value in flat.tree.values:
-        path = (*ours[value.container], (type(value.key).__name__, value.key))
+    at = {path: i for i, path in enumerate(value_paths(stored))}
+    # The small values of modules and optimizers (hyperparameters) vary with torch's version: shared
+    # ones are loaded, all others stay as they are.
+    objects = subtree_paths(flat)
+    lenient = [path for path, s in zip(objects, flat.subtrees, strict=True) if s.state is not None]
+    for path, value in zip(value_paths(flat.tree), flat.tree.values, strict=True):
         inside = next((p for p in lenient if path[: len(p)] == p), None)
         if path in at:
             found.values.add(at[path])
@@ -368,11 +357,7 @@ def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> Non
         elif inside is None:
             keys = [key for _, key in path]
             found.missing[dotted(keys)] = f"{format_path(keys)}: no such value in the checkpoint"
-    taken = [
-        *lenient,
-        *(_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is None),
-    ]
-    found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in taken))
+    found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in objects))
 
 
 def _compare_descriptions(
@@ -422,19 +407,13 @@ def _dotted_value(tree: Tree, row: int) -> str:
     return dotted((*tree.paths()[value.container], value.key))
 
 
-def _opened(flat: FlatState, ours: Sequence[TypedPath]) -> list[TypedPath]:
-    """Return the paths of modules and optimizers.
-
-    Their small values (hyperparameters) vary with torch's version: shared ones are loaded, all
-    others stay as they are.
-    """
-    return [_path_of(subtree, ours) for subtree in flat.subtrees if subtree.state is not None]
-
-
-def _path_of(subtree: Subtree, ours: Sequence[TypedPath]) -> TypedPath:
-    if subtree.parent < 0:
-        return ()
-    return (*ours[subtree.parent], (type(subtree.key).__name__, subtree.key))
+def subtree_paths(flat: FlatState) -> list[TypedPath]:
+    """Return the keys that lead to each object; empty if the object is the state itself."""
+    containers = typed_paths(flat.tree)
+    return [
+        (*containers[each.parent], typed(each.key)) if each.parent >= 0 else ()
+        for each in flat.subtrees
+    ]
 
 
 def _is_own_layout(path: TypedPath) -> bool:

@@ -13,6 +13,7 @@ from ...format.tree import Tree
 from ..adapters.shards import Shard
 from ..flat_state import FlatState
 from .flatten import flatten
+from .walk import TensorRows
 
 Path = tuple[str | int, ...]
 
@@ -96,13 +97,8 @@ def _make_lists(tree: Tree, lists: set[Path]) -> None:
 def _add_further_parts(flat: FlatState, parts: Mapping[str, Sequence[Shard]]) -> None:
     """Give every further part of a tensor its own row under the same name."""
     row_of = {name: row for row, name in enumerate(flat.names)}
+    rows = TensorRows(flat)
     for name, held in parts.items():
+        container = flat.containers[row_of[name]]
         for part in held[1:]:
-            flat.names.append(name)
-            flat.containers.append(flat.containers[row_of[name]])
-            flat.shapes.append(part.shape)
-            flat.dtypes.append(part.tensor.dtype)
-            flat.locals.append(part.tensor)
-            flat.origins.append(part.tensor)
-            flat.layouts.append(part.layout)
-            flat.alias.append(-1)
+            rows.add(part.tensor, part.layout, part, container, name, may_be_tied=False)

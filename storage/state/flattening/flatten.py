@@ -86,10 +86,7 @@ def _refuse_stale(flat: FlatState) -> None:
     owners = [subtree.owner for subtree in flat.subtrees]
     for subtree in flat.subtrees:
         if isinstance(subtree.owner, torch.nn.Module):
-            path = "the state"
-            if subtree.parent >= 0:
-                path = format_path((*flat.tree.paths()[subtree.parent], subtree.key))
-            refuse_stale(subtree.owner, owners, path)
+            refuse_stale(subtree.owner, owners, format_path(flat.keys_to(subtree)))
 
 
 def _modules(state: object) -> Iterator[torch.nn.Module]:
@@ -108,6 +105,23 @@ def _modules(state: object) -> Iterator[torch.nn.Module]:
 
 def emptied(flat: FlatState) -> FlatState:
     """Return the parts of ``flat`` that its signature determines: no tensors, values or objects."""
+    subtrees = [Subtree(s.parent, s.key, None, None) for s in flat.subtrees]
+    return _copied(flat, [None] * len(flat.tree.values), subtrees)
+
+
+def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
+    """Return a state with the signature of ``known`` and the contents found by ``scan``."""
+    opened = zip(known.subtrees, scan.opened, strict=True)
+    subtrees = [Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened]
+    flat = _copied(known, scan.values, subtrees)
+    flat.locals = scan.locals
+    flat.origins = scan.origins
+    flat.nodes = scan.nodes
+    flat.modules = modules
+    return flat
+
+
+def _copied(flat: FlatState, values: Sequence[object], subtrees: list[Subtree]) -> FlatState:
     return FlatState(
         names=list(flat.names),
         containers=list(flat.containers),
@@ -115,44 +129,23 @@ def emptied(flat: FlatState) -> FlatState:
         dtypes=list(flat.dtypes),
         layouts=list(flat.layouts),
         alias=list(flat.alias),
-        tree=_with_values(flat.tree, [None] * len(flat.tree.values)),
-        subtrees=[Subtree(s.parent, s.key, None, None) for s in flat.subtrees],
+        tree=_with_values(flat.tree, values),
+        subtrees=subtrees,
         placeholders=flat.placeholders,
         layout_id=flat.layout_id,
     )
 
 
-def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
-    """Return a state with the signature of ``known`` and the contents found by ``scan``."""
-    opened = zip(known.subtrees, scan.opened, strict=True)
-    return FlatState(
-        names=list(known.names),
-        containers=list(known.containers),
-        shapes=list(known.shapes),
-        dtypes=list(known.dtypes),
-        locals=scan.locals,
-        origins=scan.origins,
-        layouts=list(known.layouts),
-        alias=list(known.alias),
-        tree=_with_values(known.tree, scan.values),
-        nodes=scan.nodes,
-        subtrees=[Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened],
-        modules=modules,
-        placeholders=known.placeholders,
-        layout_id=known.layout_id,
-    )
-
-
 def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
-    copied = Tree()
-    copied.containers = list(tree.containers)
-    copied.tensor_keys = {c: dict(keys) for c, keys in tree.tensor_keys.items()}
-    copied.arrays = set(tree.arrays)
-    copied.orders = {c: list(runs) for c, runs in tree.orders.items()}
-    copied.kinds = dict(tree.kinds)
-    copied.placements = dict(tree.placements)
-    copied.values = [
-        Value(value.container, value.key, [([ROOT], encoded)])
-        for value, encoded in zip(tree.values, values, strict=True)
-    ]
-    return copied
+    return Tree(
+        containers=list(tree.containers),
+        tensor_keys={c: dict(keys) for c, keys in tree.tensor_keys.items()},
+        arrays=set(tree.arrays),
+        orders={c: list(runs) for c, runs in tree.orders.items()},
+        kinds=dict(tree.kinds),
+        placements=dict(tree.placements),
+        values=[
+            Value(value.container, value.key, [([ROOT], encoded)])
+            for value, encoded in zip(tree.values, values, strict=True)
+        ],
+    )
