@@ -148,7 +148,8 @@ def optimizer_state(optimizer: object, model_state: ShardedStateDict) -> dict[st
         _make_moments(each)
         parts += _parts_of_optimizer(each, described)
     tensors = {str(number): part for number, part in enumerate(parts)}
-    return {"tensors": tensors, "common": _Common(optimizers)}
+    common = {str(number): _Common(each) for number, each in enumerate(optimizers)}
+    return {"tensors": tensors, "common": common}
 
 
 def _parts_of_optimizer(
@@ -264,46 +265,37 @@ def _part_at(part: ShardedTensor, key: str, tensor: torch.Tensor, box: Box) -> S
 
 
 class _Common:
-    """The state common to all ranks: hyperparameters of groups, step and loss scale."""
+    """The state of an optimizer that all ranks share: groups' hyperparameters, step, loss scale."""
 
-    def __init__(self, optimizers: list[DistributedOptimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, object]:
-        return {str(number): _common_of(each) for number, each in enumerate(self._optimizers)}
+        inner = self._optimizer.optimizer
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in inner.param_groups
+        ]
+        common: dict[str, object] = {"groups": groups}
+        steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
+        if steps:  # a rank of a small model may have no parameter
+            common["step"] = max(steps)
+        if self._optimizer.grad_scaler is not None:
+            common["scaler"] = self._optimizer.grad_scaler.state_dict()
+        return common
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for number, optimizer in enumerate(self._optimizers):
-            _take_common(optimizer, state_dict[str(number)])
-
-
-def _common_of(optimizer: DistributedOptimizer) -> dict[str, object]:
-    inner = optimizer.optimizer
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in inner.param_groups
-    ]
-    common: dict[str, object] = {"groups": groups}
-    steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
-    if steps:  # a rank of a small model may have no parameter
-        common["step"] = max(steps)
-    if optimizer.grad_scaler is not None:
-        common["scaler"] = optimizer.grad_scaler.state_dict()
-    return common
-
-
-def _take_common(optimizer: DistributedOptimizer, common: Mapping[str, Any]) -> None:
-    inner = optimizer.optimizer
-    groups = common["groups"]
-    if len(groups) != len(inner.param_groups):
-        raise MismatchError(
-            f"an optimizer has {len(inner.param_groups)} parameter groups, and "
-            f"{len(groups)} in the checkpoint"
-        )
-    for group, stored in zip(inner.param_groups, groups, strict=True):
-        group.update(stored)
-    for state in inner.state.values():
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], common["step"])
-    if optimizer.grad_scaler is not None and "scaler" in common:
-        optimizer.grad_scaler.load_state_dict(common["scaler"])
+        inner = self._optimizer.optimizer
+        groups = state_dict["groups"]
+        if len(groups) != len(inner.param_groups):
+            raise MismatchError(
+                f"an optimizer has {len(inner.param_groups)} parameter groups, and "
+                f"{len(groups)} in the checkpoint"
+            )
+        for group, stored in zip(inner.param_groups, groups, strict=True):
+            group.update(stored)
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"] = torch.full_like(state["step"], state_dict["step"])
+        if self._optimizer.grad_scaler is not None and "scaler" in state_dict:
+            self._optimizer.grad_scaler.load_state_dict(state_dict["scaler"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -25,21 +26,24 @@ _VALUE = "value"
 _DEPTH_MAX = 200
 """The save refuses deeper nesting."""
 
-_Convert = Callable[[Any], Any]
-_ENCODERS: dict[type, tuple[str, _Convert]] = {
-    Namespace: ("argparse.Namespace", vars),
-    SimpleNamespace: ("types.SimpleNamespace", vars),
-    PurePath: ("pathlib.Path", str),
-    set: ("set", list),
-    frozenset: ("frozenset", list),
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The stored form of a type: its name there, and the conversions."""
+
+    name: str
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+
+
+_FORMS: dict[type, _Form] = {
+    Namespace: _Form("argparse.Namespace", vars, lambda value: Namespace(**value)),
+    SimpleNamespace: _Form("types.SimpleNamespace", vars, lambda value: SimpleNamespace(**value)),
+    PurePath: _Form("pathlib.Path", str, Path),
+    set: _Form("set", list, set),
+    frozenset: _Form("frozenset", list, frozenset),
 }
-_DECODERS: dict[str, _Convert] = {
-    "argparse.Namespace": lambda value: Namespace(**value),
-    "types.SimpleNamespace": lambda value: SimpleNamespace(**value),
-    "pathlib.Path": Path,
-    "set": set,
-    "frozenset": frozenset,
-}
+_BY_NAME = {form.name: form for form in _FORMS.values()}
 
 
 def to_stored(value: object, keys: tuple[Key, ...] = ()) -> Any:
@@ -54,9 +58,10 @@ def to_stored(value: object, keys: tuple[Key, ...] = ()) -> Any:
         )
     if len(keys) > _DEPTH_MAX:
         return value
-    name, encode = _encoder_of(value)
-    if encode is not None:
-        return {_TYPE: name, _VALUE: to_stored(encode(value), keys)}
+    # A value of a derived type may be more than its value. Paths all mean the same.
+    form = _FORMS.get(PurePath if isinstance(value, PurePath) else type(value))
+    if form is not None:
+        return {_TYPE: form.name, _VALUE: to_stored(form.encode(value), keys)}
     return _with_items(value, lambda key, item: to_stored(item, (*keys, key)))
 
 
@@ -66,19 +71,9 @@ def from_stored(value: object) -> Any:
     if not isinstance(value, Mapping) or _TYPE not in value:
         return value
     try:
-        return _DECODERS[value[_TYPE]](value[_VALUE])
+        return _BY_NAME[value[_TYPE]].decode(value[_VALUE])
     except (KeyError, TypeError) as error:
         raise DamagedError(f"a stored value is not of a known form: {value!r:.200}") from error
-
-
-def _encoder_of(value: object) -> tuple[str, _Convert | None]:
-    """Return the name and encoder of a value's exact type, if it has one.
-
-    A derived type has none: it may be more than its value.
-    """
-    if isinstance(value, PurePath):
-        return _ENCODERS[PurePath]
-    return _ENCODERS.get(type(value), ("", None))
 
 
 def _with_items(value: object, function: Callable[[Key, object], object]) -> object:

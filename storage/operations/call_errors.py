@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import AsyncIterator, Iterator
-from typing import Protocol, SupportsIndex
+from typing import Protocol, SupportsIndex, TypeVar
 
 from ...drivers.uri import Uri, parse, redact
 from ...errors import HoldfastError, UsageError
@@ -21,6 +21,9 @@ class Closable(Protocol):
     """A driver, or an object that owns one."""
 
     async def close(self) -> None: ...
+
+
+Opened = TypeVar("Opened", bound=Closable)
 
 
 @contextlib.contextmanager
@@ -57,10 +60,10 @@ def announcing_errors_of_call(
 
 
 @contextlib.asynccontextmanager
-async def closing(opened: Closable) -> AsyncIterator[None]:
+async def closing(opened: Opened) -> AsyncIterator[Opened]:
     """Close ``opened`` at the end of the block."""
     try:
-        yield
+        yield opened
     finally:
         await opened.close()
 

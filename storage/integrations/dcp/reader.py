@@ -73,8 +73,7 @@ class HoldfastReader(AtUri, StorageReader):
 
         Raises NotACheckpointError, DamagedError, StorageError.
         """
-        manifest = run(_manifest(self._driver()))
-        self._contents = Contents(manifest, current_rank())
+        self._contents = Contents(run(self._manifest()), current_rank())
         return self._contents.metadata(printed_uri(self._uri))
 
     def set_up_storage_reader(
@@ -158,9 +157,13 @@ class HoldfastReader(AtUri, StorageReader):
         layout = box_layout(contents.manifest.tensors.shape_of(row), Box(offsets, lengths))
         wanted.add_held(row, target, layout, name)
 
+    async def _manifest(self) -> Manifest:
+        async with closing(self._driver()) as driver:
+            manifest, _ = await read_manifest(driver)
+            return manifest
+
     async def _read(self, manifest: Manifest, wanted: Wanted) -> None:
-        driver = self._driver()
-        async with closing(driver):
+        async with closing(self._driver()) as driver:
             try:
                 await _filled(driver, manifest, wanted, self._budget_nbytes)
             except DamagedError as error:
@@ -180,12 +183,6 @@ class HoldfastReader(AtUri, StorageReader):
 
     def _driver(self) -> Driver:
         return open_driver(self._uri, **self._storage_options)
-
-
-async def _manifest(driver: Driver) -> Manifest:
-    async with closing(driver):
-        manifest, _ = await read_manifest(driver)
-        return manifest
 
 
 async def _filled(driver: Driver, manifest: Manifest, wanted: Wanted, budget_nbytes: int) -> None:

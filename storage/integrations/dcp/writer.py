@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -14,7 +15,7 @@ from torch.futures import Future
 
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
-from ....errors import UsageError
+from ....errors import SaveError, UsageError
 from ...format.fragment import Fragment, Group, decode_fragment
 from ...format.packed import Compression, checked_compression
 from ...format.tree import ROOT, ByRank
@@ -34,7 +35,6 @@ from ...state.device import Queued, devices_of
 from ...state.flat_state import FlatState
 from .at_uri import AtUri
 from .pieces import flat_state_of
-from .task import COORDINATOR, Task
 
 __all__ = ["HoldfastWriter"]
 
@@ -42,6 +42,9 @@ _REPORT = ""
 """The name under which a rank sends its fragment to the coordinator."""
 _DIVIDE = "division of a save to"
 _COMMIT = "commit of a save to"
+_COORDINATOR = 0
+"""The number of the coordinating rank."""
+_arrived = threading.local()
 
 
 class HoldfastWriter(AtUri, StorageWriter):
@@ -122,8 +125,8 @@ class HoldfastWriter(AtUri, StorageWriter):
         attempt = ""
         if world > 1:
             attempt = run(self._begin(world)).id
-        tasks = [Task(uri, attempt, rank, world, time.time()) for rank in range(world)]
-        tasks[COORDINATOR].deliver()  # without peers, no task is unpickled
+        tasks = [_Task(uri, attempt, rank, world, time.time()) for rank in range(world)]
+        tasks[_COORDINATOR].deliver()  # without peers, no task is unpickled
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -160,7 +163,7 @@ class HoldfastWriter(AtUri, StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> Fragment:
-        task = Task.delivered(printed_uri(self._uri))
+        task = _Task.delivered(printed_uri(self._uri))
         flat = flat_state_of(plan, planner, task.world, allow_opaque=self._allow_opaque)
         queued = Queued.now(devices_of(flat.locals))
         step = self._step
@@ -177,7 +180,7 @@ class HoldfastWriter(AtUri, StorageWriter):
         names = [_box_name(item) for item in plan.items]
         sizes = [item.tensor_storage_size() or 1 for item in plan.items]
         division = run(self._divide(team, dict(zip(names, sizes, strict=True))))
-        task = Task(
+        task = _Task(
             printed_uri(self._uri), division.attempt, team.rank, team.world, division.created_s
         )
         task.deliver()
@@ -201,18 +204,15 @@ class HoldfastWriter(AtUri, StorageWriter):
         return announcing_errors_of_call(_COMMIT, self._uri, None, self._deadline_s)
 
     async def _divide(self, team: Team, nbytes: Mapping[str, int]) -> Division:
-        driver = self._driver(team.world)
-        async with closing(driver):
+        async with closing(self._driver(team.world)) as driver:
             return await divide(team, driver, nbytes)
 
     async def _begin(self, world: int) -> Attempt:
-        driver = self._driver(world)
-        async with closing(driver):
+        async with closing(self._driver(world)) as driver:
             return await begin(driver)
 
-    async def _write(self, task: Task, job: SaveJob, queued: Queued) -> Fragment:
-        driver = self._driver(task.world)
-        async with closing(driver):
+    async def _write(self, task: _Task, job: SaveJob, queued: Queued) -> Fragment:
+        async with closing(self._driver(task.world)) as driver:
             if queued.events:
                 await offload(queued.wait)
             if task.attempt:
@@ -227,8 +227,7 @@ class HoldfastWriter(AtUri, StorageWriter):
                 raise
 
     async def _commit(self, team: Team | None, fragments: Sequence[Fragment]) -> None:
-        driver = self._driver(len(fragments))
-        async with closing(driver):
+        async with closing(self._driver(len(fragments))) as driver:
             if team is not None:
                 (own,) = fragments
                 await commit_together(team, driver, own, _for_all_ranks, self._compression)
@@ -238,6 +237,55 @@ class HoldfastWriter(AtUri, StorageWriter):
 
     def _driver(self, world: int) -> Driver:
         return open_driver(self._uri, world, **self._storage_options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One rank's part of a save, which the coordinator sends to all ranks through DCP.
+
+    ``attempt``: its id; empty for a rank without peers, which begins the attempt itself. DCP sends
+    tasks with the plans. But a planner that caches plans (``enable_plan_caching``) ignores the plan
+    that arrives, and returns the first save's plan, with the attempt of that save. So a task is
+    also stored when it is unpickled, by the thread that saves, and taken from there.
+    """
+
+    uri: str
+    attempt: str
+    rank: int
+    world: int
+    created_s: float
+
+    def __reduce__(self) -> tuple[Callable[..., _Task], tuple[object, ...]]:
+        return _arriving, astuple(self)
+
+    def deliver(self) -> None:
+        """Store the task for this thread."""
+        _arrived.task = self
+
+    @classmethod
+    def delivered(cls, uri: str) -> _Task:
+        """Return the task that has arrived for a save to ``uri``.
+
+        Raises SaveError if none has arrived, UsageError if the coordinator saves elsewhere.
+        """
+        task: _Task | None = _arrived.__dict__.pop("task", None)
+        if task is None:
+            raise SaveError(
+                "no plan has arrived from the coordinator",
+                uri=uri,
+                advice="Save with torch.distributed.checkpoint.save or async_save.",
+            )
+        if task.uri != uri:
+            raise UsageError(
+                f"rank {task.rank} saves to {uri}, the coordinator to {task.uri}", rank=task.rank
+            )
+        return task
+
+
+def _arriving(uri: str, attempt: str, rank: int, world: int, created_s: float) -> _Task:
+    task = _Task(uri, attempt, rank, world, created_s)
+    task.deliver()
+    return task
 
 
 def _box_name(item: WriteItem) -> str:
