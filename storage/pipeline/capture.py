@@ -15,7 +15,7 @@ from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
-from ..state.capture.switch_interval import switch_interval
+from ..state.capture.switch_interval import short_switch_interval
 from ..state.source import ImageSource
 from .chunks import chunks_to_write
 
@@ -96,7 +96,7 @@ async def capture_into(
     budget = Budget(max(1, len(pieces)), {"cpu": CPU_THREADS})
     stages = [Stage("capture", "cpu", capture)]
     try:
-        with switch_interval.short():
+        with short_switch_interval():
             await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
     finally:
         chunks.close()

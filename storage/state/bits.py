@@ -31,6 +31,13 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor without lazy bits as 1-D uint8."""
+    # Normalize the strides: a dimension of one element may have any stride, but viewing as another
+    # dtype needs a stride of 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def typed(data: torch.Tensor, itemsize: int, lengths: Sequence[int]) -> torch.Tensor:
     """Return a 1-D uint8 tensor as an array of shape ``lengths`` with elements of ``itemsize``
     bytes."""

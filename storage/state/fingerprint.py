@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .bits import address_of, as_bits
+from .bits import address_of, as_bits, byte_view
 from .capture.lazy import LazyCapture
 from .device import copied_to_host
 from .flat_state import FlatState
@@ -73,7 +73,7 @@ def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> b
         _update_carefully(hasher, lazy, row, tensor.nbytes)
         return hasher.digest()
     if address_of(tensor) is not None:
-        hasher.update(_bytes_of(as_bits(tensor)))
+        hasher.update(byte_view(as_bits(tensor)).numpy().data)
         return hasher.digest()
     try:
         flat_bits = as_bits(tensor).reshape(-1)
@@ -81,7 +81,7 @@ def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> b
         flat_bits = as_bits(copied_to_host(tensor)).reshape(-1)
     for start in range(0, len(flat_bits), _PIECE_NUMEL):
         piece = flat_bits[start : start + _PIECE_NUMEL]
-        hasher.update(_bytes_of(piece.cpu().contiguous()))
+        hasher.update(byte_view(piece.cpu().contiguous()).numpy().data)
     return hasher.digest()
 
 
@@ -95,9 +95,3 @@ def _update_carefully(hasher: xxhash.xxh3_128, lazy: LazyCapture, row: int, nbyt
         piece = buffer[: nbytes - start]
         lazy.read(row, start, start + len(piece), piece.ctypes.data, disarm=False)
         hasher.update(piece.data)
-
-
-def _bytes_of(contiguous: torch.Tensor) -> memoryview:
-    # Normalize the strides: a dimension of one element may have any stride, but viewing as another
-    # dtype needs a stride of 1.
-    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -117,18 +117,12 @@ class ImageSource:
         stops = self._stop[left].tolist()
         for i, part_start, part_stop in zip(left.tolist(), starts, stops, strict=True):
             address = self._address[i]
-            tracked_from = self._tracked_from[i]
             low = max(part_start, start)
             high = min(part_stop, stop)
             begin = low - part_start
             end = high - part_start
             if address is not None and not self._is_lazy[i]:
                 copy_memory(base + low, address + begin, end - begin)
-            elif tracked_from is not None:
-                assert self._capture is not None
-                self._capture.read(
-                    self._rows[i], tracked_from + begin, tracked_from + end, base + low
-                )
             else:
                 to = torch.frombuffer(into.view, dtype=torch.uint8)[low - start : high - start]
                 if self._is_lazy[i]:

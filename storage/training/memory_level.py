@@ -23,7 +23,7 @@ from ..operations.options import LoadOptions
 from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run, start
-from ..state.capture.switch_interval import switch_interval
+from ..state.capture.switch_interval import short_switch_interval
 from ..state.pinned import pin
 from .keeper_inventory import DamagedImage, GuardOption, InMemory, Meeting
 from .keeper_option import Keeper, start_keeper
@@ -219,7 +219,7 @@ class MemoryLevel:
             options = replace(options, exchange=False)
             try:
                 # This only waits for threads that copy, and that hold the GIL while they hash.
-                with switch_interval.short():
+                with short_switch_interval():
                     load_state(name, state, options, touched, driver)
             except HoldfastError as error:
                 self._strike(choice, images, error)

@@ -462,7 +462,7 @@ def test_a_watch_that_finds_no_room_for_sums_learns_nothing():
     history = WriteHistory()
     known_as = ("w", BASE.nbytes)
     full = Full(known_as, BASE, BlockSums.of(BASE.view(torch.uint8).flatten()))
-    Watch({0: full}, None, history).end()
+    Watch({0: full}, HostSnapshot([], None), history).end()
     assert history.is_early(known_as) is None
 
 

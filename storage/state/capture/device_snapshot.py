@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ....core.units import round_up
+from ..bits import byte_view
 
 ROW_NBYTES = 4096
 ROWS = 512
@@ -100,13 +101,6 @@ def _sums(data: torch.Tensor, word_nbytes: int) -> tuple[torch.Tensor, torch.Ten
     return of_rows, of_columns
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor without lazy bits as 1-D uint8."""
-    # Normalize the strides: a dimension of one element may have any stride, but viewing as another
-    # dtype needs a stride of 1.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class Doubt:
     """Validity of one copy of ``row``: a scalar on its device that may still be pending."""
@@ -141,7 +135,7 @@ class DeviceSnapshot:
         """Rows that are not in the snapshot, because the device had no memory for their sums."""
         with torch.no_grad():
             for row, tensor in tensors.items():
-                data = as_bytes(tensor)
+                data = byte_view(tensor.detach())
                 storage = data.untyped_storage()
                 try:
                     sums = BlockSums.of(data)
@@ -171,13 +165,11 @@ class DeviceSnapshot:
         held = self._held[row]
         first, last = held.sums.span(start, stop)
         copied = self._empty(last - first, dtype=torch.uint8, device=device)
+        same = torch.zeros((), dtype=torch.bool, device="cpu")
         if self._is_there(held):
             copied.copy_(held.data[first:last], non_blocking=device == held.data.device)
-        else:
-            return copied[start - first : stop - first], Doubt(
-                row, torch.zeros((), dtype=torch.bool, device="cpu")
-            )
-        return copied[start - first : stop - first], Doubt(row, held.sums.same(first, copied))
+            same = held.sums.same(first, copied)
+        return copied[start - first : stop - first], Doubt(row, same)
 
     def sums(self, row: int) -> BlockSums:
         return self._held[row].sums

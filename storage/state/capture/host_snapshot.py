@@ -316,9 +316,8 @@ class HostSnapshot:
     def _arm(self) -> list[Range]:
         if self._tracker is None or not self._exact:
             return []
-        for ranges in (merged(self._exact, GAP_NBYTES), self._exact):
-            if not self._tracker.claim(self, ranges):
-                continue
+        ranges = merged(self._exact, GAP_NBYTES)
+        if self._tracker.claim(self, ranges):
             if not self._tracker.arm_all(ranges):
                 return ranges
             for start, stop in ranges:

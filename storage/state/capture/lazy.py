@@ -23,6 +23,7 @@ On first sight, a tensor is copied at the call and watched until the next fence
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -43,7 +44,7 @@ from ..flat_state import FlatState
 from .device_snapshot import DeviceSnapshot, Doubt
 from .host_snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
 from .process_memory import GoneError, digests_of
-from .switch_interval import switch_interval
+from .switch_interval import short_switch_interval
 from .write_tracking import write_tracker
 from .write_watch import Tensor, Watch, Watched, write_history
 
@@ -107,16 +108,16 @@ class LazyCapture:
         self.waits = eager or _most_at_once(flat, rows)
         self._watched: dict[int, Watched] = {}
         self._cloned = set[int]()
-        self._host: HostSnapshot | None = None
+        self._host = HostSnapshot([], None)
         self._device = DeviceSnapshot({})
+        self._short_interval = contextlib.ExitStack()
         try:
             self._take(flat, rows, prove)
         except ChangedError as error:
-            if self._host is not None:
-                self._host.close()
+            self._host.close()
             raise self._error(error.row) from None
         _active[id(self)] = self
-        switch_interval.shorten(self)
+        self._short_interval.enter_context(short_switch_interval())
 
     def _take(self, flat: FlatState, rows: _Rows, prove: bool) -> None:
         """Clone, arm and digest the rows. From here on, every write is detected or harmless."""
@@ -149,7 +150,7 @@ class LazyCapture:
     @property
     def arena_nbytes(self) -> int:
         """Host memory that the copies of small tensors take, in bytes."""
-        return 0 if self._host is None else self._host.arena_nbytes
+        return self._host.arena_nbytes
 
     def _region(self, flat: FlatState, row: int, rows: _Rows) -> Region:
         local = flat.locals[row]
@@ -173,7 +174,7 @@ class LazyCapture:
 
     def is_tracked_only(self, row: int) -> bool:
         """Return whether :meth:`segments` applies to ``row``."""
-        return self._host is not None and row in self._host and not self._host.compares(row)
+        return row in self._host and not self._host.compares(row)
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
@@ -181,7 +182,6 @@ class LazyCapture:
         :meth:`is_tracked_only` must hold for the row. The bytes are as of the call only if a later
         :meth:`check` passes.
         """
-        assert self._host is not None
         return self._host.segments(row, start, stop)
 
     def check(self, read: Sequence[tuple[int, int, int]]) -> None:
@@ -189,7 +189,6 @@ class LazyCapture:
 
         The checked bytes must not be read again.
         """
-        assert self._host is not None
         try:
             self._host.check(read)
         except ChangedError as error:
@@ -214,7 +213,6 @@ class LazyCapture:
 
         ``disarm``: they will not be read again.
         """
-        assert self._host is not None
         try:
             self._host.copy(row, start, stop, to, disarm=disarm)
         except ChangedError:
@@ -230,13 +228,12 @@ class LazyCapture:
 
     def has_in_host_memory(self, row: int) -> bool:
         """Return whether ``row`` belongs to the host snapshot."""
-        return self._host is not None and row in self._host
+        return row in self._host
 
     def copied(self) -> None:
         """Record that everything is copied. Called by the engine."""
         assert self._flat is not None
-        if self._host is not None:
-            self._host.end_copying()
+        self._host.end_copying()
         self._let_go(watching=bool(self._watched))
 
     def end(self) -> None:
@@ -244,8 +241,7 @@ class LazyCapture:
         if self._flat is None or self._changed is None:
             self._let_go(watching=False)
             return
-        if self._host is not None:
-            self._host.watch_again()
+        self._host.watch_again()
         for row, local in enumerate(self._flat.locals):
             if local.nbytes > SMALL_NBYTES and row not in self._cloned and self._can_watch(row):
                 self._watched[row] = self._watch(row, local)
@@ -275,7 +271,7 @@ class LazyCapture:
             _end_watch(id(self))
 
     def _can_watch(self, row: int) -> bool:
-        return row in self._device or (self._host is not None and self._host.sees_writes(row))
+        return row in self._device or self._host.sees_writes(row)
 
     def _watch(self, row: int, local: torch.Tensor) -> Watched:
         """Return a watch entry for ``row``; :meth:`_can_watch` must hold for it."""
@@ -287,14 +283,14 @@ class LazyCapture:
 
     def _let_go(self, *, watching: bool) -> None:
         """Drop all references to the state and release the waiting trainer."""
-        switch_interval.restore(self)
+        self._short_interval.close()
         with _lock:
             if watching:
                 _watches[id(self)] = Watch(self._watched, self._host, write_history)
-            elif self._host is not None:
+            else:
                 self._host.close()
         self._watched = {}
-        self._host = None
+        self._host = HostSnapshot([], None)
         self._device = DeviceSnapshot({})
         self._flat = None
         self._captured.set()

@@ -18,6 +18,7 @@ import bisect
 import contextlib
 import ctypes
 import fcntl
+import functools
 import itertools
 import logging
 import mmap
@@ -256,35 +257,27 @@ def touches(ranges: Sequence[Range], range_: Range) -> bool:
     return at < len(ranges) and ranges[at][0] < range_[1]
 
 
-_tracker: WriteTracker | None = None
-_asked = False
-_lock = new_lock()
-
-
+@functools.cache
 def write_tracker() -> WriteTracker | None:
     """Return the tracker of this process. None if the system has none, which is logged once."""
-    global _tracker, _asked  # noqa: PLW0603
-    with _lock:
-        if not _asked:
-            _asked = True
-            try:
-                _tracker = WriteTracker.open()
-            except OSError as error:
-                _log.info(
-                    "writes to memory cannot be tracked here, so saves compare tensors in host "
-                    "memory by digests: %s",
-                    error,
-                )
-        return _tracker
+    try:
+        return WriteTracker.open()
+    except OSError as error:
+        _log.info(
+            "writes to memory cannot be tracked here, so saves compare tensors in host memory by "
+            "digests: %s",
+            error,
+        )
+        return None
 
 
 def _forget_parent() -> None:
     """Close the tracker in a forked child: its descriptors refer to the parent's memory."""
-    global _tracker, _asked  # noqa: PLW0603
-    if _tracker is not None:
-        _tracker.close()
-    _tracker = None
-    _asked = False
+    if write_tracker.cache_info().currsize:
+        tracker = write_tracker()
+        if tracker is not None:
+            tracker.close()
+    write_tracker.cache_clear()
 
 
 in_child(_forget_parent)

@@ -101,7 +101,7 @@ class Watch:
     """The watched rows of one save. ``host`` tracks some of them."""
 
     rows: Mapping[int, Watched]
-    host: HostSnapshot | None
+    host: HostSnapshot
     write_history: WriteHistory
 
     def end(self) -> None:
@@ -113,8 +113,7 @@ class Watch:
                     early.add(row)
             except torch.OutOfMemoryError:  # no room for sums: the next save watches it again
                 unknown.add(row)
-        if self.host is not None:
-            self.host.close()
+        self.host.close()
         calm = [w.known_as for row, w in self.rows.items() if row not in early | unknown]
         self.write_history.learn(calm, early=False)
         news = self.write_history.learn([self.rows[row].known_as for row in early], early=True)
@@ -130,6 +129,6 @@ class Watch:
         if watched.moved:
             return True
         if watched.sums is None:
-            return self.host is not None and self.host.written(row)
+            return self.host.written(row)
         now = watched.bytes()
         return now is None or not BlockSums.of(now).equals(watched.sums)
