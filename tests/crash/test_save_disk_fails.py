@@ -9,8 +9,7 @@ import pytest
 from support.aftermath import check, check_next_save, some
 from support.blockdevice import crash_disks, new_block_device, records
 from support.disks import Disk, new_disk
-from support.syscalls import COMMIT, tapped
-from support.victims import state_of_step
+from support.victims import COMMIT, state_of_step, tapped
 
 import holdfast
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from support.aftermath import check, check_next_save, some
-from support.syscalls import tapped
-from support.victims import save_here, state_of_step
+from support.victims import save_here, state_of_step, tapped
 
 import holdfast
 

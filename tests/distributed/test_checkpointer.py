@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.rank_processes import RankProcesses
-from support.runs import damaged_run, skewed_run, stopped_run, timed_run
+from support.rank_tasks import damaged_run, skewed_run, stopped_run, timed_run
 
 import holdfast
 

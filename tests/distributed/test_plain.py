@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from support.bits import difference
 from support.jobs import fsdp_train
-from support.loading import dealt_lists, part_of_an_epoch, save_lists
 from support.rank_processes import RankProcesses
 from support.rank_tasks import (
     actor_and_critic,
     copies_of_one,
+    dealt_lists,
+    part_of_an_epoch,
     partial_loads,
     random_load,
     random_save,
     recorded_save,
     runs_of_groups,
+    save_lists,
 )
 from support.wrapped import (
     WRAPPERS,

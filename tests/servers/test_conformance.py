@@ -29,8 +29,8 @@ def kit(uri: str, probe: str, folder: Path, *options: str, path: tuple[Path, ...
     [
         ("s3", S3_PROBE, NONE_DEVIATED),
         ("hdfs", "hdfs_probe:HdfsProbe", "deviations      1 declared"),
-        ("az", "azure_probe:AzureProbe", NONE_DEVIATED),
-        ("gs", "gcs_probe:GcsProbe", NONE_DEVIATED),
+        ("az", "azure_client:AzureProbe", NONE_DEVIATED),
+        ("gs", "fake_gcs:GcsProbe", NONE_DEVIATED),
     ],
 )
 def test_the_kit_passes(

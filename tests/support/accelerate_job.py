@@ -13,8 +13,7 @@ from torch import nn
 
 from holdfast.storage.integrations.accelerate import load_state, save_state
 from holdfast.storage.integrations.newest import newest_checkpoint
-from support.framework_jobs import die, note_loss
-from support.leaving import leave
+from support.framework_jobs import die, leave, note_loss
 from support.sharded_on_cpu import SHARDED, deepspeed_config, let_accelerate_shard
 
 

@@ -8,21 +8,28 @@ torch is imported once; each session is a fork of the process that did so.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
+import math
 import os
+import pathlib
 import re
 import runpy
 import sys
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import holdfast
-from support.document_names import PLACES, names_for, prepare
 from support.documents import ROOT, Block, python_blocks
 from support.forked import in_a_fork
 from support.kept_runs import keepers_below_a_folder
+from support.servers.ports import free_port
 
 SESSION_S_MAX = 60.0
 
@@ -95,6 +102,175 @@ def _with_places(text: str, here: Path) -> str:
         lambda match: f"{here}/{re.sub(r'^.*//+', '', match[0]).strip('/')}",
         text,
     )
+
+
+PLACES = (
+    "/checkpoints",
+    "/scratch",
+    "/models",
+    "/nvme",
+    "/nfs",
+    "s3://bucket",
+    "hdfs://namenode:8020",
+    "lustre:///scratch",
+    "fsspec+sftp://host",
+)
+"""Storage that the documents name. A folder of this host stands for each, without its scheme."""
+
+
+@dataclasses.dataclass
+class Config:
+    """A dataclass, for a page about values."""
+
+    layers: int
+    names: list[str]
+
+
+def names_for(folder: str) -> dict[str, Any]:
+    """The names that any block may use; ``uri`` is a new place below ``folder``."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    optim = torch.optim.AdamW(model.parameters())
+
+    def train(*_: object) -> float:
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return float(loss.detach())
+
+    train()  # the optimizer has a state from now on
+    return {
+        "holdfast": holdfast,
+        "torch": torch,
+        "math": math,
+        "enum": enum,
+        "pathlib": pathlib,
+        "dataclasses": dataclasses,
+        "model": model,
+        "optim": optim,
+        "optimizer": optim,
+        "schedule": torch.optim.lr_scheduler.ConstantLR(optim),
+        "ema": torch.optim.swa_utils.AveragedModel(model),
+        "state": {"model": model, "optim": optim, "step": 7},
+        "step": 7,
+        "total": 500,
+        "train": train,
+        "train_step": train,
+        "uri": f"{folder}/new/step-7",
+        "rank": 0,
+        "world": 1,
+        "local_rank": free_port() - 9400,  # so that the page about metrics gets a free port
+        "place": lambda name, tensor: None,
+        "writer": types.SimpleNamespace(add_scalar=lambda name, value, step: None),
+        "ckpt": holdfast.Checkpointer(f"{folder}/run"),
+        "loader": _loader(),
+        "order": torch.arange(64),
+        "read_sample": int,
+        **_flat_parts(),
+        "Config": Config,
+        "config": Config(2, ["a"]),
+    }
+
+
+def _loader() -> object:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(list(range(8)))
+
+
+def _flat_parts() -> dict[str, Any]:
+    """Of a buffer of two parameters, whole; and one part of a tensor, as a box and as a range."""
+    return {
+        "names": ["a", "b"],
+        "shapes": [(4, 4), (8,)],
+        "exp_avg": torch.ones(24),
+        "begin": 0,
+        "tensor": torch.zeros(1024, 4096),
+        "start": 0,
+        "stop": 1024 * 4096,
+    }
+
+
+def prepare(page: str, place: Callable[[str], str], names: dict[str, Any]) -> None:
+    """Save what ``page`` takes to be there; ``place`` says which folder stands for a place."""
+    if page in _PREPARED:
+        _PREPARED[page](place, names)
+
+
+def _save_late(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    """A run that has nearly ended: the loop of the README goes on with its last steps."""
+    model = torch.nn.Linear(1024, 1024)
+    optim = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": optim, "step": 9_900, "rng": holdfast.RNGState()}
+    holdfast.save(place("/checkpoints/step-9900"), state)
+
+
+def _save_for_dcp(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    """The state as DCP's users have it."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optim = get_state_dict(names["model"], names["optim"])
+    names["state"] = {"model": model, "optim": optim}
+
+
+def _save_source(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    holdfast.save(place("/nvme/run/step-500"), names["state"], step=500)
+
+
+def _save_run(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    """Steps of a run, from before its loss exploded."""
+    state = {name: names[name] for name in ("model", "optim", "schedule")}
+    for step in (200, 400):
+        holdfast.save(
+            place(f"/scratch/run/step-{step}"), {**state, "rng": holdfast.RNGState()}, step=step
+        )
+
+
+def _save_step_500(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    for uri in ("s3://bucket/run/step-500", "/nvme/run/step-500", "/checkpoints/run/step-500"):
+        state = {**names["state"], "rng": holdfast.RNGState()}
+        holdfast.save(place(uri), state, step=500)
+
+
+def _save_base(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    _save_step_500(place, names)
+    holdfast.save(place("s3://bucket/base"), {"model": names["model"]})
+
+
+def _save_llama(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    """Names and dtypes of the page about single tensors."""
+    names["names"][:] = ["embed.weight", "norm.weight"]
+    weights = {
+        "layers.0.wq.weight": torch.ones(256, 64, dtype=torch.bfloat16),
+        "layers.0.q_proj.weight": torch.ones(16, 64, dtype=torch.bfloat16),
+        "embed.weight": torch.ones(64, 64, dtype=torch.bfloat16),
+        "norm.weight": torch.ones(64, dtype=torch.bfloat16),
+    }
+    for uri in (place("/checkpoints/run/step-500"), place("s3://bucket/run/step-500")):
+        holdfast.save(uri, {"model": weights})
+    holdfast.save(names["uri"], {"model": weights})
+
+
+def _save_table(place: Callable[[str], str], names: dict[str, Any]) -> None:
+    weights = {
+        "layers": [{"wq": torch.ones(16, 8)}],
+        "norm": torch.ones(8),
+        "embed": torch.ones(16, 4096),
+    }
+    for uri in ("s3://bucket/run/step-500", "lustre:///scratch/run/step-500"):
+        holdfast.save(place(uri), {"model": weights, "step": 500})
+
+
+_PREPARED: Mapping[str, Callable[[Callable[[str], str], dict[str, Any]], None]] = {
+    "README.md": _save_late,
+    "docs/how-to/checkpoint-a-training-loop.md": _save_run,
+    "docs/how-to/coming-from-dcp.md": _save_for_dcp,
+    "docs/how-to/exchange-models.md": _save_base,
+    "docs/how-to/move-checkpoints.md": _save_source,
+    "docs/how-to/open-a-checkpoint-with-pandas.md": _save_table,
+    "docs/how-to/read-one-tensor.md": _save_llama,
+    "docs/how-to/resume-in-another-layout.md": _save_step_500,
+}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ code of how-to pages."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -10,9 +11,12 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 _DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 _RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -117,3 +121,19 @@ def run_block(
         block = block.replace(old, new)
     (folder / "block.py").write_text(block)
     return runpy.run_path(str(folder / "block.py"), names)
+
+
+_MOMENT_S = 0.2
+
+
+def leave() -> None:
+    """Leave the process group; let gloo's threads come to rest before the interpreter ends.
+
+    Such a thread lets the tensors of a collective go a moment after the collective has ended, and
+    needs the interpreter's lock for those of Python. Where the interpreter ends just then, the
+    process dies of SIGABRT. DDP keeps its process group, so that destroying it ends no thread.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(_MOMENT_S)

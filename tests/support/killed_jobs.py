@@ -23,7 +23,7 @@ import holdfast
 
 from . import fsdp1_jobs
 from .jobs import Model, sharded
-from .syscalls import COMMIT, tapped
+from .victims import COMMIT, tapped
 
 EVERY = 2
 """Steps between saves; the second one is not survived."""

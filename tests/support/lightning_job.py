@@ -26,8 +26,7 @@ from holdfast.storage.integrations.lightning import (
     HoldfastFSDPStrategy,
     HoldfastModelParallelStrategy,
 )
-from support.framework_jobs import die, note_loss
-from support.leaving import leave
+from support.framework_jobs import die, leave, note_loss
 
 BATCHES = 6
 """Per epoch; checkpoints are saved within epochs, too."""

@@ -1,15 +1,18 @@
-"""Tasks for rank processes: random states, groups of ranks, and failures."""
+"""Tasks for rank processes: random states, groups of ranks, failures, runs, and data loaders."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import random
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
 
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
@@ -322,3 +326,144 @@ def load_around(uri: str) -> list[bool]:
         local.derived is None,
         torch.equal(into["model"]["w"], WHOLE),
     ]
+
+
+def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
+    """Save at each step, while one rank learns late that saves end."""
+    from holdfast.storage.ranks.store_team import StoreTeam
+
+    rank, begun = dist.get_rank(), []
+    plain = StoreTeam._leave
+
+    def late(self: StoreTeam) -> None:
+        plain(self)
+        time.sleep(0.15)
+
+    if rank == slow:
+        StoreTeam._leave = late  # type: ignore[method-assign]
+    try:
+        with holdfast.Checkpointer(uri, every=1) as ckpt:
+            for step in range(1, 13):
+                if ckpt.step(step, {"x": torch.ones(50) * rank}) is not None:
+                    begun.append(step)
+                time.sleep(0.05)
+                dist.barrier()
+    finally:
+        StoreTeam._leave = plain  # type: ignore[method-assign]
+    return begun, asdict(ckpt.counters)
+
+
+def timed_run(uri: str) -> tuple[list[int], dict[str, Any]]:
+    """Saves by time, on ranks that run at their own pace."""
+    rank, begun = dist.get_rank(), []
+    with holdfast.Checkpointer(uri, every="0.2s", when_busy="wait") as ckpt:
+        for step in range(1, 60):
+            time.sleep(0.01 + 0.002 * ((step + rank) % 4))
+            if ckpt.step(step, {"x": torch.ones(5)}) is not None:
+                begun.append(step)
+    return begun, asdict(ckpt.counters)
+
+
+def damaged_run(uri: str) -> tuple[int, float]:
+    """Save three steps, damage the last rank's image, and resume; return step and value."""
+    rank = dist.get_rank()
+    with holdfast.Checkpointer(uri, every=1, when_busy="wait", grace_s=None) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, {"own": torch.full((50_000,), float(step * 10 + rank))})
+    dist.barrier()
+    if rank == 0:
+        (image,) = Path(uri).glob(f"step-00000003/data/*/{dist.get_world_size() - 1}.safetensors")
+        data = bytearray(image.read_bytes())
+        data[50_000] ^= 1
+        image.write_bytes(data)
+    dist.barrier()
+    into = {"own": torch.zeros(50_000)}
+    with holdfast.Checkpointer(uri, grace_s=None) as ckpt:
+        return ckpt.resume(into), float(into["own"].unique())
+
+
+def stopped_run(uri: str, signalled: list[int]) -> tuple[int, list[int], dict[str, Any]]:
+    """Ranks run at their own pace, and get SIGTERM in different steps; where each ended."""
+    rank, stop = dist.get_rank(), list[int]()
+    logging.disable(logging.WARNING)
+    before = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+    step = 0
+    try:
+        with holdfast.Checkpointer(
+            uri, every=1000, grace_s=3.0 if -1 in signalled else 30.0
+        ) as ckpt:
+            for step in range(1, 100):
+                if step == signalled[rank]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                ckpt.step(step, {"x": torch.ones(50) * rank, "step": step})
+                if stop or step == 20:
+                    break
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        logging.disable(logging.NOTSET)
+    return step, stop, asdict(ckpt.counters)
+
+
+RULES = ("keep", "broadcast", "split", "merge")
+
+
+class Samples(IterableDataset[int]):
+    """The samples that a rank has yet to read; its state is just these."""
+
+    def __init__(self, left: torch.Tensor) -> None:
+        self.left = left
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not len(self.left):
+            raise StopIteration
+        sample, self.left = int(self.left[0]), self.left[1:]
+        return sample
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the remaining samples."""
+        return {"left": self.left.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.left = state["left"]
+
+
+def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: int) -> list[int]:
+    """Resume from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's
+    share, save, and return the samples that were read."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(7))
+    loader = StatefulDataLoader(Samples(order[rank::world]), batch_size=3)
+    state = {"data": holdfast.PerRank(loader, "split"), "step": 0}
+    if load:
+        holdfast.load(load, into=state)
+    seen: list[int] = []
+    batch = iter(loader)
+    while batches and (found := next(batch, None)) is not None:
+        seen += found.tolist()
+        batches -= 1
+        state["step"] += 1
+    if save:
+        holdfast.save(save, state)
+    return seen
+
+
+def save_lists(uri: str) -> None:
+    """Save a list for each rule: rank r has r + 1 files left. Beside them, a list of lists that is
+    longer on each rank than on the one before."""
+    rank = dist.get_rank()
+    files = [f"{rank}.{number}" for number in range(rank + 1)]
+    state: dict[str, Any] = {rule: holdfast.PerRank(files, rule) for rule in RULES}
+    holdfast.save(uri, state | {"lists": [[name] for name in files]})
+
+
+def dealt_lists(uri: str) -> dict[str, list[str]]:
+    """Return this rank's list under each rule."""
+    state = {rule: holdfast.PerRank([], rule) for rule in RULES}
+    holdfast.load(uri, into=state, strict="state")
+    return {rule: per_rank.value for rule, per_rank in state.items()}

@@ -12,8 +12,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from holdfast.storage.integrations.transformers import HoldfastTrainerMixin
-from support.framework_jobs import die, note_loss
-from support.leaving import leave
+from support.framework_jobs import die, leave, note_loss
 from support.sharded_on_cpu import SHARDED, deepspeed_config, let_accelerate_shard
 
 ASYNCHRONOUS: dict[str, Any] = {"no": False, "yes": True, "lazy": "lazy"}

@@ -1,17 +1,18 @@
-"""Processes that save or copy, and die of SIGKILL while they do."""
+"""Processes that save or copy, and die of SIGKILL before a system call that changes files."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from .rank_processes import PRELOAD
-from .syscalls import COMMIT, tapped
 
 
 def state_of_step(step: int) -> dict[str, Any]:
@@ -123,3 +124,49 @@ def save_against_others(pipe: Connection, uri: str, first: int, saves: int) -> N
             pipe.send((step, None))
         except Exception as error:
             pipe.send((step, error))
+
+
+SYSTEM_CALLS = (
+    "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
+)  # fmt: skip
+
+COMMIT = "rename manifest.safetensors"
+"""The label of the call that makes a checkpoint visible."""
+
+
+@contextlib.contextmanager
+def tapped(before: Callable[[int, str], None]) -> Iterator[None]:
+    """``before(n, label)`` is called before the n-th of them, counted from 1; by one thread at a
+    time. ``label`` is the name of the call and what it acts on: "rename manifest.safetensors". What
+    it raises, the call raises."""
+    count, busy, lock = 0, False, threading.RLock()
+    real = {name: getattr(os, name) for name in SYSTEM_CALLS}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count, busy
+            with lock:
+                if not busy:  # else ``before`` makes it
+                    count, busy = count + 1, True
+                    try:
+                        before(count, f"{name} {_target(name, args)}")
+                    finally:
+                        busy = False
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in SYSTEM_CALLS:
+        setattr(os, name, wrapped(name))
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(os, name, function)
+
+
+def _target(name: str, args: tuple[Any, ...]) -> str:
+    what = args[1] if name in ("link", "rename", "replace") else args[0]
+    if isinstance(what, int):
+        what = os.readlink(f"/proc/self/fd/{what}")
+    return os.path.basename(os.fspath(what))

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, flip, fresh_uri, image_in, random_bits, saved
-from support.layouts import Halves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast.planner.box import Box
+from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.state.adapters import tensors
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import plan_image
@@ -363,3 +363,33 @@ def test_what_is_damaged_of_shared_memory_is_said_before_anything_is_filled(tmp_
     with pytest.raises(holdfast.DamagedError):
         holdfast.load(uri, into={"a": tied, "b": tied, "c": other})
     assert (tied.unique().tolist(), other.tolist()) == ([0.0], [0.0] * 4)
+
+
+class Halves(torch.Tensor):
+    """Some rows of a larger matrix, from row ``at`` on."""
+
+    rows: int
+    at: int
+
+    @staticmethod
+    def __new__(cls: Any, data: torch.Tensor, *, rows: int, at: int) -> Any:
+        made = data.as_subclass(cls)
+        made.rows = rows
+        made.at = at
+        return made
+
+    class Adapter:
+        """Reads them."""
+
+        def local(self, tensor: Halves) -> torch.Tensor:
+            return tensor.as_subclass(torch.Tensor)
+
+        def layout(
+            self, tensor: Halves, local: torch.Tensor, path: Callable[[], str]
+        ) -> MeshLayout:
+            columns = local.shape[1]
+            piece = Piece(Box((tensor.at, 0), tuple(local.shape)), 0, tuple(local.shape))
+            return MeshLayout((tensor.rows, columns), (piece,), tuple(local.shape), (0,), 2)
+
+        def recorded(self, tensor: Halves) -> None:
+            return None

@@ -2,7 +2,7 @@
 with the driver.
 
 It knows what tests need: containers, blobs, blocks that are not committed yet, and signatures (SAS)
-to be handed on.
+to be handed on. The conformance kit's probe asks by it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import contextlib
 import hashlib
 import hmac
 import http.client
+import os
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit
+
+from holdfast.drivers.objects.names import encoded
+from holdfast.drivers.uri import Uri
 
 _VERSION = "2021-08-06"
 
@@ -121,3 +125,33 @@ def _listed(blob: ET.Element) -> Listed:
     # Blocks that are not committed have no ETag yet.
     committed = bool(blob.findtext("Properties/Etag"))
     return Listed(blob.findtext("Name") or "", committed)
+
+
+class AzureProbe:
+    """Blobs below the location of a URI whose endpoint is an option; account and key come from the
+    environment."""
+
+    def __init__(self, uri: Uri) -> None:
+        self._container, _, root = uri.location.partition("/")
+        self._root = root.rstrip("/") + "/"
+        account, key = (
+            os.environ["AZURE_STORAGE_ACCOUNT_NAME"],
+            os.environ["AZURE_STORAGE_ACCOUNT_KEY"],
+        )
+        self._client = AzureClient(uri.options["endpoint"], account, key)
+
+    def write(self, key: str, data: bytes) -> None:
+        """See the kit's Probe."""
+        self._client.put(self._container, self._root + encoded(key), data)
+
+    def read(self, key: str) -> bytes:
+        """See the kit's Probe."""
+        return self._client.get(self._container, self._root + encoded(key))
+
+    def list(self) -> list[str]:
+        """See the kit's Probe. Blocks that are not committed have no name of their own, and the
+        store forgets them by itself, which is what the driver relies on: they are not counted."""
+        found = self._client.list(self._container, self._root)
+        return sorted(
+            unquote(blob.name.removeprefix(self._root)) for blob in found if blob.committed
+        )
