@@ -67,11 +67,7 @@ def test_killed_job_resumes(
 
 @pytest.mark.parametrize(
     ("mode", "before", "after"),
-    [
-        ("disabled", 1, 2),
-        ("async", 2, 1),
-        ("async_with_pinned_mem", 1, 2),
-    ],
+    [("disabled", 1, 2), ("async", 2, 1), ("async_with_pinned_mem", 1, 2)],
 )
 def test_job_resumes_with_another_number_of_ranks(
     ranks: RankProcesses,

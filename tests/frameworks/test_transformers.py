@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import difference
-from support.framework_jobs import (
-    check_losses,
-    documented,
-    killed_in_clean_up,
-    run_block,
-    run_job,
-)
+from support.framework_jobs import check_losses, documented, killed_in_clean_up, run_block, run_job
 
 import holdfast
 from holdfast.cli import app

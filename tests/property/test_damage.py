@@ -14,6 +14,7 @@ from support.tiny import BLOCK_NBYTES, READERS, Damaged, Tiny, tiny
 
 import holdfast
 from holdfast.storage.format.manifest import MANIFEST_KEY
+from holdfast.storage.format.packed import Compression
 
 PART = os.environ.get("HOLDFAST_TEST_DAMAGE", "")
 ALL = PART != ""
@@ -25,10 +26,9 @@ _names = itertools.count()
 pytestmark = pytest.mark.timeout(7200 if ALL else 120)
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Tiny:
-    """Undamaged: every reader gives what was saved."""
-    made = Tiny(f"tiny-{next(_names)}")
+def undamaged(compression: Compression | None = None) -> Tiny:
+    """Make a checkpoint from which every reader gives what was saved."""
+    made = Tiny(f"tiny-{next(_names)}", compression)
     for reader in READERS.values():
         reader(made.uri)
     made.verify()
@@ -36,13 +36,16 @@ def checkpoint() -> Tiny:
 
 
 @pytest.fixture(scope="module")
+def checkpoint() -> Tiny:
+    """A checkpoint without damage."""
+    return undamaged()
+
+
+@pytest.fixture(scope="module")
 def compressed() -> Tiny:
-    """Likewise, with its images compressed."""
-    made = Tiny(f"tiny-{next(_names)}", "lz4")
+    """A checkpoint whose images are compressed."""
+    made = undamaged("lz4")
     assert all(key.endswith(".safetensors.lz4") for key in images(made))
-    for reader in READERS.values():
-        reader(made.uri)
-    made.verify()
     return made
 
 
@@ -66,6 +69,11 @@ def readers(turn: int) -> Iterable[str]:
 def images(checkpoint: Tiny) -> list[str]:
     """The keys of its images."""
     return [key for key in checkpoint.files if key != MANIFEST_KEY]
+
+
+def places(checkpoint: Tiny, keys: Iterable[str]) -> list[tuple[str, int]]:
+    """Every byte of these files."""
+    return [(key, at) for key in keys for at in range(len(checkpoint.files[key]))]
 
 
 def changed(whole: bytes, start: int, data: bytes) -> bytes:
@@ -97,9 +105,7 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(
     checkpoint: Tiny, rng: np.random.Generator
 ) -> None:
     """Readers refuse every flip in bytes they need; ``verify`` finds all."""
-    everywhere = [
-        (key, position) for key, data in checkpoint.files.items() for position in range(len(data))
-    ]
+    everywhere = places(checkpoint, checkpoint.files)
     seen: Counter[tuple[str, str]] = Counter()
     last = [
         (key, len(data) - 1 - 5 * i) for key, data in checkpoint.files.items() for i in range(8)
@@ -125,9 +131,7 @@ def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(
     checkpoint: Tiny, rng: np.random.Generator
 ) -> None:
     """At every length; and with more bytes behind it than it had."""
-    everywhere = [
-        (key, length) for key, data in checkpoint.files.items() for length in range(len(data))
-    ]
+    everywhere = places(checkpoint, checkpoint.files)
     edges = [
         (key, length)
         for key, length in everywhere
@@ -215,11 +219,7 @@ def test_a_flipped_byte_of_a_compressed_image_is_refused_or_changes_nothing(
     compressed: Tiny, rng: np.random.Generator
 ) -> None:
     """As in plain images; ``verify`` finds flips that unpack to the same bytes, too."""
-    everywhere = [
-        (key, position)
-        for key in images(compressed)
-        for position in range(len(compressed.files[key]))
-    ]
+    everywhere = places(compressed, images(compressed))
     index = [
         (key, position)
         for key, position in everywhere
@@ -246,9 +246,7 @@ def test_a_compressed_image_cut_short_is_refused(
     compressed: Tiny, rng: np.random.Generator
 ) -> None:
     """A truncated image has lost its index; ``verify`` finds appended bytes."""
-    everywhere = [
-        (key, length) for key in images(compressed) for length in range(len(compressed.files[key]))
-    ]
+    everywhere = places(compressed, images(compressed))
     for turn, (key, length) in enumerate(sampled(rng, everywhere, PACKED_CUTS)):
         whole = compressed.files[key]
         cut = Damaged(key, whole[:length], length, len(whole))

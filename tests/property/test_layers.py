@@ -16,13 +16,7 @@ from holdfast.drivers.layers.hedge import HedgeLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy, pause_s
 from holdfast.drivers.layers.throttle import BURST_S, LimitLayer, ThrottleLayer, TokenBucket
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.errors import (
-    BusyError,
-    DamagedError,
-    ExistsError,
-    HoldfastError,
-    StorageDownError,
-)
+from holdfast.errors import BusyError, DamagedError, ExistsError, HoldfastError, StorageDownError
 
 seconds = st.floats(0, 60, allow_nan=False)
 
@@ -123,10 +117,7 @@ def test_a_bucket_never_lets_more_through_than_its_rate(
     )
 
 
-@given(
-    cancelled=st.lists(st.booleans(), min_size=1, max_size=12),
-    rate=st.integers(1, 1000),
-)
+@given(cancelled=st.lists(st.booleans(), min_size=1, max_size=12), rate=st.integers(1, 1000))
 def test_who_gives_up_waiting_leaves_no_debt(cancelled: list[bool], rate: int) -> None:
     """A cancelled operation returns its bytes to the bucket.
 
@@ -225,10 +216,7 @@ def test_of_exclusive_puts_exactly_one_is_told_that_it_won(
         assert not isinstance(outcomes[int(stored)], ExistsError)
 
 
-@given(
-    durations=st.lists(st.floats(0, 30), min_size=60, max_size=200),
-    percent=st.integers(1, 50),
-)
+@given(durations=st.lists(st.floats(0, 30), min_size=60, max_size=200), percent=st.integers(1, 50))
 def test_hedged_reads_return_the_right_bytes_within_the_account(
     durations: list[float], percent: int
 ) -> None:

@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
 
-from holdfast.planner.parity import (
-    HostDomain,
-    Lane,
-    groups,
-    protection,
-)
+from holdfast.planner.parity import HostDomain, Lane, groups, protection
 
 IMAGE_NBYTES = st.one_of(st.integers(0, 10), st.integers(0, 60_000))
 

@@ -30,29 +30,8 @@ from holdfast.storage.format.tables import ImageTable
 
 Shard = tuple[str, str, Sequence[int]]
 """Name, dtype and shape."""
-DTYPES = [
-    "bool",
-    "uint8",
-    "int8",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int16",
-    "uint16",
-    "float16",
-    "bfloat16",
-]
-DTYPES += [
-    "int32",
-    "uint32",
-    "float32",
-    "float64",
-    "int64",
-    "uint64",
-    "complex64",
-    "complex128",
-    "float8_e8m0fnu",
-]
-AS_BYTES = {"complex64", "complex128", "float8_e8m0fnu"}
+AS_BYTES = ("complex64", "complex128", "float8_e8m0fnu")
+DTYPES = [*headers.DTYPES, *AS_BYTES]
 
 SHARDS = st.tuples(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

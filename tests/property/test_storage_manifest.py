@@ -151,21 +151,9 @@ def test_who_takes_a_manifest_as_checked_sees_of_wanted_tensors_what_is_in_it(
 
 def fits(columns: Columns, head: dict[str, Any]) -> bool:
     """Return whether a reader may accept this, by the list in docs/reference/format.md."""
-    names = [
-        "tensor.name_nbytes",
-        "tensor.dtype",
-        "tensor.ndim",
-        "tensor.container",
-        "tensor.shards",
-        "shard.image",
-    ]
-    names += ["shard.start", "image.rank", "image.hashed_nbytes", "tensor.alias", "tensor.owner"]
-    if any(columns[name].ndim != 1 for name in names) or columns["tensor.dtype"].dtype != np.uint8:
+    if columns["tensor.dtype"].dtype != np.uint8:
         return False
-    if any(
-        columns[name].ndim != 2
-        for name in ("tensor.shape", "shard.offsets", "shard.lengths", "chunk.digest")
-    ):
+    if any(columns[name].ndim != (2 if name in TABLES else 1) for name in SHAPED):
         return False
     if any(
         int(column.max(initial=0)) >= 1 << 63
@@ -347,6 +335,10 @@ NAMES = [
     "tensor.alias", "tensor.owner", "shard.image", "shard.start", "shard.offsets", "shard.lengths", "image.rank",
     "image.hashed_nbytes", "image.stored_nbytes", "chunk.digest",
 ]  # fmt: skip
+TABLES = {"tensor.shape", "shard.offsets", "shard.lengths", "chunk.digest"}
+"""Columns of several dimensions."""
+SHAPED = set(NAMES) - {"tensor.name", "image.stored_nbytes"}
+"""Columns whose dimensions a reader checks first."""
 
 
 def parts_of(manifest: Manifest) -> tuple[Columns, dict[str, Any]]:

@@ -18,6 +18,7 @@ from support.effort import examples
 from support.ranks import load_as_ranks, save_as_ranks
 
 import holdfast
+from holdfast.core import safetensors as headers
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import BLOCKS_NAME
 from holdfast.storage.format.fragment import Fragment, decode_fragment, fragment_of, join
@@ -28,21 +29,7 @@ from holdfast.storage.state.fingerprint import unsure_rows
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import Agreed, plan_save
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int64,
-    torch.bool,
-    torch.float16,
-    torch.int8,
-    torch.uint16,
-    torch.float64,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.complex128,
-]
+DTYPES = [getattr(torch, name) for name in (*headers.DTYPES, "complex64", "complex128")]
 NOT_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 few = examples(60, HealthCheck.data_too_large)
 

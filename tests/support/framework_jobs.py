@@ -34,11 +34,7 @@ def die() -> None:
 
 
 def run_job(
-    name: str,
-    folder: Path,
-    *arguments: str | Path | None,
-    world: int = 1,
-    is_killed: bool = False,
+    name: str, folder: Path, *arguments: str | Path | None, world: int = 1, is_killed: bool = False
 ) -> None:
     """Run ``NAME_job.py``; with several ranks, under torchrun. Fails unless it ends as expected.
 

@@ -23,10 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 import holdfast
-from holdfast.storage.integrations.megatron import (
-    HoldfastSaveStrategy,
-    optimizer_state,
-)
+from holdfast.storage.integrations.megatron import HoldfastSaveStrategy, optimizer_state
 
 from .megatron_on_cpu import cuda_is_cpu
 
