@@ -13,7 +13,7 @@ from ..drivers.uri import Uri
 from ..errors import HoldfastError, StorageError
 from .machine import PeakMemory, flush
 from .program import GIB
-from .report import LIMIT, OURS, Series, ratio
+from .report import LIMIT, OURS, Series, median_ratio
 
 
 def _nothing() -> None:
@@ -147,13 +147,13 @@ def _seconds(value_s: float) -> str:
 def _of_the_limit(series: Series, limit: Series | None) -> str:
     if limit is None or series is limit:
         return "–"
-    return f"{ratio(limit, series):.0%}"
+    return f"{median_ratio(limit.seconds, series.seconds):.0%}"
 
 
 def _faster_by(series: Series, ours: Series | None) -> str:
     if ours is None or series is ours or series.name == LIMIT:
         return "–"
-    return f"{ratio(series, ours):.1f} ×"
+    return f"{median_ratio(series.seconds, ours.seconds):.1f} ×"
 
 
 def _gib(nbytes: int | None) -> str:

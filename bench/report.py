@@ -1,17 +1,19 @@
-"""Results of a benchmark: series of times as text or JSON."""
+"""Results of a benchmark: series of times as text or JSON, and their ratios."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 
-from .ratios import median_ratio
+import numpy as np
 
 LIMIT = "limit"
 OURS = "holdfast"
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Series:
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return median(self.seconds)
 
     @property
     def peak(self) -> int | None:
@@ -66,12 +68,26 @@ class Report:
             json_file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False))
 
 
-def ratio(of: Series, to: Series) -> float:
+def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
     """Return the time of ``of`` in units of ``to``: the median over rounds, which share their
-    conditions."""
-    if len(of.seconds) != len(to.seconds):
-        return of.median / to.median
-    return median_ratio(of.seconds, to.seconds)
+    conditions. Rounds that only one of them has are ignored."""
+    return median(a / b for a, b in zip(of, to, strict=False))
+
+
+def of_medians(of: Sequence[float], to: Sequence[float]) -> tuple[float, float, float]:
+    """Return the ratio of two medians, from independent rounds, and the bounds of its 95 %
+    confidence interval, by the percentile bootstrap (Efron 1979). Resampling is seeded, so the same
+    times give the same interval."""
+    random = np.random.default_rng(0)
+    drawn = _drawn_medians(np.asarray(of), random) / _drawn_medians(np.asarray(to), random)
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+    return median(of) / median(to), low, high
+
+
+def _drawn_medians(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    drawn = random.choice(values, (RESAMPLES, len(values)))
+    medians: np.ndarray = np.median(drawn, axis=1)
+    return medians
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core.histogram import BUCKETS, bucket_of, quantile_s
 from ...errors import UsageError
-from ..ratios import median_ratio, of_medians
+from ..report import median_ratio, of_medians
 
 VERSION = 1
 WRITE_LIMIT = "write limit"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import UsageError
-from .llama_dimensions import LLAMA3, Llama
+from .llama3 import LLAMA3, Llama
 from .spec import Spec, Workload, check_rank
 
 ROUNDS = 10
@@ -146,19 +146,13 @@ def mlperf(name: str) -> Mlperf:
 
 def deviations(
     definition: Mlperf, host_processes: Sequence[int], rounds: int, rest_s: float
-) -> list[str]:
-    """Return a sentence for each departure from the rules, of a run with so many processes on each
+) -> Iterator[str]:
+    """Yield a sentence for each departure from the rules, of a run with so many processes on each
     host.
 
     The rules that always hold here are omitted: saves are durable on return, all writes precede the
     first read, and reads of a local file system follow a drop of its cached pages.
     """
-    return list(_deviations(definition, host_processes, rounds, rest_s))
-
-
-def _deviations(
-    definition: Mlperf, host_processes: Sequence[int], rounds: int, rest_s: float
-) -> Iterator[str]:
     subset = subset_note(definition, sum(host_processes))
     if subset is not None:
         yield subset

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...core.units import GIB, size_text
 from ...errors import UsageError
-from .llama_dimensions import EMBEDDING, NORM, Llama
+from .llama3 import EMBEDDING, NORM, Llama
 from .spec import Listed, Spec
 
 MASTER_AND_MOMENTS = ("master", "exp_avg", "exp_avg_sq")

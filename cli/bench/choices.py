@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...core.units import GIB
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 DEFAULT_RUNS = 5
 _KINDS = ("workload", "model", "index", "size")
 """Mutually exclusive arguments."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """Destinations of a result: a file, and whether stdout gets JSON instead of tables."""
-
-    html: str | None
-    json: bool
 
 
 def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:

@@ -17,7 +17,6 @@ from ...errors import HoldfastError, UsageError
 from ..commands import complain, write_text
 from ..progress import last_line
 from .choices import (
-    Output,
     chosen_workload,
     plan_of,
     read_measurement,
@@ -38,23 +37,15 @@ RAW = "raw"
 _RANK = "holdfast.cli.bench.rank"
 
 
-def run(
-    targets: Sequence[str],
-    *,
-    slower: float,
-    html: str | None,
-    json_output: bool,
-    **asked: Any,
-) -> int:
-    """Measure, tune, simulate or compare, and return the exit status. ``asked`` holds the other
-    arguments by name."""
+def run(targets: Sequence[str], **asked: Any) -> int:
+    """Measure, tune, simulate or compare, and return the exit status."""
     with _interrupted_by_signals():
-        return _run(targets, asked, slower, Output(html, json_output))
+        return _run(targets, asked)
 
 
-def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: float, output: Output) -> int:
+def _run(targets: Sequence[str], asked: Mapping[str, Any]) -> int:
     if targets[0] == COMPARE:
-        return _compare(targets[1:], slower, json_output=output.json)
+        return _compare(targets[1:], asked["slower"], json_output=asked["json_output"])
     if len(targets) > 1:
         raise UsageError(
             f"only one storage can be measured at a time, not {len(targets)}",
@@ -69,13 +60,13 @@ def _run(targets: Sequence[str], asked: Mapping[str, Any], slower: float, output
             advice="Leave --ranks out.",
         )
     if tuning:
-        return run_tuning(uri, asked, output)
+        return run_tuning(uri, asked)
     if asked["workload"] == RAW:
-        return _deliver(_driver_alone(uri, asked), output)
+        return _deliver(_driver_alone(uri, asked), asked)
     if asked["simulate"]:
-        return run_simulation(uri, chosen_workload(asked), asked, json_output=output.json)
+        return run_simulation(uri, chosen_workload(asked), asked)
     found = _checkpoints(uri, asked)
-    return 0 if found is None else _deliver(found, output)
+    return 0 if found is None else _deliver(found, asked)
 
 
 @contextlib.contextmanager
@@ -97,16 +88,16 @@ def _interrupted_by_signals() -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL)
 
 
-def _deliver(found: Measurement, output: Output) -> int:
+def _deliver(found: Measurement, asked: Mapping[str, Any]) -> int:
     """Write and print the requested forms of a result, and return the exit status: 1 if it is
     INVALID. With JSON on stdout, stderr says why; the tables say so themselves."""
     from ...bench.measured.result import encoded
     from .page import measurement_page
     from .tables import invalid_lines, print_measurement
 
-    if output.html is not None:
-        write_text(output.html, measurement_page(found))
-    if output.json:
+    if asked["html"] is not None:
+        write_text(asked["html"], measurement_page(found))
+    if asked["json_output"]:
         print(encoded(found))
         for line in invalid_lines(found):
             complain(line)

@@ -7,9 +7,8 @@ from statistics import median
 
 from ...bench.measured.result import BY_ONE_RANK, DELETING, Measurement, Phase, limit_of_phase
 from ...core.units import size_text
-from ..page.charts import Cell, bars, curve, heat_map
+from ..page.charts import Cell, bars, by_rank, curve, heat_map, histogram_bars, seconds_text
 from ..page.elements import Element, element, facts, listed, page, section, shown_table
-from ..page.spread import by_rank, histogram_bars, seconds_text
 from ..text import time_text
 from .tables import costs_table, grids, invalid_lines, phases_table, rate_text
 

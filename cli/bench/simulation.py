@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from ...bench.workloads.spec import Workload
 
 
-def run_simulation(
-    uri: str, workload: Workload, asked: Mapping[str, Any], *, json_output: bool
-) -> int:
+def run_simulation(uri: str, workload: Workload, asked: Mapping[str, Any]) -> int:
     """Plan, print the forecast, and return 0."""
     from ...bench.simulated.forecast import encoded, forecast
     from ...drivers.uri import parse
@@ -30,7 +28,7 @@ def run_simulation(
             f"{workload.name} has no number of ranks of its own", advice="Give --ranks 8."
         )
     found = forecast(workload, parse(uri), world, asked["ranks_per_host"])
-    if json_output:
+    if asked["json_output"]:
         print(encoded(found))
     else:
         _print_forecast(found)

@@ -16,7 +16,7 @@ from ...bench.measured.result import (
 )
 from ...core.units import exact_size_text, size_text
 from ..commands import print_json
-from ..page.spread import seconds_text
+from ..page.charts import seconds_text
 from ..tables import NONE, Table
 from ..text import paint, printable
 

@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ..commands import print_json
 from ..progress import last_line
 from ..text import one_of, paint, printable
-from .choices import Output, runs_of, size_of
+from .choices import runs_of, size_of
 
 if TYPE_CHECKING:
     from ...bench.tuned.tuning import Gain, Tuning
@@ -22,24 +22,24 @@ VERSION = 1
 DEFAULT_LIMIT_S = 60.0
 
 
-def run_tuning(uri: str, given: Mapping[str, Any], output: Output) -> int:
+def run_tuning(uri: str, given: Mapping[str, Any]) -> int:
     """Tune, or remove a profile, as the command-line arguments ``given`` say. Return the exit
     status."""
     if given["tune"] and given["forget"]:
         raise UsageError(
             "--tune and --forget exclude each other", advice="--tune replaces an earlier profile."
         )
-    if output.html is not None or given["workload"] is not None:
+    if given["html"] is not None or given["workload"] is not None:
         raise UsageError(
             "--tune and --forget go with neither --html nor --workload",
             advice="--json prints the full result.",
         )
     if given["forget"]:
-        return _forget(uri, output)
-    return _tune(uri, given, output)
+        return _forget(uri, json_output=given["json_output"])
+    return _tune(uri, given)
 
 
-def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
+def _tune(uri: str, given: Mapping[str, Any]) -> int:
     from ...bench.tuned.plan import TuningPlan, check_tuning
     from ...drivers.configuration.tuned import check_keeping, keep_profile
 
@@ -59,14 +59,14 @@ def _tune(uri: str, given: Mapping[str, Any], output: Output) -> int:
     kept = file is not None and found.is_worth_keeping
     if file is not None and kept:
         keep_profile(file, found.profile())
-    if output.json:
+    if given["json_output"]:
         print_json(_document(found, file if kept else None))
     else:
         _print(found, file if kept else None)
     return 0
 
 
-def _forget(uri: str, output: Output) -> int:
+def _forget(uri: str, *, json_output: bool) -> int:
     from ...drivers.configuration.tuned import forget_profiles, tuned_file
     from ...drivers.registry import tuned_place
     from ...drivers.uri import parse
@@ -74,7 +74,7 @@ def _forget(uri: str, output: Output) -> int:
     file = tuned_file(os.environ)
     place = tuned_place(parse(uri))
     count = 0 if file is None else forget_profiles(file, place)
-    if output.json:
+    if json_output:
         print_json({"place": place.uri, "where": dict(place.where), "removed": count})
     else:
         print(f"{printable(place.uri)}: {one_of(count, 'profile')} removed")

@@ -1,4 +1,5 @@
-"""SVG charts: timelines, heat maps, bars and curves. Each part has a tooltip with its figures.
+"""SVG charts: timelines, heat maps, bars, histograms and curves. Parts have tooltips with their
+figures.
 
 Scope: pure. Lengths are in pixels of a page that is 1,176 wide. Colours are classes of the page's
 style.
@@ -7,9 +8,10 @@ style.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core.histogram import BUCKET_MIN_S
 from .elements import Element, element
 
 WIDTH = 1176
@@ -20,6 +22,7 @@ _LETTER = 6.4
 """Approximate width of a letter at 10 pixels."""
 _TICKS = 8
 _STEPS = (1.0, 2.0, 5.0, 10.0)
+_BARS_OF_RANKS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,51 @@ def bars(
                 element("text", name, x=middle, y=height + 15, text_anchor="middle", class_="soft")
             )
     return _svg(width, height + 20, *drawn)
+
+
+def histogram_bars(
+    counts: Sequence[int], noun: str, *, width: float = WIDTH, colour: str
+) -> Element | None:
+    """Return a histogram of durations, labelled with ``noun``; None if all counts are 0."""
+    counted = [number for number, count in enumerate(counts) if count]
+    if not counted:
+        return None
+    values = []
+    for number in range(counted[0], counted[-1] + 1):
+        upper = seconds_text(BUCKET_MIN_S * 2.0**number)
+        values.append((upper, float(counts[number]), f"{counts[number]:,} {noun} up to {upper}"))
+    return bars(values, "", width=width, colour=colour)
+
+
+def by_rank(
+    values: Mapping[int, float],
+    unit: str,
+    said: Callable[[int], str],
+    *,
+    width: float = WIDTH,
+    colour: str,
+) -> Element:
+    """Return a bar for each rank. With many ranks, a bar stands for a group and shows its largest
+    value. ``said`` gives the tooltip of a rank."""
+    drawn = []
+    for group in in_groups_of_ranks(list(values), _BARS_OF_RANKS):
+        largest = max(group, key=values.__getitem__)
+        drawn.append((str(group[0]), values[largest], f"rank {largest}: {said(largest)}"))
+    return bars(drawn, unit, width=width, colour=colour)
+
+
+def in_groups_of_ranks(ranks: Sequence[int], most: int) -> list[Sequence[int]]:
+    """Divide ranks into at most ``most`` groups of neighbours."""
+    size = math.ceil(len(ranks) / most) or 1
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a short duration in a suitable unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def curve(points: Sequence[tuple[float, float, str]], unit: str, *, width: float = 560) -> Element:

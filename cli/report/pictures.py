@@ -11,9 +11,17 @@ from ...core.spans import StageReport
 from ...core.units import size_text
 from ...storage.format.save_telemetry import RankTelemetry, SaveTelemetry
 from ...storage.operations.reporting.findings import CALL, Straggler
-from ..page.charts import Bar, Cell, Lane, heat_map, timeline
+from ..page.charts import (
+    Bar,
+    Cell,
+    Lane,
+    by_rank,
+    heat_map,
+    histogram_bars,
+    in_groups_of_ranks,
+    timeline,
+)
 from ..page.elements import Element
-from ..page.spread import by_rank, histogram_bars, in_groups_of_ranks
 from .rows import stage_names
 
 COLOURS = (

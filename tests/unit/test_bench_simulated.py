@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import holdfast
 from holdfast.bench.simulated.fleet import FlatStates, fragment_told, planned_fleet
 from holdfast.bench.simulated.forecast import UploadShape, forecast
-from holdfast.bench.workloads.llama3 import llama3, training_specs
-from holdfast.bench.workloads.llama_dimensions import Llama
+from holdfast.bench.workloads.llama3 import Llama, llama3, training_specs
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.sized import equal_tensors, sized
 from holdfast.bench.workloads.spec import Listed, Spec, Workload

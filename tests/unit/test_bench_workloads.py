@@ -13,8 +13,7 @@ from support.commands import run
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.bench.workloads.index import indexed
-from holdfast.bench.workloads.llama3 import llama3
-from holdfast.bench.workloads.llama_dimensions import LLAMA3
+from holdfast.bench.workloads.llama3 import LLAMA3, llama3
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.mlperf import deviations, mlperf
 from holdfast.bench.workloads.sized import equal_tensors, sized
@@ -103,7 +102,7 @@ def test_where_a_run_departs_from_the_rules_is_said(
     host_processes: tuple[int, ...], rounds: int, rest_s: float, said: str | None
 ) -> None:
     """Each departure is a sentence."""
-    found = deviations(mlperf("llama3-8b"), host_processes, rounds, rest_s)
+    found = list(deviations(mlperf("llama3-8b"), host_processes, rounds, rest_s))
     if said is None:
         assert found == []
     else:
