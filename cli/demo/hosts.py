@@ -10,11 +10,11 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...errors import CoordinationError, DeadlineError, UsageError
-from ...storage.arenas.client import status_of, stop
+from ...storage.arenas.client import stop
 from ...storage.arenas.folder import KEEPER_DIR_VARIABLE, KeeperFolder, keeper_folders
 
 HOSTS = ("a", "b", "c", "d")
@@ -54,10 +54,10 @@ class Hosts:
             folder.mkdir(mode=0o700)
 
     def lose(self, names: Iterable[str]) -> None:
-        """Lose these hosts and everything in their memory. Empty hosts replace them."""
+        """Lose these hosts and everything in their memory. Empty hosts replace them. Raises
+        DeadlineError if a keeper survives."""
         for name in names:
-            for folder in keeper_folders(self.base / name):
-                self._kill(folder)
+            _kill_below(self.base / name)
             shutil.rmtree(self.base / name)
             (self.base / name).mkdir(mode=0o700)
 
@@ -67,71 +67,47 @@ class Hosts:
         return {KEEPER_DIR_VARIABLE: str(self.base)}
 
     def end(self) -> None:
-        """End every keeper and every other process of the jobs. An interrupted job may have left a
-        keeper that is still starting."""
+        """Stop every keeper, and kill all processes of the jobs that do not end soon. An
+        interrupted job may have left a keeper that is still starting. Raises DeadlineError if a
+        process survives."""
+        stopped = 0
         for name in HOSTS:
             for folder in keeper_folders(self.base / name):
-                self._end(folder)
-        for pid in _processes_below(self.base):
-            _kill(pid)
-
-    def _end(self, folder: KeeperFolder) -> None:
-        try:
-            pid = _pid_of(folder)
-            if pid is not None and stop(folder):
-                _wait_for_end(pid)
-        except (CoordinationError, DeadlineError):
-            self._kill(folder)
-
-    def _kill(self, folder: KeeperFolder) -> None:
-        """Kill a keeper. Raises DeadlineError if it survives."""
-        try:
-            pid = _pid_of(folder)
-        except CoordinationError:  # it holds its lock, but is too busy to answer
-            pid = int(folder.lock.read_text())
-        if pid is not None:
-            _kill(pid)
+                with contextlib.suppress(CoordinationError):  # it is too busy to answer
+                    stopped += stop(folder)
+        if not (stopped and _are_gone_below(self.base)):
+            _kill_below(self.base)
 
 
-def _processes_below(base: Path) -> Iterator[int]:
-    """Yield the ids of processes whose environment places keepers in or below ``base``."""
+def _kill_below(base: Path) -> None:
+    for pid in _processes_below(base):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if not _are_gone_below(base):
+        raise DeadlineError(f"processes with keepers in {base} did not end within {_END_S:g} s")
+
+
+def _are_gone_below(base: Path) -> bool:
+    """Wait for the end of all processes with keepers in or below ``base``, and return whether they
+    ended in time."""
+    end_s = time.monotonic() + _END_S
+    while _processes_below(base):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+def _processes_below(base: Path) -> list[int]:
+    """Return the ids of processes whose environment places keepers in or below ``base``. A zombie
+    has no environment."""
     wanted = f"{KEEPER_DIR_VARIABLE}={base}".encode()
+    found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")
         except OSError:  # the process has ended, or belongs to another user
             continue
         if any(one == wanted or one.startswith(wanted + b"/") for one in variables):
-            yield int(path.parent.name)
-
-
-def _kill(pid: int) -> None:
-    """Kill a process. Raises DeadlineError if it survives."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    _wait_for_end(pid)
-
-
-def _pid_of(folder: KeeperFolder) -> int | None:
-    """Return the process id of a keeper; None if none is alive."""
-    pid = (status_of(folder) or {}).get("pid")
-    assert pid is None or isinstance(pid, int)
-    return pid
-
-
-def _wait_for_end(pid: int) -> None:
-    """Wait until the process is gone or a zombie. Raises DeadlineError."""
-    end_s = time.monotonic() + _END_S
-    while time.monotonic() < end_s:
-        if not _lives(pid):
-            return
-        time.sleep(_LOOK_EVERY_S)
-    raise DeadlineError(f"process {pid} did not end within {_END_S:g} s")
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+            found.append(int(path.parent.name))
+    return found
