@@ -114,8 +114,9 @@ crash: $(READY)  ## kill saves and cut their power at every point, not at some; 
 damage: $(READY)  ## every byte and every length of a small checkpoint, before every reader; half an hour, or PART=0-2000 of them
 	@HOLDFAST_TEST_DAMAGE=$(or $(PART),all) $(BIN)/pytest --nightly all tests/property/test_damage.py -o faulthandler_timeout=14400 $(TEST_ARGS)
 
+# With one heap for all threads: each of several would stay at its greatest size, which looks like a leak.
 soak: $(READY)  ## everything at once, at random, on storage that fails: make soak [MINUTES=60] [SEED=n] [URI=s3://bucket/path]
-	@PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)')
+	@MALLOC_ARENA_MAX=1 PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)')
 
 fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with atheris: make fuzz [SECONDS=60] [TARGET=all] [FOUND=folder]
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -e '.[fuzz]'

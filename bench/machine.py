@@ -13,7 +13,6 @@ from types import TracebackType
 
 from ..drivers.mounts import fs_type
 
-_M_ARENA_MAX = -8  # a parameter of mallopt in glibc
 _LOOK_S = 0.5
 
 
@@ -93,16 +92,6 @@ class PeakMemory:
 
 def _status_nbytes(name: str) -> int:
     return int(_field("/proc/self/status", name).split()[0]) << 10
-
-
-def share_heap() -> None:
-    """Let all threads allocate from one heap from now on.
-
-    By default glibc gives threads separate heaps and never returns free memory at the end of one.
-    Each then stays at its greatest size, which looks like a leak for a long time.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:

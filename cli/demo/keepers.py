@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,28 +95,6 @@ class Outcome:
         )
 
 
-def outcome_of(accident: Accident, resumed: Sequence[Event], first_step_s: float) -> Outcome:
-    """Combine the resume events of all ranks into an outcome."""
-    tiers = {tier: sum(event.told["tiers"].get(tier, 0) for event in resumed) for tier in TIERS}
-    return Outcome(
-        accident,
-        resumed[0].told["step"],
-        tiers,
-        max(event.told["seconds"] for event in resumed),
-        first_step_s,
-    )
-
-
-def differences(
-    taken: Iterable[tuple[int, float]], uninterrupted: Mapping[int, float]
-) -> list[int]:
-    """Return the steps that were not taken, or whose loss differed from the uninterrupted run."""
-    losses: dict[int, set[float]] = {step: set() for step in uninterrupted}
-    for step, loss in taken:
-        losses.setdefault(step, set()).add(loss)
-    return [step for step in sorted(losses) if losses[step] != {uninterrupted.get(step)}]
-
-
 ACCIDENTS = (
     Accident("all trainers killed", 14, (), 14, "own"),
     Accident("one host lost", 23, ("b",), 23, "parity"),
@@ -161,8 +139,11 @@ class _Demo:
 
     @property
     def differing(self) -> list[int]:
-        """Steps that differ from the uninterrupted run."""
-        return differences(self.taken, self.uninterrupted)
+        """Steps that were not taken, or whose loss differs from the uninterrupted run."""
+        losses: dict[int, set[float]] = {step: set() for step in self.uninterrupted}
+        for step, loss in self.taken:
+            losses.setdefault(step, set()).add(loss)
+        return [step for step in sorted(losses) if losses[step] != {self.uninterrupted.get(step)}]
 
     @property
     def as_expected(self) -> bool:
@@ -259,7 +240,10 @@ class _RunningJob:
 
     def outcome(self, before: Accident) -> Outcome:
         """Return the outcome of the accident before this job."""
-        return outcome_of(before, self._resumed, self._first_step_s)
+        told = [event.told for event in self._resumed]
+        tiers = {tier: sum(of["tiers"].get(tier, 0) for of in told) for tier in TIERS}
+        resume_s = max(of["seconds"] for of in told)
+        return Outcome(before, told[0]["step"], tiers, resume_s, self._first_step_s)
 
     def _hear(self, event: Event) -> None:
         told = event.told

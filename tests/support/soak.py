@@ -32,7 +32,7 @@ from random import Random
 import torch
 
 import holdfast
-from holdfast.bench.machine import share_heap, trim_heap
+from holdfast.bench.machine import trim_heap
 from holdfast.bench.states import State, digests, zero
 from holdfast.drivers.contract import ObjectInfo
 from holdfast.drivers.uri import Uri, join, parse
@@ -293,7 +293,6 @@ def main() -> int:
     given = parser.parse_args()
     print(f"--seed {given.seed}", flush=True)
     limits.GRACE_S = GRACE_S
-    share_heap()
     with (
         tempfile.TemporaryDirectory(dir=".", ignore_cleanup_errors=True) as folder,
         _roots(Path(folder).absolute(), given.uri) as roots,
