@@ -13,24 +13,38 @@ import holdfast
 from holdfast.errors import HoldfastError, SaveError, UsageError
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Agreed, Event, Local, Protected, Sealed, Voided
-from holdfast.storage.operations.saving.keeper_request import ByKeeper, Keeping, KeptStages
+from holdfast.storage.operations.saving.handle import SaveHandle, StageHandle
+from holdfast.storage.operations.saving.keeper_request import ByKeeper, Keeping
 
 ID = GenerationId(0, 7)
 
 
 class Told:
-    """A save that waits for its stages, and how each has ended."""
+    """A save that waits for its stages."""
 
     def __init__(self, *, local: bool = True, protects: bool = False) -> None:
-        self.ended: dict[str, HoldfastError | None] = {}
-
-        def end(stage: str) -> Any:
-            return lambda error=None: self.ended.setdefault(stage, error)
-
+        self.handle = SaveHandle("a step", agreed=StageHandle("agreed"))
+        if local:
+            self.handle.local = StageHandle("local")
+        if protects:
+            self.handle.protected = StageHandle("protected")
         arena: Any = None
         by = ByKeeper(arena, protects=protects, local=local)
-        stages = KeptStages(end("sealed"), end("agreed"), end("local"), end("protected"))
-        self.keeping = Keeping(by, stages)
+        self.keeping = Keeping(by, self.handle, self.handle.sealed.reach)
+
+    @property
+    def ended(self) -> dict[str, HoldfastError | None]:
+        """How each stage has ended."""
+        ended: dict[str, HoldfastError | None] = {}
+        for name in ("sealed", "agreed", "local", "protected"):
+            stage: StageHandle = getattr(self.handle, name)
+            if stage.status in ("reached", "failed"):
+                ended[name] = None
+                try:
+                    stage.wait(0)
+                except HoldfastError as error:
+                    ended[name] = error
+        return ended
 
     def hear(self, *events: Event) -> bool:
         """Pass events from the keeper; return whether the save waits for more."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ....errors import HoldfastError, SaveError, UsageError
+from ....errors import SaveError, UsageError
 from ...arenas.arena import Arena, KeeperLost
 from ...arenas.label import GenerationId
 from ...arenas.messages import (
@@ -23,6 +23,7 @@ from ...arenas.messages import (
     Sealed,
     Voided,
 )
+from .handle import SaveHandle
 
 _CONFIGURES_DRIVERS = re.compile(
     r"HOLDFAST_(?!KEEPER_|TEST_).*|AWS_.*|AZURE_.*|GOOGLE_.*|CLOUDSDK_.*|HADOOP_.*|KRB5.*"
@@ -69,31 +70,19 @@ class ByKeeper:
     local: bool = False
 
 
-@dataclass(eq=False)
-class KeptStages:
-    """Callbacks of a keeper on the engine's loop; the last two may get an error."""
-
-    sealed: Callable[[], None]
-    agreed: Callable[[], None]
-    local: Callable[[HoldfastError | None], None]
-    protected: Callable[[HoldfastError | None], None]
-
-
 class Keeping:
-    """One save through a keeper, seen from its rank. ``ended``: durable, if it goes to storage."""
+    """One save through a keeper, seen from its rank: ends the stages of its ``handle``.
 
-    def __init__(self, by: ByKeeper, stages: KeptStages) -> None:
+    ``sealed`` is called when the image is. ``ended``: durable, if the step goes to storage.
+    """
+
+    def __init__(self, by: ByKeeper, handle: SaveHandle, sealed: Callable[[], None]) -> None:
         self.arena = by.arena
         self.storage = by.storage
         self.flushes = by.flushes
-        self._stages = stages
+        self._handle = handle
+        self._sealed = sealed
         self._generation: GenerationId | None = None
-        self._beside: dict[str, Callable[[HoldfastError | None], None]] = {}
-        """Callbacks of the side stages that are still awaited, by the stage's name."""
-        if by.local:
-            self._beside["local"] = stages.local
-        if by.protects:
-            self._beside["protected"] = stages.protected
         self.ended: Future[Durable | None] = Future()
 
     def tell(self, event: Event | KeeperLost) -> bool:
@@ -101,31 +90,33 @@ class Keeping:
         match event:
             case Sealed():
                 self._generation = event.generation
-                self._stages.sealed()
+                self._sealed()
             case Agreed():
                 self._is_agreed(event)
             case Local(problem=problem):
                 error = SaveError(f"not on local storage: {problem}") if problem else None
-                self._end_beside("local", error)
+                self._handle.local.end(error)
             case Protected():
                 self._is_protected(event.generation)
             case Durable():
-                self._stages.agreed()
+                self._handle.agreed.reach()
                 if not self.ended.done():
                     self.ended.set_result(event)
             case Voided():
-                self._end_beside("local", SaveError(event.text))
+                self._handle.local.fail(SaveError(event.text))
                 self._fail(SaveError(event.text))
             case FlushFailed(final=True):
                 self._fail(SaveError(event.text))
             case KeeperLost():
                 self._is_lost(event)
-        return bool(self._beside) or not self.ended.done()
+        beside = (self._handle.local.status, self._handle.protected.status)
+        return "not yet" in beside or not self.ended.done()
 
     def _is_agreed(self, event: Agreed) -> None:
-        self._stages.agreed()
+        self._handle.agreed.reach()
         if not event.local:
-            self._end_beside("local", UsageError("this step is not written to the host's storage"))
+            text = "this step is not written to the host's storage"
+            self._handle.local.fail(UsageError(text))
         if self.storage is None and not self.ended.done():
             self.ended.set_result(None)
 
@@ -134,23 +125,17 @@ class Keeping:
         if generation != self._generation:
             text = f"a later step, {generation.step}, is protected instead of this one"
             error = SaveError(text)
-        self._end_beside("protected", error)
+        self._handle.protected.end(error)
 
     def _is_lost(self, event: KeeperLost) -> None:
         """Handle the loss of the keeper; the next one may still flush the step."""
         error = SaveError(f"not kept in memory: {event.text}")
-        for stage in list(self._beside):
-            self._end_beside(stage, error)
+        self._handle.local.fail(error)
+        self._handle.protected.fail(error)
         if self.storage is None:
             self._fail(error)
 
     def _fail(self, error: SaveError) -> None:
-        self._end_beside("protected", error)
+        self._handle.protected.fail(error)
         if not self.ended.done():
             self.ended.set_exception(error)
-
-    def _end_beside(self, stage: str, error: HoldfastError | None) -> None:
-        """End a side stage, unless it has ended or this save has none."""
-        callback = self._beside.pop(stage, None)
-        if callback is not None:
-            callback(error)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import SupportsIndex
 
@@ -44,7 +45,7 @@ from ..rounds import MEET
 from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
-from .keeper_request import ByKeeper, Keeping, KeptStages
+from .keeper_request import ByKeeper, Keeping
 from .keeper_save import make_agreement, run_memory_step
 from .save import run_save
 from .save_job import PLANS_KEPT, Deadline, SaveJob
@@ -122,8 +123,7 @@ def begin_save(
     call = Call("save", to.uri, printed_step(step))
     team = current_team(call, options.deadline_s, saving=True)
     recorder = recorder_of(options.telemetry, team.rank)
-    save = _RunningSave(to.uri, options, began_s, recorder, to.by)
-    save.logs_failure = logs_failure
+    save = _RunningSave(SaveHandle(to.uri), options, began_s, recorder, to.by, logs_failure)
     with announcing_errors(team, to), recording(recorder):
         save.flatten(state, step, team.world)
         save.job.after = after
@@ -163,8 +163,7 @@ def begin_memory_step(
         team = current_team(Call("keep", uri, step), options.deadline_s, saving=True)
     meeting: Team | None = None
     is_new = False
-    save = _RunningSave(uri, options, began_s, recorder, by)
-    save.logs_failure = False
+    save = _RunningSave(SaveHandle(uri), options, began_s, recorder, by, logs_failure=False)
     with recording(recorder), announcing_errors(team or Team()):
         world = current_world()
         save.flatten(state, step, world)
@@ -182,27 +181,22 @@ def begin_memory_step(
     return save.handle, future, is_new
 
 
+@dataclass(eq=False)
 class _RunningSave:
     """A save in progress. ``began_s``: when it was called; ``by``: its keeper, if it has one."""
 
-    def __init__(
-        self,
-        uri: str,
-        options: SaveOptions,
-        began_s: float,
-        recorder: Recorder | None,
-        by: ByKeeper | None,
-    ) -> None:
-        self.handle = SaveHandle(uri)
-        self.logs_failure = True
-        self.reporter = ProgressReporter(options.progress)
-        self._options = options
-        self._began_s = began_s
-        self._recorder = recorder
-        self._by = by
-        self._captured_s = 0.0
-        self._sealed_s = 0.0
-        self._job: SaveJob | None = None
+    handle: SaveHandle
+    _options: SaveOptions
+    _began_s: float
+    _recorder: Recorder | None
+    _by: ByKeeper | None
+    logs_failure: bool
+    _captured_s: float = 0.0
+    _sealed_s: float = 0.0
+    _job: SaveJob | None = None
+
+    def __post_init__(self) -> None:
+        self.reporter = ProgressReporter(self._options.progress)
 
     @collector_paused()
     def flatten(self, state: object, step: int | None, world: int) -> None:
@@ -225,9 +219,7 @@ class _RunningSave:
         self._add_stages(lazy.seen)
         keeping = None
         if self._by is not None:
-            handle = self.handle
-            stages = (handle.agreed.reach, handle.local.end, handle.protected.end)
-            keeping = Keeping(self._by, KeptStages(self._sealed, *stages))
+            keeping = Keeping(self._by, self.handle, self._sealed)
         budget_nbytes = options.budget_nbytes
         if budget_nbytes is not None:
             budget_nbytes = max(1, budget_nbytes - lazy.arena_nbytes)
