@@ -7,11 +7,28 @@ an int here, and neither is a float.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def object_from(text: bytes | str) -> dict[str, Json]:
+    """Parse an object. Raises ValueError for anything else, and for a repeated key."""
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return object_in(value, "it")
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it repeats a name")
+    return found
 
 
 def int_in(value: Json, what: str) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .decoded_json import object_from
 from .units import round_up
 
 HEADER_NBYTES_MAX = 100_000_000
@@ -147,12 +148,7 @@ def parsed(text: bytes, data_nbytes: int) -> Header:
     The tensors must cover all of the ``data_nbytes`` that follow. The size of a tensor with an
     unknown code is not checked. Raises ValueError for a malformed header.
     """
-    try:
-        names = json.loads(text.decode(), object_pairs_hook=_without_repeats)
-    except RecursionError as error:
-        raise ValueError("the header is nested too deeply") from error
-    if not isinstance(names, dict):
-        raise ValueError("the header is not a JSON object")
+    names = object_from(text.decode())
     metadata = names.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its __metadata__ is not an object of strings")
@@ -166,14 +162,7 @@ def parsed(text: bytes, data_nbytes: int) -> Header:
         end = e.stop
     if end != data_nbytes:
         raise ValueError(f"the tensors take {end:,} bytes of {data_nbytes:,}")
-    return Header(entries, metadata)
-
-
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("the header repeats a name")
-    return found
+    return Header(entries, {name: str(text) for name, text in metadata.items()})
 
 
 def _entry_of(name: str, given: object) -> Entry:

@@ -9,7 +9,6 @@ Readers trust nothing: they check sizes against the bytes at hand before allocat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core import safetensors
-from ...core.decoded_json import Json
 from ...errors import DamagedError, SaveError
 from ...planner.image import DIGEST_NBYTES
 from .digest import digest
@@ -111,21 +109,3 @@ def _column(body: memoryview, entry: safetensors.Entry) -> Column:
     if entry.code not in _DTYPES or len(entry.shape) > 2:
         raise ValueError(f"{entry.name!r} is not a column")
     return np.frombuffer(body[entry.start : entry.stop], _DTYPES[entry.code]).reshape(entry.shape)
-
-
-def parse_header(text: bytes | str, what: str) -> dict[str, Json]:
-    """Return a JSON object without duplicate keys. Raises DamagedError."""
-    try:
-        header: Json = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"the header of {what} is not proper JSON") from error
-    if not isinstance(header, dict):
-        raise DamagedError(f"the header of {what} is not a JSON object")
-    return header
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("duplicate key")
-    return made

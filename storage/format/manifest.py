@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...core.decoded_json import Json, number_in, object_in, str_in
+from ...core.decoded_json import Json, number_in, object_from, object_in, str_in
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError, UnsupportedFormatError
 from ...planner.columns import Ints, ranges, volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
-from .columns import Columns, decode_columns, encode_columns, narrowed, parse_columns, parse_header
+from .columns import Columns, decode_columns, encode_columns, narrowed, parse_columns
 from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tables import (
@@ -172,7 +172,10 @@ def attempt_in(data: bytes, what: str = "the manifest") -> str:
 
 
 def _head(metadata: Mapping[str, str], what: str) -> dict[str, Json]:
-    head = parse_header(metadata.get("holdfast", ""), what)
+    try:
+        head = object_from(metadata.get("holdfast", ""))
+    except ValueError as error:
+        raise DamagedError(f"{what} has a malformed head: {error}") from error
     version = head.get("version")
     if version is None:
         raise DamagedError(f"{what} does not say its version")

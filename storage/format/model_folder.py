@@ -11,9 +11,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ...core import safetensors
 from ...core.forks.cached import cached_property
+from ...core.units import in_groups
 from ...planner.image import PAGE_NBYTES
 
 INDEX_KEY = "model.safetensors.index.json"
@@ -90,7 +92,7 @@ def model_files(
     whole pages and each file's tensors are in image order, which aligns every tensor to its
     elements. Raises ValueError if a header would exceed the readers' limit.
     """
-    groups = _groups(tensors, file_nbytes)
+    groups = list(in_groups(tensors, attrgetter("nbytes"), file_nbytes)) or [[]]
     files = []
     for number, group in enumerate(groups, 1):
         key = "model.safetensors"
@@ -102,18 +104,6 @@ def model_files(
             raise ValueError(f"{len(ordered):,} tensors are too many for one file")
         files.append(ModelFile(key, (header, *ordered)))
     return files
-
-
-def _groups(tensors: Sequence[ModelTensor], file_nbytes: int) -> list[list[ModelTensor]]:
-    groups: list[list[ModelTensor]] = [[]]
-    group_nbytes = 0
-    for tensor in tensors:
-        if groups[-1] and group_nbytes + tensor.nbytes > file_nbytes:
-            groups.append([])
-            group_nbytes = 0
-        groups[-1].append(tensor)
-        group_nbytes += tensor.nbytes
-    return groups
 
 
 def _header(tensors: Sequence[ModelTensor], metadata: Mapping[str, str]) -> bytes:

@@ -38,7 +38,7 @@ def text(**changes: Any) -> bytes:
         (b"", "Expecting value"),
         (b"\xff\xfe", "codec can't decode"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"[]", "not a JSON object"),
+        (b"[]", "not an object"),
         (b'{"x": 1}', "is not a tensor"),
         (b'{"x": {}}', "a dtype that is not a string"),
         (b'{"x": {}, "x": {}}', "repeats a name"),
