@@ -70,21 +70,16 @@ class _Pending:
     start: int | None = None
 
 
+@dataclass(eq=False)
 class Sender(_Side):
     """Sends the units of ``jobs``, which this rank reads, by way of the arena on this host."""
 
-    def __init__(
-        self,
-        group: ExchangeGroup,
-        sharing: Sharing,
-        plan: LoadPlan,
-        units: Sequence[int],
-        jobs: Sequence[int],
-        arena: Arena,
-    ) -> None:
-        super().__init__(group, sharing, plan, units)
-        self._arena = arena
-        self.owed = Counter(member for job in jobs for member, *_ in sharing.takers(units[job]))
+    _jobs: Sequence[int]
+    _arena: Arena
+
+    def __post_init__(self) -> None:
+        units = [self._units[job] for job in self._jobs]
+        self.owed = Counter(member for unit in units for member, *_ in self._sharing.takers(unit))
         """Number of units that each member has yet to confirm."""
         self._pending: dict[int, _Pending] = {}  # by unit
         self._slot_freed = asyncio.Event()
@@ -189,25 +184,19 @@ def _set_done(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+@dataclass(eq=False)
 class Receiver(_Side):
     """Receives one rank's units. ``jobs``: (member, job) for each job of ``plan`` that another
     member reads; ``pool``: buffers for units from a network."""
 
-    def __init__(
-        self,
-        group: ExchangeGroup,
-        sharing: Sharing,
-        plan: LoadPlan,
-        units: Sequence[int],
-        jobs: Iterable[tuple[int, int]],
-        pool: HostPool,
-    ) -> None:
-        super().__init__(group, sharing, plan, units)
-        self._pool = pool
+    _jobs: Iterable[tuple[int, int]]
+    _pool: HostPool
+
+    def __post_init__(self) -> None:
         self.awaited: dict[int, dict[int, int]] = {}
         """For each member that reads for this rank: its jobs, by unit."""
-        for member, job in jobs:
-            self.awaited.setdefault(member, {})[units[job]] = job
+        for member, job in self._jobs:
+            self.awaited.setdefault(member, {})[self._units[job]] = job
         self._receiving = counting("receive")
 
     def start(

@@ -26,6 +26,10 @@ Split = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None]
 function of name and shape. Tensors without a match, or with None, are not divided."""
 
 
+Fill = Callable[[Wanted], Coroutine[object, None, None]]
+"""Reads everything wanted into its tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The box that an index needs (``offsets``, ``lengths``), and the selection from it
@@ -140,7 +144,7 @@ def _index(
 def read_in_groups(
     tensors: TensorTable,
     shares: Iterable[Share],
-    fill: Callable[[Wanted], Coroutine[object, None, None]],
+    fill: Fill,
     group_nbytes: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield shares by name, in order, reading the next group while the current one is used."""
@@ -161,12 +165,7 @@ def read_in_groups(
 class _Group:
     """Shares being read."""
 
-    def __init__(
-        self,
-        tensors: TensorTable,
-        shares: Sequence[Share],
-        fill: Callable[[Wanted], Coroutine[object, None, None]],
-    ) -> None:
+    def __init__(self, tensors: TensorTable, shares: Sequence[Share], fill: Fill) -> None:
         wanted = Wanted()
         self._made = [(share, share.window.add_to(wanted, share.row, tensors)) for share in shares]
         self.reading: Future[None] = start(fill(wanted))
