@@ -50,33 +50,31 @@ latency of a request."""
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Exchange:
     """One rank's side of the exchange. ``plan``: the units that it reads or receives, ``jobs`` of
     them at a time."""
 
-    def __init__(
-        self,
-        group: ExchangeGroup,
-        reader: ImageReader,
-        arena: Arena,
-        sharing: Sharing,
-        plan: LoadPlan,
-        jobs: int,
-    ) -> None:
-        self._group = group
-        self._reader = reader
-        self._arena = arena
-        self._sharing = sharing
-        self._jobs = jobs
-        self.plan, rows = regrouped(plan, sharing)
+    _group: ExchangeGroup
+    _reader: ImageReader
+    _arena: Arena
+    _sharing: Sharing
+    plan: LoadPlan
+    _jobs: int
+
+    def __post_init__(self) -> None:
+        group = self._group
+        sharing = self._sharing
+        self.plan, rows = regrouped(self.plan, sharing)
         units: list[int] = rows.tolist()
         readers = sharing.reader[rows]
         self._own = np.flatnonzero(readers == group.me)
         others = np.flatnonzero(readers != group.me)
         common = (group, sharing, self.plan, units)
-        self._sender = Sender(*common, self._own.tolist(), arena)
+        self._sender = Sender(*common, self._own.tolist(), self._arena)
         read_by = zip(readers[others].tolist(), others.tolist(), strict=True)
-        self._receiver = Receiver(*common, read_by, host_pool(reader.manifest.chunk_nbytes))
+        pool = host_pool(self._reader.manifest.chunk_nbytes)
+        self._receiver = Receiver(*common, read_by, pool)
         self._copiers = max(1, min(CPU_THREADS, (os.cpu_count() or 1) // group.host_ranks))
         self._threads = ThreadPoolExecutor(
             self._copiers + 1, thread_name_prefix="holdfast-exchange"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ....core.aio import side_by_side, wait_out
 from ....core.spans import Where, span
@@ -168,24 +168,24 @@ async def _settle(leader: _Leader, job: SaveJob, uri: str) -> None:
         )
 
 
+@dataclass(eq=False)
 class _Leader:
     """The leader's part of a save: begin and commit an attempt. On others it only passes it on."""
 
-    def __init__(self, driver: Driver, job: SaveJob) -> None:
-        self._driver = driver
-        self._job = job
-        self._branch = ROOT
-        self._attempt: Attempt | None = None
-        self._obsolete: Attempt | None = None
-        self._uncommitted: Attempt | None = None
-        """The attempt, as long as it is certainly not committed."""
-        self.wrote = (0, 0)
-        """Bytes of this rank's image, and of its file."""
-        self._head: tuple[str, int | None, float] = ("", None, 0.0)
-        self._world = 0
-        self._records = b""
-        """Encoded records of the other ranks."""
-        self._sweeping: asyncio.Future[None] | None = None
+    _driver: Driver
+    _job: SaveJob
+    wrote: tuple[int, int] = (0, 0)
+    """Bytes of this rank's image, and of its file."""
+    _branch: str = ROOT
+    _attempt: Attempt | None = None
+    _obsolete: Attempt | None = None
+    _uncommitted: Attempt | None = None
+    """The attempt, as long as it is certainly not committed."""
+    _head: tuple[str, int | None, float] = ("", None, 0.0)
+    _world: int = 0
+    _records: bytes = b""
+    """Encoded records of the other ranks."""
+    _sweeping: asyncio.Future[None] | None = None
 
     async def begin_for(self, team: Team) -> str:
         """Return the attempt that rank 0 begins, while data is copied."""
