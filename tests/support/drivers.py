@@ -31,11 +31,10 @@ class HookedDriver(Layer):
         inner: Driver,
         before: Hook = nothing,
         after: Hook = nothing,
-        arrange: Callable[[list[str]], list[str]] = sorted,
     ) -> None:
         super().__init__(inner)
         self.remote = True  # type: ignore[misc]
-        self.before, self.after, self.arrange = before, after, arrange
+        self.before, self.after = before, after
         self.closed = 0
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
@@ -53,7 +52,7 @@ class HookedDriver(Layer):
             await self.after("list", info.key)
 
     async def delete_all(self, prefix: str) -> None:
-        for key in self.arrange([info.key async for info in self.inner.list(prefix)]):
+        for key in await keys(self.inner, prefix):
             await self.around(Operation("delete_all", key), lambda key=key: self.inner.delete(key))
         await super().delete_all(prefix)
 

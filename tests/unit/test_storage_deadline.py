@@ -6,22 +6,21 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.clock import run_virtual
 from support.drivers import HookedDriver
 from support.flaky import Flaky
 from support.given import Serve
 from support.inside import clean_up_within
 from support.ranks import as_ranks
-from support.simulation.turns import run_inline, save_of
 
 import holdfast
-from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.errors import DeadlineError, StorageDownError, UsageError
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -227,18 +226,19 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(
         assert saved.verify().ok
 
 
-def rounds_of(save: Callable[[Driver], Coroutine[Any, Any, Any]], place: MemoryDriver) -> float:
-    """Return how many sequential round trips ``save`` needs, if each operation takes one."""
+def rounds_of_save(place: MemoryDriver) -> float:
+    """Return how many sequential round trips a save needs, if each operation takes one."""
+    job = SaveJob(flatten({"w": torch.ones(1000), "step": 1}), None, BUDGET_NBYTES)
 
     async def trip(operation: str, key: str) -> None:
         await asyncio.sleep(1.0)
 
     async def run() -> float:
         began_s = asyncio.get_running_loop().time()
-        await save(HookedDriver(place, before=trip))
+        await run_save(HookedDriver(place, before=trip), Team(), job)
         return asyncio.get_running_loop().time() - began_s
 
-    return float(run_inline(run()))
+    return run_virtual(run())
 
 
 @pytest.mark.parametrize(("bounded", "begins"), [(False, 2), (True, 4)])
@@ -250,7 +250,6 @@ def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(
     place.traits = replace(place.traits, bounded=bounded)
     uploads = 4  # begun, written twice, ended
     ends = 6
-    save = save_of({"w": torch.ones(1000), "step": 1})
-    assert rounds_of(save, place) == begins + uploads + ends
+    assert rounds_of_save(place) == begins + uploads + ends
     deletes = 4  # the end of the attempt, a list of what is left, its image and its fate
-    assert rounds_of(save, place) == begins + uploads + ends + 1 + deletes
+    assert rounds_of_save(place) == begins + uploads + ends + 1 + deletes

@@ -242,12 +242,6 @@ class Radosgw:
             str(self._ceph.programs / "ceph"), "--connect-timeout", "20", *words, script=True
         )
 
-    def count_as_full(self, near: float, backfill: float, full: float) -> None:
-        """How much of its disk may be in use before it counts as nearly full, and so on: a part of
-        the whole. Beyond the last one, writes hang. The greatest of them is what counts."""
-        for name, ratio in (("nearfull", near), ("backfillfull", backfill), ("full", full)):
-            self.admin("osd", f"set-{name}-ratio", f"{ratio:f}")
-
     def run(self, program: str, *words: str, script: bool = False) -> bytes:
         """The output of a program of Ceph's. Raises RuntimeError if it fails."""
         command = [

@@ -158,11 +158,6 @@ class SimLoop(WithoutThreads):
         return self.create_task(coroutine, name=process.name, context=context)  # type: ignore[no-any-return]
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is ready but the caller."""
-        return not self._ready
-
-    @property
     def pending(self) -> list[asyncio.Task[Any]]:
         """Tasks that have not ended: those of the dead never will."""
         return [task for task in self._tasks if not task.done()]
