@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 from ..core.aio import to_the_end
 from ..core.pool import Pool
 from ..errors import StorageDownError, StorageError
 
-__all__ = ["OperationThreads", "Threads"]
+__all__ = ["Threads"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,33 +62,3 @@ class Threads:
             raise StorageDownError(
                 f"{len(stuck)} operations still run {timeout_s:g} s after close", uri=self._uri
             )
-
-
-class OperationThreads(Threads):
-    """Threads that run the operations of a driver and translate their errors.
-
-    ``errors(doing, uri, key)`` is a context manager that translates the storage library's errors
-    into a StorageError.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        *,
-        uri: str,
-        errors: Callable[[str, str, str], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(count, uri=uri)
-        self._errors = errors
-
-    async def operate(
-        self, doing: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Run ``call`` as :meth:`run` does, and translate its errors. ``doing`` and ``key`` appear
-        in messages."""
-
-        def translated() -> T:
-            with self._errors(doing, self._uri, key):
-                return call(*args, **kwargs)
-
-        return await self.run(translated)

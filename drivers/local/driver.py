@@ -13,21 +13,20 @@ that passes through one is an error.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import itertools
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import ClassVar, Self
 
-from ...errors import AccessError, DamagedError, StorageError, UriError
-from ..contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from ...errors import AccessError, DamagedError, UriError
+from ..asynchronous import AsyncDriver, AsyncUpload
+from ..contract import Buffer, ObjectInfo, Traits, check_key, check_small
 from ..mounts import fs_type, is_shared, may_be_stale
 from ..options import Option, choice, integer, option_values
-from ..ranges import Ranges
-from ..threads import OperationThreads
+from ..threads import Threads
 from ..uri import Uri
 from .errors import storage_errors
 from .files import TAKE_ROOM, CreateFile, NewFile, OpenFiles, create_file
@@ -36,55 +35,40 @@ from .names import is_reserved
 from .tree import Tree
 
 
-class LocalUpload(Upload):
-    """An upload to a file. Member of the driver's uploads from begin to end."""
+class LocalUpload(AsyncUpload):
+    """An upload to a file. If its commit is cancelled, it still runs to completion, so the object
+    may become visible."""
 
     def __init__(self, driver: LocalDriver, key: str, nbytes: int) -> None:
-        self._driver = driver
-        self._key = key
+        super().__init__(driver, key, nbytes)
         self._file = driver._new_file(key, nbytes)
-        self._written = Ranges(nbytes, uri=driver.uri, key=key)
         self._threads = driver._threads
+        self._open_files = driver._open_files
 
-    async def begin(self) -> None:
-        """Create the temporary file. Raises StorageError."""
-        try:
-            await self._threads.operate("create", self._key, self._begin)
-        except BaseException:
-            self._file.drop()  # on cancellation, the thread may already have created the file
-            raise
-        self._driver._uploads.add(self)
+    async def _begin(self) -> None:
+        await self._threads.run(self._open)
 
-    async def write(self, start: int, data: Buffer) -> None:
-        self._written.check(start, len(data))
-        await self._threads.operate("write", self._key, self._file.write, start, data)
-        self._written.add(start, len(data))
+    async def _write(self, start: int, data: Buffer) -> None:
+        await self._threads.run(self._file.write, start, data)
 
-    async def commit(self, nbytes: int | None = None) -> None:
-        """See :meth:`Upload.commit`. If cancelled, it still runs to completion, so the object may
-        become visible."""
-        await self._threads.operate("commit", self._key, self._commit, nbytes)
+    async def _commit(self, *, exclusive: bool) -> None:
+        await self._threads.run(self._publish, exclusive)
 
-    async def abort(self) -> None:
-        with contextlib.suppress(StorageError):  # the driver is closed, and has already dropped it
-            await self._threads.run(self.drop)
+    async def _drop(self) -> None:
+        await self._threads.run(self._file.drop)
 
-    def drop(self) -> None:
-        """Remove the temporary file. Blocks; never raises."""
-        self._file.drop()
-        self._driver._uploads.discard(self)
+    # The methods below block.
 
-    def _begin(self) -> None:
-        self._driver._open_files.forget_deleted()  # frees space for the new file
+    def _open(self) -> None:
+        self._open_files.forget_deleted()  # frees space for the new file
         self._file.open()
 
-    def _commit(self, nbytes: int | None) -> None:
+    def _publish(self, exclusive: bool) -> None:
         try:
-            self._written.check_complete(nbytes)
-            self._file.publish(self._written.nbytes)
+            self._file.publish(self.written.nbytes, exclusive=exclusive)
         finally:
-            self.drop()
-            self._driver._open_files.forget(self._key)
+            self._file.drop()
+            self._open_files.forget(self.key)
 
 
 SHARED_QUIET_S = 3600.0
@@ -100,11 +84,12 @@ _LIST_BATCH = 1000
 _OFFSET_MAX = 1 << 63  # larger than any file offset
 
 
-class LocalDriver(Driver):
+class LocalDriver(AsyncDriver):
     """Objects stored as files below a folder. Does no I/O before the first operation.
 
     A root that does not exist is empty. :meth:`create` and :meth:`put` create it, as well as the
-    folders that a key needs, with permissions according to the umask.
+    folders that a key needs, with permissions according to the umask. If operations are still
+    running a minute after :meth:`close`, their descriptors stay open.
     """
 
     remote: ClassVar[bool] = False
@@ -130,8 +115,8 @@ class LocalDriver(Driver):
         """Take options and hooks: ``fs_type`` returns the file system type of a path, ``create``
         creates the file of an upload, and ``scheme`` is the scheme of ``uri``."""
         uri = Uri(scheme, os.fspath(root))
+        super().__init__(uri, errors=storage_errors)
         kind = fs_type(uri.location)
-        self.uri = uri.redacted
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -147,8 +132,7 @@ class LocalDriver(Driver):
         self._take_room = TAKE_ROOM.get(kind)
         self._tree = Tree(uri.location)
         self._open_files = OpenFiles(self._tree, direct=direct, look_up=may_be_stale(kind))
-        self._threads = OperationThreads(threads, uri=self.uri, errors=storage_errors)
-        self._uploads: set[LocalUpload] = set()
+        self._threads = Threads(threads, uri=self.uri)
         self._finalizer: weakref.finalize[..., Self] | None = None
 
     @classmethod
@@ -166,31 +150,32 @@ class LocalDriver(Driver):
         self._finalizer.atexit = False
         return self
 
+    # These two need no task of their own, which would take half as long as a small read.
+
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        await self._threads.operate("read", self._checked(key), self._read, key, start, into)
-
-    async def create(self, key: str, nbytes: int) -> Upload:
-        upload = LocalUpload(self, self._checked(key), nbytes)
-        await upload.begin()
-        return upload
-
-    async def get(self, key: str) -> bytes:
-        return await self._threads.operate("get", self._checked(key), self._get, key)
+        with storage_errors("read", self.uri, key):
+            await self._threads.run(self._read, self._checked(key), start, into)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        await self._threads.operate("put", self._checked(key), self._put, key, data, exclusive)
+        with storage_errors("put", self.uri, key):
+            await self._threads.run(self._put, self._checked(key), data, exclusive)
 
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._threads.operate("stat", self._checked(key), self._tree.info, key)
+    async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
+        into = memoryview(bytearray(nbytes))
+        await self._threads.run(self._read, self._checked(key), start, into)
+        return into.toreadonly()
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+    async def _get(self, key: str) -> bytes:
+        return await self._threads.run(self._content, self._checked(key))
+
+    async def _stat(self, key: str) -> ObjectInfo:
+        return await self._threads.run(self._tree.info, self._checked(key))
+
+    async def _list(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
         refused: dict[str, OSError] = {}
         walk = self._tree.walk(self._checked(prefix) if prefix else "", refused)
-        while batch := await self._threads.operate(
-            "list", prefix, list, itertools.islice(walk, _LIST_BATCH)
-        ):
-            for info in batch:
-                yield info
+        while batch := await self._threads.run(list, itertools.islice(walk, _LIST_BATCH)):
+            yield batch
         for key, error in refused.items():
             raise AccessError(
                 f"list failed: {error.strerror}; everything else was listed",
@@ -200,37 +185,30 @@ class LocalDriver(Driver):
                 advice="Check owner and mode of the folder.",
             ) from error
 
-    async def delete(self, key: str) -> None:
-        """See :meth:`Driver.delete`. Durable on return."""
-        await self._threads.operate("delete", self._checked(key), self._delete, key)
+    async def _delete(self, key: str) -> None:
+        await self._threads.run(self._remove, self._tree.remove, self._checked(key))
 
-    async def delete_all(self, prefix: str) -> None:
+    async def _delete_all(self, prefix: str) -> None:
         """See :meth:`Driver.delete_all`. Durable on return. Removes symbolic links, but not their
         targets."""
-        await self._threads.operate("delete", self._checked(prefix), self._delete_all, prefix)
+        await self._threads.run(self._remove, self._tree.remove_all, self._checked(prefix))
 
-    async def sweep(self, prefix: str) -> None:
+    async def _sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. A live upload holds a lock (flock) on its temporary file. Locks
         may not work across hosts, so on shared file systems a file only counts as dead after an
         hour without changes."""
         quiet_s = 0.0
         if self.traits.shared:
             quiet_s = SHARED_QUIET_S
-        await self._threads.operate(
-            "sweep", self._checked(prefix), self._tree.sweep, prefix, quiet_s
-        )
+        await self._threads.run(self._tree.sweep, self._checked(prefix), quiet_s)
 
-    async def close(self) -> None:
-        """See :meth:`Driver.close`. Drops uploads that are neither committed nor aborted.
+    def _upload(self, key: str, nbytes: int) -> LocalUpload:
+        return LocalUpload(self, self._checked(key), nbytes)
 
-        Raises StorageDownError if operations are still running after a minute; their descriptors
-        then stay open.
-        """
+    async def _disconnect(self) -> None:
         await self._threads.close(CLOSE_TIMEOUT_S)
         if self._finalizer is not None:
             self._finalizer.detach()
-        for upload in tuple(self._uploads):
-            upload.drop()
         self._open_files.close()
         self._tree.close()
 
@@ -278,7 +256,7 @@ class LocalDriver(Driver):
                     f"object ends at byte {error}, before {stop}", uri=self.uri, key=key
                 ) from error
 
-    def _get(self, key: str) -> bytes:
+    def _content(self, key: str) -> bytes:
         for _ in range(OPENED_AGAIN):
             try:
                 return self._got(key)
@@ -304,13 +282,9 @@ class LocalDriver(Driver):
             file.drop()
             self._open_files.forget(key)
 
-    def _delete(self, key: str) -> None:
-        self._open_files.forget(key)
-        self._tree.remove(key)
-
-    def _delete_all(self, prefix: str) -> None:
+    def _remove(self, remove: Callable[[str], None], prefix: str) -> None:
         self._open_files.forget(prefix)
-        self._tree.remove_all(prefix)
+        remove(prefix)
 
 
 def _close_files(process: int, tree: Tree, open_files: OpenFiles) -> None:

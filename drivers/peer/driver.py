@@ -21,13 +21,13 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote_from_bytes, urlsplit
 
-from ...core.aio import wait_out
+from ...core.aio import to_the_end
 from ...errors import DamagedError, HoldfastError, StorageDownError, StorageError, UriError
 from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, check_key, check_small
 from ..options import Option, duration, integer, option_values, switch
 from ..pieces import Rooms, piece_ends
 from ..read_only import ReadOnly
-from ..threads import OperationThreads
+from ..threads import Threads
 from ..uri import Uri, root_key
 from .connections import Connections, Request, failures, refusal
 
@@ -92,7 +92,7 @@ class PeerDriver(ReadOnly, Driver):
             tls=_tls(values["ca"], uri) if values["tls"] else None,
             headers=headers,
         )
-        self._threads = OperationThreads(values["concurrency"], uri=self.uri, errors=failures)
+        self._threads = Threads(values["concurrency"], uri=self.uri)
         self._rooms = Rooms(_PIECE_NBYTES)
 
     @classmethod
@@ -184,18 +184,14 @@ class PeerDriver(ReadOnly, Driver):
         """Run ``call`` in a thread. On cancellation, cut the request and wait for the thread, which
         uses the caller's memory."""
         request = Request()
-        task = asyncio.ensure_future(self._threads.operate(doing, key, call, request))
+        task = asyncio.ensure_future(self._threads.run(call, request))
 
         def cut() -> None:
             task.cancel()
             request.cut()
 
-        cancelled = await wait_out([task], on_cancel=cut)
-        if cancelled is None:
-            return task.result()
-        if task.cancelled():
-            raise cancelled from None
-        raise cancelled from task.exception()
+        with failures(doing, self.uri, key):
+            return await to_the_end(task, on_cancel=cut)
 
     @contextmanager
     def _answer(

@@ -20,7 +20,7 @@ from holdfast.drivers.local import files as local_files
 from holdfast.drivers.local import io as local_io
 from holdfast.drivers.local import names as local_names
 from holdfast.drivers.local import tree as local_tree
-from holdfast.drivers.threads import OperationThreads
+from holdfast.drivers.threads import Threads
 from holdfast.errors import StorageError
 from holdfast.planner import image
 from holdfast.storage.format import manifest, packed
@@ -174,7 +174,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=BLOCK_NBYTES),
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
-    yield local, "OperationThreads", _NoThreads
+    yield local, "Threads", _NoThreads
     for module in (following, member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
     yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)
@@ -209,14 +209,14 @@ def _committing(real: Any) -> Any:
     return see_all
 
 
-class _NoThreads(OperationThreads):
-    """``drivers.threads.OperationThreads`` without threads.
+class _NoThreads(Threads):
+    """``drivers.threads.Threads`` without threads.
 
     A call waits for its turn, and then runs instantaneously.
     """
 
-    def __init__(self, count: int, *, uri: str, errors: Any) -> None:
-        self._uri, self._closed, self._errors = uri, False, errors
+    def __init__(self, count: int, *, uri: str) -> None:
+        self._uri, self._closed = uri, False
 
     async def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._closed:
