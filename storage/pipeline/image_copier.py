@@ -26,8 +26,8 @@ from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from .image_reader import NOT_WHAT_WAS_WRITTEN, ImageReader
+from .image_writer import Opening, write_pages, writing_order
 from .unpacking import Stored, image_driver
-from .upload import Opening, write_pages, writing_order
 
 
 @dataclass

@@ -19,10 +19,9 @@ from ...planner.loading import LoadPlan, Targets, plan_load
 from ..format.chunks import Chunk, chunk_at, damaged, damaged_ranges, page_range
 from ..format.digest import digest, page_of
 from ..format.manifest import MANIFEST_KEY, Manifest
-from ..runtime.buffers import HostBuffer
+from ..runtime.buffers import HostBuffer, ReadBuffers
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
-from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
 from .unpacking import Stored, Unpacked
 

@@ -11,9 +11,9 @@ from ...planner.image import DIGEST_NBYTES
 from ..format.chunks import Chunk, chunks_of, damaged_ranges, page_range, tensors_at
 from ..format.digest import digest, page_of
 from ..format.manifest import Manifest
+from ..runtime.buffers import ReadBuffers
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
-from ..runtime.read_buffers import ReadBuffers
 from ..runtime.scheduler import Budget
 from .image_reader import ImageReader
 

@@ -26,11 +26,10 @@ from weakref import WeakValueDictionary
 from ...core.forks.renewal import new_lock
 from ...errors import CoordinationError
 from ..runtime.engine import offload
-from .calls import Call, FailedCall, RankStatus
+from .calls import Call, CallHistory, FailedCall, RankStatus, Settled, logged
 from .failures import Failure
 from .hosts import host_key
 from .keys import Keys
-from .pairing import CallHistory, Settled, logged
 from .watch import Participation, Watch
 
 LEADER = 0
@@ -82,7 +81,7 @@ class Member:
         self._open: list[Participation] = []
         self._failed: deque[FailedCall] = deque(maxlen=FAILURES_KEPT)
         self.logs: OrderedDict[str, list[int]] = OrderedDict()
-        """Failures of this rank, by name of the call; see ``pairing.Log``."""
+        """Failures of this rank, by name of the call; see ``calls.Log``."""
         self._settled: OrderedDict[str, Settled] = OrderedDict()
         self._heartbeats = 0
         self._heartbeat_s: dict[int, float] = {}

@@ -25,12 +25,11 @@ from ...errors import CoordinationError, RankFailedError
 from ..runtime.engine import offload
 from .calls import Call, RankStatus
 from .failures import Failure
-from .following import FollowerRendezvous
 from .hosts import numbers_in
 from .keys import Keys, StoreLike
 from .member import LEADER, Member
 from .messages import Codec, Nothing, Round, codec
-from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, LeaderRendezvous, Verdict
+from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, FollowerRendezvous, LeaderRendezvous, Verdict
 from .team import Decide, Team
 from .watch import Participation, Watch
 

@@ -31,8 +31,7 @@ from holdfast.storage.format.packed import Compression
 from holdfast.storage.pipeline.capture import TensorChunks, capture_into
 from holdfast.storage.pipeline.chunks import ChunkSource, MemoryChunks
 from holdfast.storage.pipeline.file_chunks import Enclosed, FileChunks, Stretch
-from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter
-from holdfast.storage.pipeline.upload import Opening, writing_order
+from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter, Opening, writing_order
 from holdfast.storage.runtime.buffers import HostBuffer
 from holdfast.storage.runtime.engine import CPU_THREADS, start
 from holdfast.storage.state.flattening.flatten import flatten

@@ -13,11 +13,10 @@ from support.meeting import DEADLINE_S, LOAD, SAVE, Job, everybody, kinds, toget
 
 import holdfast
 from holdfast import errors
-from holdfast.storage.ranks.calls import Call, RankStatus
+from holdfast.storage.ranks.calls import LOGGED, Call, RankStatus, Settled, logged, paired
 from holdfast.storage.ranks.hosts import compressed, numbers_in
 from holdfast.storage.ranks.keys import Keys
 from holdfast.storage.ranks.member import Member
-from holdfast.storage.ranks.pairing import LOGGED, Settled, logged, paired
 from holdfast.storage.ranks.store_team import StoreTeam
 
 pytestmark = pytest.mark.clocked

@@ -20,7 +20,7 @@ from ....planner.windows import Slice, Window, windows
 from ...format.model_folder import ModelFile, ModelTensor
 from ...format.torch_pickle import NEW_DTYPES
 from ...pipeline.flat_reader import FlatRanges
-from ...pipeline.upload import Opening
+from ...pipeline.image_writer import Opening
 from ...runtime.buffers import HostBuffer, host_pool
 from ...runtime.engine import CPU_THREADS, offload
 from ...runtime.executor import Pipeline, Stage

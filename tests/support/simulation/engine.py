@@ -39,7 +39,7 @@ from holdfast.storage.pipeline import (
 )
 from holdfast.storage.protocol import attempt, commit
 from holdfast.storage.protocol import current as committed
-from holdfast.storage.ranks import following, member, rendezvous, store_team
+from holdfast.storage.ranks import member, rendezvous, store_team
 from holdfast.storage.state import plan
 
 from .loop import PROCESS, check_alive
@@ -175,7 +175,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
     yield local, "Threads", _NoThreads
-    for module in (following, member, rendezvous, store_team):
+    for module in (member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
     yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)
 
