@@ -24,9 +24,12 @@ class Stage(StageSpec, Generic[T]):
 
 
 class Pipeline(Generic[T]):
-    """Stages that every job passes in order, within a budget; see :mod:`.scheduler`.
+    """Stages that every job passes in order, within a budget; see :mod:`.scheduler`. Runs once.
     ``release(job)`` is called exactly once for every started job, after its last stage.
-    ``where(job)`` returns the storage location of its stages, for recording."""
+    ``where(job)`` returns the storage location of its stages, for recording.
+
+    A task that has finished a stage continues with the next stage that may start: for small chunks,
+    a task per stage would cost more than the stage."""
 
     def __init__(
         self,
@@ -37,47 +40,35 @@ class Pipeline(Generic[T]):
         release: Callable[[T], None] = lambda job: None,
         where: Callable[[T], Where] = lambda job: NOWHERE,
     ) -> None:
-        self.stages = stages
-        self.budget = budget
-        self.drain = drain
-        self.release = release
-        self.where = where
-
-    async def run(self, jobs: Sequence[T], nbytes: Sequence[int]) -> None:
-        """Run all ``jobs``; ``nbytes`` is each one's share of the budget. After a failure nothing
-        new starts. Running stages still use their buffers, so they are waited for; then the first
-        error is raised. A cancellation cancels the running stages and waits for them, too."""
-        run = _Run(self, jobs)
-        run.begin(run.scheduler.submit(nbytes))
-        if not run.tasks:
-            return
-        cancelled = await wait_out([run.ended], on_cancel=run.cancel)
-        if cancelled is not None:
-            raise cancelled
-        if run.error is not None:
-            raise run.error
-
-
-class _Run(Generic[T]):
-    """One run of a pipeline. A task that has finished a stage continues with the next stage that
-    may start: for small chunks, a task per stage would cost more than the stage."""
-
-    def __init__(self, pipeline: Pipeline[T], jobs: Sequence[T]) -> None:
-        self.scheduler = Scheduler(pipeline.stages, pipeline.budget, drain=pipeline.drain)
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.error: BaseException | None = None
-        self.ended = asyncio.get_running_loop().create_future()
+        self._stages = stages
+        self._release = release
+        self._where = where
+        self._scheduler = Scheduler(stages, budget, drain=drain)
+        self._jobs: Sequence[T] = ()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
         self._cancelled = False
-        self._stages = pipeline.stages
-        self._jobs = jobs
-        self._release = pipeline.release
-        self._where = pipeline.where
         self._recorder = current()
         self._held: dict[int, int] = {}  # by job, the bytes recorded as held
         # Tasks that have not taken their first step yet, with their start instructions.
         self._pending: dict[asyncio.Task[None], Start] = {}
 
-    def begin(self, instructions: Iterable[Instruction]) -> None:
+    async def run(self, jobs: Sequence[T], nbytes: Sequence[int]) -> None:
+        """Run all ``jobs``; ``nbytes`` is each one's share of the budget. After a failure nothing
+        new starts. Running stages still use their buffers, so they are waited for; then the first
+        error is raised. A cancellation cancels the running stages and waits for them, too."""
+        self._jobs = jobs
+        self._ended = asyncio.get_running_loop().create_future()
+        self._execute(self._scheduler.submit(nbytes))
+        if not self._tasks:
+            return
+        cancelled = await wait_out([self._ended], on_cancel=self._cancel)
+        if cancelled is not None:
+            raise cancelled
+        if self._error is not None:
+            raise self._error
+
+    def _execute(self, instructions: Iterable[Instruction]) -> None:
         """Execute the instructions; each start gets its own task."""
         for instruction in instructions:
             if isinstance(instruction, Release):
@@ -87,16 +78,16 @@ class _Run(Generic[T]):
             else:
                 task = asyncio.ensure_future(self._perform(instruction))
                 task.add_done_callback(self._task_ended)
-                self.tasks.add(task)
+                self._tasks.add(task)
                 self._pending[task] = instruction
 
-    def cancel(self) -> None:
+    def _cancel(self) -> None:
         """Start nothing new and cancel running tasks; only once, so that cleanup is undisturbed."""
         if self._cancelled:
             return
         self._cancelled = True
         self._keep_first(asyncio.CancelledError())
-        for task in self.tasks:
+        for task in self._tasks:
             task.cancel()
 
     async def _perform(self, start: Start | None) -> None:
@@ -118,32 +109,32 @@ class _Run(Generic[T]):
         if start.stage == 0:
             self._held[start.job] = where().nbytes
             self._recorder.hold(self._held[start.job])
-        waiting = self.scheduler.waiting(start.stage)
+        waiting = self._scheduler.waiting(start.stage)
         return self._recorder.span(self._stages[start.stage].name, where, waiting)
 
     def _stage_ended(self, job: int) -> Start | None:
         """Execute the scheduler's instructions at the end of a stage of ``job``. Returns the first
         start among them, which the calling task continues with. Returns none while a task of an
         earlier start is pending, because stages may have to begin in order."""
-        if self.error is None:
-            instructions = self.scheduler.done(job)
+        if self._error is None:
+            instructions = self._scheduler.done(job)
         else:  # even if this stage succeeded: after a cancellation nothing new starts
-            instructions = self.scheduler.fail(job)
+            instructions = self._scheduler.fail(job)
         first = None
         if not self._pending:
             first = next((i for i in instructions if isinstance(i, Start)), None)
-        self.begin(i for i in instructions if i is not first)
+        self._execute(i for i in instructions if i is not first)
         return first
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
+        self._tasks.discard(task)
         never_begun = self._pending.pop(task, None)
         if never_begun is not None:  # cancelled before its first step
             self._keep_first(asyncio.CancelledError())
             self._stage_ended(never_begun.job)
-        if not self.tasks and not self.ended.done():
-            self.ended.set_result(None)
+        if not self._tasks and not self._ended.done():
+            self._ended.set_result(None)
 
     def _keep_first(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = error
+        if self._error is None:
+            self._error = error
