@@ -104,30 +104,22 @@ class Watch:
         open_call = None if status is None else status.open_call(self._name)
         names = ", ".join(map(str, stuck[:SHOWN_AT_MOST]))
         names += f" and {len(stuck) - SHOWN_AT_MOST} more" if len(stuck) > SHOWN_AT_MOST else ""
-        waiting = f"waiting for {what}"
+        waiting = f"for {self._silence_s:g} s, waiting for {what}"
         if self._text:
             waiting += f" of the {self._text}"
+        advice = "Look at that rank's log; it died, or hangs."
         if open_call is None:
-            elsewhere = f"; it is in the {status.open[0].text}" if status and status.open else ""
-            message = (
-                f"rank {names} showed no sign of life for {self._silence_s:g} s, "
-                f"{waiting}{elsewhere}"
-            )
+            message = f"rank {names} showed no sign of life {waiting}"
+            if status and status.open:
+                message += f"; it is in the {status.open[0].text}"
             advice = "Look at that rank's log; it died, hangs, or never called the same function."
         elif now_s - self._last[first][2] > self._silence_s / 2:
-            message = f"rank {names} showed no sign of life for {self._silence_s:g} s, {waiting}"
-            advice = "Look at that rank's log; it died, or hangs."
+            message = f"rank {names} showed no sign of life {waiting}"
         elif open_call.waits_for not in (-1, self._rank):
-            message = (
-                f"rank {open_call.waits_for}, for which rank {names} waits ({open_call.what}), "
-            )
-            message += f"has made no progress for {self._silence_s:g} s, {waiting}"
             first = open_call.waits_for
-            advice = "Look at that rank's log; it died, or hangs."
+            message = f"rank {first}, for which rank {names} waits ({open_call.what}), "
+            message += f"has made no progress {waiting}"
         else:
-            message = (
-                f"rank {names} is alive, but has made no progress for {self._silence_s:g} s, "
-                f"{waiting}"
-            )
+            message = f"rank {names} is alive, but has made no progress {waiting}"
             advice = "Look at that rank's log, and at its path to the storage."
         return DeadlineError(message, rank=first, advice=advice)

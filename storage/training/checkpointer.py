@@ -284,12 +284,12 @@ class Checkpointer:
             kept = self._memory is not None and self._memory.due(step)
             due = self._schedule.due(step, self._decisions) and step != self._last
             if due:
-                self._stats.due(step)
+                self._stats.count(due=1)
                 return self._due(step, state, metric)
             if kept and has_joined:
                 return self._keep(step, state)
             if kept:
-                self._stats.missed()
+                self._stats.count(not_kept=1)  # the reason is logged already
             return None
         except CoordinationError as error:  # the ranks could not reach a decision
             self._stats.undecided(step, error, is_counted=due)
@@ -309,7 +309,7 @@ class Checkpointer:
         number = _number_of(metric)
         self._at = step
         self._stats.raise_first(self._on_error)
-        self._stats.due(step)
+        self._stats.count(due=1)
         self._wait_for_room()
         with acting_in(self._group):
             return self._begin(step, state, number)
@@ -423,7 +423,7 @@ class Checkpointer:
         except Exception as error:
             self._stats.not_kept(step, str(error))
             return None
-        self._stats.stalled(time.perf_counter() - began_s)
+        self._stats.count(stalled_s=time.perf_counter() - began_s)
         followed = start(follow_memory(step, handle, self._stats))
         self._keeping.append(PendingSave(step, handle, ended, followed))
         return handle
@@ -523,7 +523,7 @@ class Checkpointer:
         if self._stop_at is not None and step < self._stop_at:
             return False
         if self._stop_at is not None and step != self._last:
-            self._stats.due(step)
+            self._stats.count(due=1)
             self._begin(step, state, _number_of(metric))
         for save in self._pending:
             _settled(save.ended, self._preemption.left_s)

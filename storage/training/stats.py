@@ -66,13 +66,17 @@ class Stats:
         self._not_kept_in_a_row = 0
         self._lock = new_lock()
 
-    def due(self, step: int) -> None:
-        """Count a save of ``step`` as due. Exactly one outcome below follows."""
-        self._add(due=1)
+    def count(self, **more: float) -> None:
+        """Add to counters, by name. Exactly one outcome of a save below follows ``due=1``."""
+        with self._lock:
+            now = self.counters
+            self.counters = replace(
+                now, **{name: getattr(now, name) + value for name, value in more.items()}
+            )
 
     def skipped(self, step: int) -> None:
         """Count a save as skipped because another is in flight."""
-        self._add(skipped=1)
+        self.count(skipped=1)
         _log.warning(
             "step %d: skipped, another save is in flight (%d skipped so far)",
             step,
@@ -81,14 +85,14 @@ class Stats:
 
     def kept(self, step: int) -> None:
         """Count a step as held in keeper memory."""
-        self._add(kept=1)
+        self.count(kept=1)
         with self._lock:
             self._not_kept_in_a_row = 0
 
     def not_kept(self, step: int, why: str) -> None:
         """Count a step that could not be held in keeper memory. Warns of the first one in a row,
         the second, the fourth and so on, since the reason may last."""
-        self._add(not_kept=1)
+        self.count(not_kept=1)
         with self._lock:
             self._not_kept_in_a_row += 1
             in_a_row = self._not_kept_in_a_row
@@ -96,28 +100,20 @@ class Stats:
         so_far = self.counters.not_kept
         _log.log(level, "step %d: not kept in memory (%d so far): %s", step, so_far, why)
 
-    def missed(self) -> None:
-        """Count a step that was not held in keeper memory, for a reason that is already logged."""
-        self._add(not_kept=1)
-
-    def stalled(self, seconds: float) -> None:
-        """Add the time that a call blocked training."""
-        self._add(stalled_s=seconds)
-
     def waited(self, seconds: float) -> None:
         """Count a save that waited for another one."""
-        self._add(waited=1, stalled_s=seconds)
+        self.count(waited=1, stalled_s=seconds)
         _log.info("training waited %.3f s for another save", seconds)
 
     def begun(self, step: int, stalled_s: float, *, queued: bool) -> None:
         """Record that a save is in flight; the call took ``stalled_s`` seconds."""
-        self._add(queued=int(queued), stalled_s=stalled_s)
+        self.count(queued=int(queued), stalled_s=stalled_s)
         _log.info("step %d: saving%s", step, ", after the save in flight" if queued else "")
 
     def saved(self, step: int, report: SaveReport) -> None:
         """Count a committed save. The save itself logs its success."""
         self.durable_step = max(self.durable_step, step)
-        self._add(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
+        self.count(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
 
     def failed(self, step: int, error: BaseException) -> None:
         """Count a failed save. Existing checkpoints are untouched."""
@@ -126,7 +122,7 @@ class Stats:
     def undecided(self, step: int, error: BaseException, *, is_counted: bool) -> None:
         """Count a step without a common decision as a failed save (``is_counted``: as due)."""
         if not is_counted:
-            self.due(step)
+            self.count(due=1)
         self._fail(step, error, is_save=False)
 
     def _fail(self, step: int, error: BaseException, *, is_save: bool) -> None:
@@ -136,12 +132,12 @@ class Stats:
             if is_save and self.counters.saved == 0:
                 self._first_error = self._first_error or error
                 self._unsaved = self._unsaved or error
-        self._add(failed=1)
+        self.count(failed=1)
         _log.warning("step %d: not saved (%d failed so far): %s", step, self.counters.failed, error)
 
     def pruned(self, report: PruneReport) -> None:
         """Count and log deleted checkpoints."""
-        self._add(pruned=len(report.checkpoints))
+        self.count(pruned=len(report.checkpoints))
         if report.checkpoints:
             _log.info("deleted %s", ", ".join(c.path for c in report.checkpoints))
 
@@ -166,13 +162,6 @@ class Stats:
             self._first_error = None
         if error is not None:
             raise error
-
-    def _add(self, **more: float) -> None:
-        with self._lock:
-            now = self.counters
-            self.counters = replace(
-                now, **{name: getattr(now, name) + value for name, value in more.items()}
-            )
 
 
 def log_if_unsaved(pid: int, stats: Stats, on_error: str, uri: str) -> None:
