@@ -206,12 +206,31 @@ class ImageReader:
             deliver(number, HostBuffer.over(piece))
 
         async def read(numbers: range) -> None:
-            delivery = PieceDelivery(numbers, sizes, check_and_deliver)
             start = starts[numbers[0]]
             nbytes = stops[numbers[-1]] - start
+            taken = 0
+            failed: Exception | None = None
+
+            def take(piece: memoryview) -> None:
+                """Deliver a piece; see :data:`TakePiece`. A wrong one would look like damage."""
+                nonlocal taken, failed
+                if failed is not None:
+                    return
+                try:
+                    due_nbytes = sizes[numbers[taken]] if taken < len(numbers) else 0
+                    if len(piece) != due_nbytes:
+                        raise _wrong_piece(taken, len(piece), due_nbytes)
+                    taken += 1
+                    check_and_deliver(numbers[taken - 1], piece)
+                except Exception as error:
+                    failed = error
+
             with self._reading(images[numbers[0]], start, nbytes) as key:
-                await self.driver.read_pieces(key, start, nbytes, delivery.take)
-            delivery.finish()
+                await self.driver.read_pieces(key, start, nbytes, take)
+            if failed is not None:
+                raise failed
+            if taken < len(numbers):
+                raise _wrong_piece(taken, 0, sizes[numbers[taken]])
 
         reads = list(connected_reads(plan, self.manifest.chunk_nbytes))
         traits = self.driver.traits
@@ -383,50 +402,6 @@ def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
         if not is_connected:
             yield range(first, number)
             first = number
-
-
-class PieceDelivery:
-    """Calls ``deliver`` with each read's number and its piece, in order.
-
-    ``numbers`` are the expected reads; ``sizes`` the bytes of each read of the plan.
-    """
-
-    def __init__(
-        self, numbers: range, sizes: Sequence[int], deliver: Callable[[int, memoryview], None]
-    ) -> None:
-        self._numbers = numbers
-        self._sizes = sizes
-        self._deliver = deliver
-        self._taken = 0
-        self._error: Exception | None = None
-
-    def take(self, piece: memoryview) -> None:
-        """Deliver a piece; see :data:`TakePiece`. Does nothing after an error."""
-        if self._error is not None:
-            return
-        try:
-            self._deliver(self._next(len(piece)), piece)
-        except Exception as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Raise the error of ``deliver``, if any; StorageError if the driver's pieces violate
-        its traits."""
-        if self._error is not None:
-            raise self._error
-        if self._taken < len(self._numbers):
-            raise _wrong_piece(self._taken, 0, self._sizes[self._numbers[self._taken]])
-
-    def _next(self, nbytes: int) -> int:
-        """Return the read that a piece of ``nbytes`` fulfils. A wrong piece would look like a
-        damaged file."""
-        due_nbytes = 0
-        if self._taken < len(self._numbers):
-            due_nbytes = self._sizes[self._numbers[self._taken]]
-        if nbytes != due_nbytes:
-            raise _wrong_piece(self._taken, nbytes, due_nbytes)
-        self._taken += 1
-        return self._numbers[self._taken - 1]
 
 
 def _wrong_piece(position: int, nbytes: int, due_nbytes: int) -> StorageError:

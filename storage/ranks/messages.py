@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import io
 import json
 import types
 import typing
@@ -67,24 +68,14 @@ class Round(Generic[S, V]):
         return Round(f"{self.name}/{number}", self.statement, self.verdict)
 
 
-class _Blobs:
+class _Blobs(io.BytesIO):
     """The contents of a message's bytes fields, in order."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._position = 0
-
     def take(self, nbytes: int) -> bytes:
-        end = self._position + nbytes
-        if nbytes < 0 or end > len(self._data):
+        taken = self.read(nbytes)
+        if len(taken) != nbytes:
             raise ValueError("a bytes field is truncated")
-        taken = self._data[self._position : end]
-        self._position = end
         return taken
-
-    def finish(self) -> None:
-        if self._position != len(self._data):
-            raise ValueError(f"{len(self._data) - self._position} bytes belong to no field")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +129,10 @@ class _MessageCodec(Generic[T]):
                 raise ValueError(f"it is not a {self._name}")
             del values[0]
             message = _read_fields(self._kind, self._fields, values, blobs)
-            blobs.finish()
-        except (ValueError, TypeError, RecursionError) as error:
+            left = blobs.read()
+            if left:
+                raise ValueError(f"{len(left)} bytes belong to no field")
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CoordinationError(
                 f"{what} cannot be understood: {error}",
                 advice="Do all ranks run the same version of Holdfast?",

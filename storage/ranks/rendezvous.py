@@ -364,15 +364,10 @@ class FollowerRendezvous:
         self._member = member
         self._call = call
         self._participation = participation
-        self._silence_s = silence_s
         self._grace_s = min(GRACE_S, silence_s / 4)
         self._watch = Watch(member.rank, call.name, str(call), silence_s)
         self._status: RankStatus | None = None  # the leader's, as last seen
         self._passed_s: dict[int, float] = {}  # by number of a failure: when it was first seen
-
-    async def wait_for_leader(self, what: str) -> None:
-        """Wait until the leader is found. Raises DeadlineError, CoordinationError."""
-        await self._member.wait_for_leader(self._silence_s, f"{what} of the {self._call}")
 
     async def answer(self, statement: bytes, what: str) -> Answer:
         """Send ``statement``, and return the leader's answer. Raises CoordinationErrors."""

@@ -86,16 +86,13 @@ class StoreTeam(Team):
 
     @property
     def store_is_lost(self) -> bool:
-        """See :class:`Team`."""
         return self._member.store_lost
 
     def report_progress(self) -> None:
-        """See :class:`Team`."""
         if self._participation is not None:
             self._participation.report_progress()
 
     async def progress_with(self, other: asyncio.Future[None]) -> None:
-        """See :class:`Team`."""
         participation = self._participation
         assert participation is not None
         moved = -1
@@ -111,7 +108,6 @@ class StoreTeam(Team):
         decide: Decide[S, V],
         speakers: Sequence[int] | None = None,
     ) -> V:
-        """See :class:`Team`."""
         if self._answer is None and speakers is not None:
             await self._meet()
         senders = range(self.world) if speakers is None else speakers
@@ -133,7 +129,6 @@ class StoreTeam(Team):
         return verdict
 
     async def gather(self, name: str, kind: Codec[T], ranks: Sequence[int], message: T) -> list[T]:
-        """See :class:`Team`."""
         await self._meet()
         with _span(name):
             if self.rank != ranks[0]:
@@ -146,7 +141,6 @@ class StoreTeam(Team):
     async def all_gather(
         self, name: str, kind: Codec[T], ranks: Sequence[int], message: T
     ) -> list[T]:
-        """See :class:`Team`."""
         await self._meet()
         others = [rank for rank in ranks if rank != self.rank]
         with _span(name):
@@ -157,7 +151,6 @@ class StoreTeam(Team):
         return [by_rank.get(rank, message) for rank in ranks]
 
     async def watch(self, ranks: Sequence[int], what: str) -> NoReturn:
-        """See :class:`Team`."""
         await self._meet()
         watch = self._watch()
         while True:
@@ -194,7 +187,6 @@ class StoreTeam(Team):
             self._member.spawn(self._member.try_to_find_leader(self._silence_s))
 
     async def failure(self) -> CoordinationError | None:
-        """See :class:`Team`."""
         if self._answer is None:
             return None
         failure = await self._call_store(self._failed_in_session)
@@ -202,7 +194,6 @@ class StoreTeam(Team):
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """See :class:`Team`."""
         async with self._member.participating(self._call, self._heartbeat_s) as self._participation:
             try:
                 yield
@@ -232,7 +223,7 @@ class StoreTeam(Team):
             rendezvous = FollowerRendezvous(
                 self._member, self._call, self._participation, self._silence_s
             )
-            await rendezvous.wait_for_leader(what)
+            await self._member.wait_for_leader(self._silence_s, f"{what} of the {self._call}")
             self._sent = True
             answer = await rendezvous.answer(payload, what)
             self._failure_announced = answer.verdict.failure is not None
