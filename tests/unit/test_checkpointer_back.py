@@ -117,24 +117,6 @@ def test_before_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert resumed(tmp_path) == (2, 2.0)
 
 
-def test_going_back_twice_and_forth() -> None:
-    """A run can return to an earlier branch and to an abandoned checkpoint."""
-    uri = fresh_uri()
-    run_of(uri, 1, 2, 3, 4)
-    assert resumed(uri, step=2) == (2, 2.0)
-    run_of(uri, 5, 6, mark=0.5)  # continues the current branch without a resume
-    assert there(uri) == ([1, 2, 5, 6], [3, 4])
-    assert resumed(uri, step=5) == (5, 5.5)
-    assert there(uri) == ([1, 2, 5], [3, 4, 6])
-    assert resumed(uri, step=1) == (1, 1.0)
-    assert there(uri) == ([1], [2, 3, 4, 5, 6])
-    assert resumed(uri, step=4) == (4, 4.0)
-    assert there(uri) == ([1, 2, 3, 4], [5, 6])
-    assert resumed(uri, step=6) == (6, 6.5)
-    assert there(uri) == ([1, 2, 5, 6], [3, 4])
-    assert resumed(uri) == (6, 6.5)
-
-
 def test_same_process_may_go_back(tmp_path: Path) -> None:
     """A running job can go back; its saves in flight end first."""
     with holdfast.Checkpointer(tmp_path, every=1, keep=2, when_busy="queue") as ckpt:

@@ -131,25 +131,6 @@ def test_process_ends_after_its_grace_without_a_step(compiled: bool, tmp_path: P
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.nightly(6)
-def test_idle_checkpointer_delays_the_others_by_its_grace_at_most(tmp_path: Path) -> None:
-    """A Checkpointer that never steps delays the signal; the others have saved, and train on."""
-
-    def work(tell: Tell) -> None:
-        stepped = holdfast.Checkpointer(tmp_path / "a", every=1000, grace_s=30.0)
-        idle = holdfast.Checkpointer(tmp_path / "b", every=1000, grace_s=2.0)
-        for step in range(1, 1000):
-            stepped.step(step, STATE)
-            tell(step)
-            time.sleep(0.02)
-        idle.close()
-
-    status, took_s, told = signalled(work)
-    assert status == -signal.SIGTERM, told
-    assert 1.5 < took_s < 20
-    assert len(steps(tmp_path / "a")) == 1
-
-
 @pytest.mark.nightly(3)
 def test_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     """A second SIGTERM ends the process at once, with any number of Checkpointers."""

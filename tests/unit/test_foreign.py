@@ -93,26 +93,24 @@ class Engine(of_deepspeed("DeepSpeedEngine", nn.Module)):  # type: ignore[misc]
         self.optimizer = ZeroOptimizer()
 
 
-@pytest.mark.parametrize(
-    ("state", "path", "said"),
-    [
-        (lambda: {"nets": [{"a": zero3()}]}, 'state["nets"][0]["a"]["0.weight"]', "ZeRO-3"),
-        (zero3, 'the state["0.weight"]', "ZeRO-3"),
-        (lambda: {"w": [next(zero3().parameters())]}, 'state["w"][0]', "ZeRO-3"),
-        (
-            lambda: {"o": torch.optim.SGD(zero3().parameters(), lr=0.1)},
-            'group 0 in state["o"]',
-            "ZeRO-3",
-        ),
-        (lambda: {"o": ZeroOptimizer()}, 'state["o"]', "optimizer of DeepSpeed"),
-        (lambda: {"o": Wrapper(ZeroOptimizer())}, 'state["o"]', "optimizer of DeepSpeed"),
-        (
-            lambda: {"data": holdfast.PerRank(ZeroOptimizer())},
-            "a PerRank",
-            "optimizer of DeepSpeed",
-        ),
-    ],
-)
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of torch."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+ZERO3, ZERO, MASTER = "ZeRO-3", "optimizer of DeepSpeed", "master copy"
+NOT_SAVED: list[tuple[Callable[[], Any], str, str]] = [
+    (lambda: {"nets": [{"a": zero3()}]}, 'state["nets"][0]["a"]["0.weight"]', ZERO3),
+    (zero3, 'the state["0.weight"]', ZERO3),
+    (lambda: {"w": [next(zero3().parameters())]}, 'state["w"][0]', ZERO3),
+    (lambda: {"o": sgd(zero3())}, 'group 0 in state["o"]', ZERO3),
+    (lambda: {"o": ZeroOptimizer()}, 'state["o"]', ZERO),
+    (lambda: {"o": Wrapper(ZeroOptimizer())}, 'state["o"]', ZERO),
+    (lambda: {"data": holdfast.PerRank(ZeroOptimizer())}, "a PerRank", ZERO),
+]
+
+
+@pytest.mark.parametrize(("state", "path", "said"), NOT_SAVED)
 def test_what_deepspeed_has_partitioned_is_not_saved(
     state: Any, path: str, said: str, tmp_path: Path
 ) -> None:
@@ -128,36 +126,24 @@ def test_what_deepspeed_has_partitioned_is_not_saved(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("state", "path", "said"),
-    [
-        (lambda: {"model": zero3()}, 'state["model"]["0.weight"]', "ZeRO-3"),
-        (lambda: {"model": zero3(gathered=True)}, 'state["model"]["0.weight"]', "ZeRO-3"),
-        (
-            lambda: {"model": nn.Sequential(nn.Linear(2, 2), zero1())},
-            'state["model"]["1.weight"]',
-            "master copy",
-        ),
-        (
-            lambda: {"model": zero1().state_dict(keep_vars=True)},
-            'state["model"]["weight"]',
-            "master copy",
-        ),
-        (
-            lambda: {"o": torch.optim.SGD(zero1().parameters(), lr=0.1)},
-            'group 0 in state["o"]',
-            "master copy",
-        ),
-        (lambda: {"model": Engine()}, 'state["model"]', "master copy"),
-        (lambda: {"o": Wrapper(ZeroOptimizer())}, 'state["o"]', "optimizer of DeepSpeed"),
-        (megatron, 'the state["weight"]', "optimizer of Megatron"),
-        (
-            lambda: {"model": megatron(sharded=True), "o": MegatronOptimizer()},
-            'state["model"]["weight"]',
-            "of Megatron",
-        ),
-    ],
-)
+NOT_LOADED: list[tuple[Callable[[], Any], str, str]] = [
+    (lambda: {"m": zero3()}, 'state["m"]["0.weight"]', ZERO3),
+    (lambda: {"m": zero3(gathered=True)}, 'state["m"]["0.weight"]', ZERO3),
+    (lambda: {"m": nn.Sequential(nn.Linear(2, 2), zero1())}, 'state["m"]["1.weight"]', MASTER),
+    (lambda: {"m": zero1().state_dict(keep_vars=True)}, 'state["m"]["weight"]', MASTER),
+    (lambda: {"o": sgd(zero1())}, 'group 0 in state["o"]', MASTER),
+    (lambda: {"m": Engine()}, 'state["m"]', MASTER),
+    (lambda: {"o": Wrapper(ZeroOptimizer())}, 'state["o"]', ZERO),
+    (megatron, 'the state["weight"]', "optimizer of Megatron"),
+    (
+        lambda: {"m": megatron(sharded=True), "o": MegatronOptimizer()},
+        'state["m"]["weight"]',
+        "of Megatron",
+    ),
+]
+
+
+@pytest.mark.parametrize(("state", "path", "said"), NOT_LOADED)
 def test_what_the_next_step_would_overwrite_is_not_loaded_into(
     state: Any, path: str, said: str, tmp_path: Path
 ) -> None:

@@ -184,47 +184,6 @@ def test_cached_property_works_in_a_child() -> None:
     assert (quick.size, quick.size, quick.computed) == (3, 3, 1)
 
 
-FORKS = """
-import os, random, signal, sys, threading, time, warnings
-warnings.simplefilter("ignore")
-import torch, holdfast
-torch.set_num_threads(1)
-folder, forks = sys.argv[1], int(sys.argv[2])
-state = {"w": torch.ones(1 << 18), "many": {str(i): torch.ones(100) for i in range(30)}, "v": 1}
-stop = threading.Event()
-def saves(number):
-    i = 0
-    while not stop.is_set():
-        holdfast.async_save(f"{folder}/parent{number}-{i % 3}", state, lazy=bool(i % 2)).wait(60)
-        i += 1
-threads = [threading.Thread(target=saves, args=(i,), daemon=True) for i in range(2)]
-[t.start() for t in threads]
-chance, bad = random.Random(int(sys.argv[3])), []
-for i in range(forks):
-    time.sleep(chance.random() * 0.03)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        mine = {"w": torch.full((1000,), float(i))}
-        handle = holdfast.async_save(f"{folder}/child{i}", mine, lazy=True)
-        holdfast.fence()
-        handle.wait(15)
-        os._exit(0 if torch.equal(holdfast.load(f"{folder}/child{i}")["w"], mine["w"]) else 3)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code: bad.append((i, code))
-stop.set()
-[t.join() for t in threads]
-holdfast.save(f"{folder}/last", state)
-sys.exit(str(bad) if bad else 0)
-"""
-
-
-@pytest.mark.nightly(8)
-def test_forks_at_random_moments_of_saves(tmp_path: Path, seed: int) -> None:
-    """Every child saves and loads, even if forked while Holdfast is being imported."""
-    assert run(FORKS, tmp_path, 25, seed) == ""
-
-
 def test_child_cannot_wait_for_a_save_of_its_parent(serve: Serve) -> None:
     """Waiting for a parent's save is an error, unless the save has ended."""
     ended = holdfast.async_save(fresh_uri(), STATE)

@@ -244,11 +244,9 @@ class Averages:
         self.of = {name: torch.zeros(1 << 20) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Its tensors."""
         return dict(self.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the given entries."""
         self.of |= state
 
 
@@ -274,7 +272,6 @@ class Replaced(MemoryDriver):
         self.reads = 0
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        """As ever, until the third time."""
         self.reads += 1
         new, self.new = (None, self.new) if self.reads < 3 else (self.new, None)
         if new is not None:

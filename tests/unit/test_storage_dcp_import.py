@@ -4,7 +4,6 @@ pickle asks for."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import math
 import pickle
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.bits import difference, fresh_uri, random_bits
 from support.given import Serve
 from support.importing import LAUGHS, Canary, imported, noted, objects_at
@@ -262,26 +259,6 @@ def test_cut_or_exchanged_files_are_damage(tmp_path: Path, numel: int) -> None:
     file.unlink()
     with pytest.raises(holdfast.NotFoundError):
         imported(tmp_path / "a")
-
-
-@pytest.mark.nightly(6)
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250
-)
-@given(st.data())
-def test_any_damage_ends_well(tmp_path: Path, data: st.DataObject) -> None:
-    """Damage is an error of ours, or leaves a whole checkpoint: elements have no checksum."""
-    if not (tmp_path / "dcp").exists():
-        saved({"w": torch.ones(3, 5), "v": [1, {"a": 2}]}, tmp_path / "dcp")
-    name = data.draw(st.sampled_from(sorted(p.name for p in (tmp_path / "dcp").iterdir())))
-    good = (tmp_path / "dcp" / name).read_bytes()
-    damaged = bytearray(good)
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    (tmp_path / "dcp" / name).write_bytes(damaged)
-    with contextlib.suppress(holdfast.HoldfastError):
-        imported(tmp_path / "dcp")
-    (tmp_path / "dcp" / name).write_bytes(good)
 
 
 @pytest.mark.parametrize("numel", [3, 100_000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bits import fresh_uri
 from support.clock import run_virtual
-from support.drivers import HookedDriver
+from support.drivers import HookedDriver, storage_at
 from support.flaky import Flaky
 from support.given import Serve
 from support.inside import clean_up_within
-from support.ranks import as_ranks
+from support.ranks import BUDGET_NBYTES, as_ranks
 
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.clocked
 URI = "memory://deadline"
 SLOWLY = f"{URI}?faults=delay:1,delay_s:600"
 OLD, NEW = {"x": torch.arange(1000)}, {"x": torch.arange(1000) * 2}
-BUDGET_NBYTES = 64 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -171,9 +170,6 @@ def test_one_rank_that_is_late_ends_the_save_on_all() -> None:
     assert "not committed within 0.3 s" in first.message
 
 
-_numbers = itertools.count()
-
-
 class _Silent(MemoryDriver):
     """A storage that answers no write before ``answers`` is set."""
 
@@ -192,7 +188,7 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(
     world: int, alike: bool
 ) -> None:
     """Ranks agree and copy their states while the storage is silent."""
-    place = f"silent-{next(_numbers)}"
+    place = fresh_uri().removeprefix("memory://")
 
     async def run() -> None:
         answers = asyncio.Event()
@@ -246,7 +242,7 @@ def test_requests_that_do_not_depend_on_each_other_are_under_way_at_once(
     bounded: bool, begins: int
 ) -> None:
     """A save waits for as few round trips as its order of requests allows."""
-    place = MemoryDriver(f"rounds-{next(_numbers)}")
+    place = storage_at(fresh_uri())
     place.traits = replace(place.traits, bounded=bounded)
     uploads = 4  # begun, written twice, ended
     ends = 6

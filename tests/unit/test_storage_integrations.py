@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.bits import fresh_uri
+import torch.distributed.checkpoint as dcp
+from support.bits import difference, flip, fresh_uri, image_in
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    WriteItem,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
+from holdfast.errors import (
+    DamagedError,
+    MismatchError,
+    ReplacedError,
+    StateError,
+)
+from holdfast.storage.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.storage.integrations.doors import Door, RunFolder
 from holdfast.storage.integrations.newest import newest_checkpoint
 from holdfast.storage.integrations.value_conversion import from_stored, to_stored
@@ -159,3 +184,283 @@ def test_remove_at_the_root_of_a_storage() -> None:
     holdfast.save("memory://removed", {"w": torch.ones(2)})
     assert remove("memory://removed")
     assert holdfast.list_checkpoints("memory://removed") == []
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after one step."""
+    model = torch.nn.Linear(5, 3)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def full_state() -> dict[str, Any]:
+    """Return all kinds of tensors and values, in containers that DCP and Holdfast name differently."""
+    model, optim = trained()
+    t = torch.arange(12.0).reshape(3, 4)
+    return {
+        "model": dict(model.state_dict()),
+        "optim": optim.state_dict(),
+        "plain": [1, 2, (3,)],
+        "mixed": [t, {"a": 1}, t + 1],
+        "tuple": (t + 2, 5, {"x": None}),
+        "array": np.arange(3),
+        "none": None,
+        "text": "x",
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "turned": (t + 4).T,
+        "half": t.bfloat16(),
+        "nested": [[1], [2.5, True]],
+        "no_items": [],
+        "bytes": b"\x00\x01",
+        "dtype": torch.float16,
+    }
+
+
+def emptied(value: Any) -> Any:
+    """Return the same tensors and containers with other contents."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, 77)
+    if isinstance(value, dict):
+        return {key: emptied(item) for key, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, dict | torch.Tensor) for item in value):
+        return [emptied(item) for item in value]
+    return "nothing yet"
+
+
+def built(uri: Path) -> dict[str, Any]:
+    """Return the state that DCP makes from the checkpoint alone."""
+    made: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(made, HoldfastReader(uri), no_dist=True, planner=planner)
+    return made
+
+
+def cause_of(call: Callable[[], object]) -> BaseException:
+    """Return the error that a call of DCP fails with."""
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    ((error, _),) = caught.value.failures.values()
+    return error
+
+
+def test_partial_load(tmp_path: Path) -> None:
+    """A name that is not in the checkpoint is an error, unless DCP allows it."""
+    holdfast.save(tmp_path / "c", {"a": torch.ones(2), "unused": 1})
+    into = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    reader = HoldfastReader(tmp_path / "c")
+    error = cause_of(lambda: dcp.load(into, storage_reader=reader))
+    assert "Missing key in checkpoint state_dict: b" in str(error)
+    dcp.load(into, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert difference({"a": torch.ones(2), "b": torch.zeros(2)}, into) is None
+
+
+class RenamingPlanner(DefaultLoadPlanner):
+    """Loads ``old.x`` as ``x``."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        names = self.metadata.state_dict_metadata
+        renamed = {name.removeprefix("old."): each for name, each in names.items()}
+        self.metadata = Metadata(renamed, self.metadata.planner_data)
+        plan = super().create_local_plan()
+        for number, item in enumerate(plan.items):
+            index = replace(item.storage_index, fqn=f"old.{item.storage_index.fqn}")
+            plan.items[number] = replace(item, storage_index=index)
+        return plan
+
+
+def test_planner_may_rename(tmp_path: Path) -> None:
+    """The plan's storage index names the stored item."""
+    holdfast.save(tmp_path / "c", {"old": {"w": torch.arange(6.0), "lr": 0.5}})
+    into = {"w": torch.zeros(6), "lr": 0.0}
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c"), planner=RenamingPlanner())
+    assert difference({"w": torch.arange(6.0), "lr": 0.5}, into) is None
+
+
+def test_another_dtype_is_refused_unless_cast(tmp_path: Path) -> None:
+    """DCP's own reader would cast 1e20 to infinity without a word."""
+    holdfast.save(tmp_path / "c", {"w": torch.tensor([0.5, 1e20])})
+    into = {"w": torch.zeros(2, dtype=torch.float16)}
+    reader = HoldfastReader(tmp_path / "c")
+    error = cause_of(lambda: dcp.load(into, storage_reader=reader))
+    assert isinstance(error, MismatchError)
+    assert "w: dtype float32 in the checkpoint, float16 in the state" in str(error)
+    assert into["w"].tolist() == [0, 0]
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c", cast=True))
+    assert into["w"].tolist() == [0.5, float("inf")]
+
+
+def test_flipped_byte_is_an_error(tmp_path: Path) -> None:
+    """Damage raises an error in DCP's load."""
+    holdfast.save(tmp_path / "c", {"w": torch.zeros(1000)})
+    image = image_in(tmp_path / "c")
+    flip(image, image.read_bytes().index(b"}") + 3000)
+    reader = HoldfastReader(tmp_path / "c")
+    error = cause_of(lambda: dcp.load({"w": torch.zeros(1000)}, storage_reader=reader))
+    assert isinstance(error, DamagedError)
+
+
+def test_replaced_checkpoint_is_never_mixed(tmp_path: Path) -> None:
+    """A replacement is noticed between metadata and data, and between two ranks."""
+    holdfast.save(tmp_path / "c", {"w": torch.zeros(10)})
+    reader = HoldfastReader(tmp_path / "c")
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({"w": torch.zeros(10)}, reader.read_metadata(), True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    holdfast.save(tmp_path / "c", {"w": torch.ones(10)})
+    with pytest.raises(ReplacedError, match="while it was being read"):
+        reader.read_data(plan, planner)
+    other = HoldfastReader(tmp_path / "c")
+    with pytest.raises(ReplacedError, match="while ranks began"):
+        reader.prepare_global_plan([plan, other.prepare_local_plan(LoadPlan([]))])
+
+
+def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    """The error names the place; the storage recognises URIs."""
+    reader = HoldfastReader("memory://nowhere")
+    error = cause_of(
+        lambda: dcp.load(
+            {"w": torch.zeros(1)}, storage_reader=reader, checkpoint_id=str(tmp_path / "gone")
+        )
+    )
+    assert "nothing is committed here" in str(error)
+    assert "gone" in str(error)
+    assert HoldfastReader.validate_checkpoint_id("s3://bucket/run")
+    assert not HoldfastReader.validate_checkpoint_id("s3:/bucket")
+
+
+def as_dcp_builds(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with text keys of an optimizer's parameters, and without strides."""
+    expected = copy.deepcopy(state)
+    expected["optim"]["state"] = {
+        str(key): item for key, item in expected["optim"]["state"].items()
+    }
+    expected["turned"] = expected["turned"].contiguous()
+    return expected
+
+
+def test_checkpoint_id_of_the_call_takes_precedence(tmp_path: Path) -> None:
+    """One writer serves many saves, and one reader many loads."""
+    writer = HoldfastWriter("memory://nowhere", compression="lz4")
+    reader = HoldfastReader("memory://nowhere")
+    for step in range(3):
+        state = {"w": torch.full((5000,), step), "step": step}
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(tmp_path / f"{step}"))
+        into = {"w": torch.zeros(5000, dtype=torch.int64), "step": -1}
+        dcp.load(into, storage_reader=reader, checkpoint_id=str(tmp_path / f"{step}"))
+        assert difference(state, into) is None
+    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [0, 1, 2]
+    assert writer.checkpoint_id == reader.checkpoint_id == str(tmp_path / "2")
+    with holdfast.open(tmp_path / "2") as c:
+        assert c.compression == "lz4"
+
+
+class Settings:
+    """An object that only pickle could store."""
+
+    depth = 3
+
+
+def test_opaque_values_need_consent_on_both_sides(tmp_path: Path) -> None:
+    """Opaque values are saved, as bytes, and unpickled by DCP only if allowed."""
+    state = {"hp": {"deep": [1, Settings()]}, "w": torch.ones(3)}
+    error = cause_of(lambda: dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c")))
+    assert isinstance(error, StateError)
+    assert 'state["hp"]["deep"][1] is a' in str(error)
+    assert "allow_opaque=True" in str(error)
+    assert not (tmp_path / "c").exists()
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c", allow_opaque=True))
+    kept = holdfast.load(tmp_path / "c")["hp"]["deep"]
+    assert list(kept) == ["holdfast.opaque"]
+    assert kept["holdfast.opaque"].dtype == torch.uint8
+    into = {"hp": {"deep": None}, "w": torch.zeros(3)}
+    refusing = HoldfastReader(tmp_path / "c")
+    error = cause_of(lambda: dcp.load(into, storage_reader=refusing))
+    assert isinstance(error, StateError)
+    assert "'hp.deep' is stored as opaque bytes" in str(error)
+    dcp.load({"w": into["w"]}, storage_reader=refusing)  # the rest can be had
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c", allow_opaque=True))
+    assert into["hp"]["deep"][1].depth == 3
+
+
+class HalvingPlanner(DefaultSavePlanner):
+    """Stores tensors in half precision, and serializes values in its own way if asked."""
+
+    secretive = False
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, torch.Tensor):
+            return object.half()
+        if self.secretive:
+            return io.BytesIO(repr(object).encode())
+        return super().transform_object(write_item, object)
+
+
+def test_planner_may_transform(tmp_path: Path) -> None:
+    """Transformed tensors are stored; unchanged values are stored plain, others need consent."""
+    state = {"w": torch.ones(3), "lr": 0.5}
+    dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c"), planner=HalvingPlanner())
+    stored = holdfast.load(tmp_path / "c")
+    assert difference({"w": torch.ones(3).half(), "lr": 0.5}, stored) is None
+    planner = HalvingPlanner()
+    planner.secretive = True
+    writer = HoldfastWriter(tmp_path / "d")
+    error = cause_of(lambda: dcp.save(state, storage_writer=writer, planner=planner))
+    assert 'state["lr"] is available only as serialized by the planner' in str(error)
+    writer = HoldfastWriter(tmp_path / "d", allow_opaque=True)
+    dcp.save(state, storage_writer=writer, planner=planner)
+    opaque = holdfast.load(tmp_path / "d")["lr"]["holdfast.opaque"]
+    assert opaque.numpy().tobytes() == b"0.5"
+
+
+@pytest.mark.parametrize("by_dcp", [False, True])
+def test_either_loads_what_either_saves(tmp_path: Path, by_dcp: bool) -> None:
+    """DCP fills or builds what either has saved; Holdfast loads and verifies the same."""
+    state = full_state() | {"step": 7}
+    if by_dcp:
+        metadata = dcp.save(state, storage_writer=HoldfastWriter(tmp_path / "c"))
+        assert metadata.storage_meta.checkpoint_id == f"file://{tmp_path}/c"
+        assert difference(as_dcp_builds(state), holdfast.load(tmp_path / "c")) is None
+    else:
+        holdfast.save(tmp_path / "c", state)
+    into = emptied(state)
+    weight = into["model"]["weight"]
+    dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c"))
+    assert difference(state, into) is None
+    assert into["model"]["weight"] is weight
+    assert difference(as_dcp_builds(state), built(tmp_path / "c")) is None
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.step == 7
+        assert c.verify().ok
+
+
+def test_tied_tensors(tmp_path: Path) -> None:
+    """A lone rank stores tied tensors once; stored values that differ cannot fill one tensor."""
+    t = torch.arange(1000.0)
+    dcp.save({"a": t, "b": t}, storage_writer=HoldfastWriter(tmp_path / "c"))
+    with holdfast.open(tmp_path / "c") as c:
+        assert c.nbytes == t.nbytes
+    one = t * 0
+    dcp.load({"a": one, "b": one}, storage_reader=HoldfastReader(tmp_path / "c"))
+    assert torch.equal(one, t)
+    holdfast.save(tmp_path / "d", {"a": t, "b": t + 1})
+    reader = HoldfastReader(tmp_path / "d")
+    error = cause_of(lambda: dcp.load({"a": one, "b": one}, storage_reader=reader))
+    assert isinstance(error, MismatchError)
+
+
+def test_names_without_paths_are_keys(tmp_path: Path) -> None:
+    """A planner that does not flatten records no paths, and its names may have dots."""
+    state = {"a.b": torch.arange(3.0), "c": {"d": 1, "e": (torch.ones(2),)}}
+    dcp.save(
+        state,
+        storage_writer=HoldfastWriter(tmp_path / "c"),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )
+    assert difference(state, holdfast.load(tmp_path / "c")) is None

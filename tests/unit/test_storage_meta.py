@@ -29,7 +29,6 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply all layers."""
         x = self.norm(self.second(self.first(x)))
         return x + self.table.to(x.device)
 

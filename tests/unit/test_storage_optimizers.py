@@ -195,7 +195,6 @@ def test_state_of_another_form_is_refused(stored: object) -> None:
 
     class Listed(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
-            """Return a state dict whose state is no mapping."""
             return {"state": stored, "param_groups": [{"lr": 0.5, "params": [0]}]}
 
     net = nn.Linear(3, 3)

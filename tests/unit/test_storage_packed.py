@@ -208,6 +208,27 @@ def test_an_unknown_version_or_compression_is_not_guessed() -> None:
             holdfast.open(to)
 
 
+class Forged:
+    """A compressed checkpoint whose first image gets another index, with a right checksum."""
+
+    def __init__(self) -> None:
+        self.tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
+        self.key, m = min(key for key in self.tiny.files if key != MANIFEST_KEY), self.tiny.manifest
+        geometry = (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes)
+        self.file = self.tiny.files[self.key]
+        self.cut = len(self.file) - index_nbytes(*geometry)
+        self.index = Index.decode(self.file[self.cut :], *geometry)
+        self.sizes = self.index.sizes.copy()
+
+    def check(self, data: bytes, says: str, **changes: Any) -> None:
+        """Put the data, and behind it the index with the changes: a load says what is wrong."""
+        index = replace(self.index, sizes=self.sizes, **changes)
+        self.tiny.put(self.key, data + index.encode())
+        with pytest.raises(holdfast.DamagedError, match=says) as caught:
+            holdfast.load(self.tiny.uri)
+        assert caught.value.key == self.key
+
+
 Rewrite = Callable[[np.ndarray], None]
 
 
@@ -242,42 +263,24 @@ def move(nbytes: int) -> Rewrite:
 )
 def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:
     """Impossible or inconsistent sizes in an index with a right checksum are damage."""
-    tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
-    key, m = min(key for key in tiny.files if key != MANIFEST_KEY), tiny.manifest
-    geometry = (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes)
-    cut = len(tiny.files[key]) - index_nbytes(*geometry)
-    index = Index.decode(tiny.files[key][cut:], *geometry)
-    sizes = index.sizes.copy()
-    rewrite(sizes)
-    tiny.put(key, tiny.files[key][:cut] + replace(index, sizes=sizes).encode())
-    with pytest.raises(holdfast.DamagedError, match=says) as caught:
-        holdfast.load(tiny.uri)
-    assert caught.value.key == key
-    with holdfast.open(tiny.uri) as c:
+    forged = Forged()
+    rewrite(forged.sizes)
+    forged.check(forged.file[: forged.cut], says)
+    with holdfast.open(forged.tiny.uri) as c:
         assert not c.verify().ok
 
 
 @pytest.mark.parametrize("nbytes", [0, 4095, 4097, 900_000])
 def test_a_block_of_another_size_is_refused(nbytes: int) -> None:
     """A block that unpacks to less or more than its size is damage, despite right checksums."""
-    tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
-    key, m = min(key for key in tiny.files if key != MANIFEST_KEY), tiny.manifest
-    geometry, whole = (
-        (int(m.images.hashed_nbytes[0]), m.chunk_nbytes, m.block_nbytes),
-        tiny.files[key],
-    )
-    cut = len(whole) - index_nbytes(*geometry)
-    index = Index.decode(whole[cut:], *geometry)
+    forged = Forged()
     bomb = lz4.block.compress(bytes(nbytes), store_size=False)
-    chunk, start, stop = bomb.ljust(4096, b"\0"), *index.chunk_start[-2:].tolist()
+    chunk, start, stop = bomb.ljust(4096, b"\0"), *forged.index.chunk_start[-2:].tolist()
     assert len(chunk) == stop - start == 4096
-    sizes, digests = index.sizes.copy(), index.digests.copy()
-    sizes[-1], digests[-1] = len(bomb), np.frombuffer(digest(chunk), np.uint8)
-    forged = replace(index, sizes=sizes, digests=digests).encode()
-    tiny.put(key, whole[:start] + chunk + whole[stop:cut] + forged)
-    with pytest.raises(holdfast.DamagedError, match="cannot be unpacked") as caught:
-        holdfast.load(tiny.uri)
-    assert caught.value.key == key
+    digests = forged.index.digests.copy()
+    forged.sizes[-1], digests[-1] = len(bomb), np.frombuffer(digest(chunk), np.uint8)
+    data = forged.file[:start] + chunk + forged.file[stop : forged.cut]
+    forged.check(data, "cannot be unpacked", digests=digests)
 
 
 def test_what_hands_over_what_it_reads_counts_twice() -> None:

@@ -31,40 +31,6 @@ def store() -> Any:
     return dist.HashStore()
 
 
-@pytest.mark.nightly(13)
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("late_s", [-0.3, 0.3], ids=["first", "last"])
-def test_an_error_that_one_rank_alone_sees_is_told_at_once_and_the_next_call_works(
-    failing: int, late_s: float, store: Any
-) -> None:
-    """It may fail before or after the others arrive."""
-
-    async def main() -> None:
-        job = Job(store, 3)
-        await job.all(SAVE)
-        for again in (SAVE, Call("save", "file:///a", 2), SAVE):
-            began_s = time.monotonic()
-
-            async def fails() -> None:
-                await asyncio.sleep(max(0.0, late_s))
-                await job.fails(failing, SAVE)
-
-            outcomes = await together(
-                *(
-                    fails() if rank == failing else job.calls(rank, SAVE, late_s=max(0.0, -late_s))
-                    for rank in range(3)
-                )
-            )
-            assert time.monotonic() - began_s < AT_ONCE_S
-            own = outcomes.pop(failing)
-            assert isinstance(own, holdfast.StateError)
-            assert kinds(outcomes) == [(errors.RankFailedError, failing)] * 2
-            assert all("cannot be saved" in str(error) for error in outcomes)
-            await job.all(again)
-
-    asyncio.run(main())
-
-
 @pytest.mark.nightly(10)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.bits import difference, fresh_uri, plain
 from support.copies import run
 from support.drivers import storage_at
-from support.ranks import as_ranks, load_as_ranks, save_as_ranks
+from support.ranks import BUDGET_NBYTES, as_ranks, load_as_ranks, save_as_ranks
 from support.wrapped import Given
 from torch import nn
 
@@ -37,7 +37,6 @@ from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import plan_image
 
-BUDGET_NBYTES = 64 << 20
 WORLD = 4
 
 

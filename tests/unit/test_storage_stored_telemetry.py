@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gzip
-import itertools
 import json
 import logging
 import random
@@ -16,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.drivers import HookedDriver
+from support.bits import fresh_uri
+from support.drivers import HookedDriver, storage_at
 from support.ranks import as_ranks
 from support.recorded import CHUNKS, NBYTES, record, save_of, stage
 
@@ -24,7 +24,6 @@ import holdfast
 from holdfast.core.histogram import BUCKETS, bucket_of
 from holdfast.core.spans import Recorder, SlowOperation, StageReport, recording
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.errors import NotFoundError, TelemetryError
 from holdfast.storage.format.save_telemetry import (
     RECORD_NBYTES_MAX,
@@ -45,15 +44,13 @@ from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime.engine import run
 from holdfast.storage.state.flattening.flatten import flatten
 
-_numbers = itertools.count()
-
 STATE = {"w": torch.arange(9.0), "step": 7}
 
 
 @pytest.fixture
 def uri() -> str:
     """Nothing is there yet."""
-    return f"memory://stored-telemetry-{next(_numbers)}"
+    return fresh_uri()
 
 
 def telemetry_of(uri: str | Path) -> SaveTelemetry | None:
@@ -81,7 +78,7 @@ async def recorded_save(driver: Driver, team: Team | None = None, state: Any = N
 def saved_by_ranks(world: int, late: int, slow: int = -1) -> SaveTelemetry:
     """Return the telemetry of a save of ``world`` ranks, of which one calls late, and one is slow
     to commit its image."""
-    place = f"ranks-{next(_numbers)}"
+    uri = fresh_uri()
 
     async def act(team: StoreTeam) -> None:
         async def delay(operation: str, key: str) -> None:
@@ -90,11 +87,11 @@ def saved_by_ranks(world: int, late: int, slow: int = -1) -> SaveTelemetry:
 
         if team.rank == late:
             await asyncio.sleep(0.5)
-        driver = HookedDriver(MemoryDriver(place), before=delay)
+        driver = HookedDriver(storage_at(uri), before=delay)
         await recorded_save(driver, team, {"own": torch.full((9,), float(team.rank))})
 
     assert as_ranks(world, act) == [None] * world
-    return found(f"memory://{place}")
+    return found(uri)
 
 
 def test_a_checkpoint_says_where_the_time_of_its_save_went(uri: str) -> None:
@@ -176,7 +173,7 @@ def test_a_save_does_not_fail_for_it(
 ) -> None:
     """Failing or silent storage of telemetry only logs a warning."""
     monkeypatch.setattr(limits, "TELEMETRY_S", 0.2)
-    driver = MemoryDriver(f"failing-{next(_numbers)}")
+    driver = storage_at(fresh_uri())
     with caplog.at_level(logging.WARNING, "holdfast"):
         attempt = run(recorded_save(HookedDriver(driver, before=put_failing(failure))))
     assert "is not stored" in caplog.text

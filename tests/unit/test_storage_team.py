@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support import meeting
 from support.meeting import RAW, Act, Job, joined, raw, stating
-from support.ranks import as_ranks
+from support.ranks import BUDGET_NBYTES, as_ranks
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import holdfast
@@ -304,9 +304,6 @@ def test_a_store_that_goes_away_is_a_coordination_error(store: Any) -> None:
     raised = together(Dead(), [stating("r")] * 2)
     assert [type(e) for e in raised] == [errors.CoordinationError] * 2
     assert [e.rank for e in raised] == [0, 1]
-
-
-BUDGET_NBYTES = 64 << 20
 
 
 def saved(drivers: list[Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import re
@@ -17,19 +16,18 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, generate_latest
+from support.bits import fresh_uri
+from support.drivers import storage_at
 from support.ranks import as_ranks, load_as_ranks, save_as_ranks
 
 import holdfast
 from holdfast.core.spans import Recorder, StageReport, Summary, recording
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.integrations.opentelemetry import export_spans
 from holdfast.storage.integrations.prometheus import export_metrics
 from holdfast.storage.integrations.scalars import log_scalars
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flattening.flatten import flatten
-
-_numbers = itertools.count()
 
 SAVING = ["flatten", "wait", "plan", "begin", "capture", "open", "hash", "write", "upload_commit"]
 COMMITTING = ["merge", "manifest", "settle"]
@@ -41,7 +39,7 @@ NBYTES = 3 << 24
 @pytest.fixture
 def uri() -> str:
     """Nothing is there yet."""
-    return f"memory://telemetry-{next(_numbers)}"
+    return fresh_uri()
 
 
 @pytest.fixture
@@ -163,7 +161,7 @@ def test_what_a_rate_holds_back_is_counted(uri: str) -> None:
 
 def rank_summaries(world: int, late: int) -> list[Summary]:
     """Return the records of the ranks of a save; ``late`` was slow to come to its first round."""
-    place = f"late-{next(_numbers)}"
+    uri = fresh_uri()
 
     async def act(team: StoreTeam) -> Summary:
         recorder = Recorder(team.rank)
@@ -171,7 +169,7 @@ def rank_summaries(world: int, late: int) -> list[Summary]:
             if team.rank == late:
                 await asyncio.sleep(0.3)
             flat = flatten({"own": torch.full((9,), float(team.rank))})
-            await run_save(MemoryDriver(place), team, SaveJob(flat, None, 64 << 20))
+            await run_save(storage_at(uri), team, SaveJob(flat, None, 64 << 20))
         return recorder.summary()
 
     return as_ranks(world, act)
@@ -194,7 +192,7 @@ def test_rounds_name_the_rank_that_came_last() -> None:
 def test_what_ranks_exchange_is_counted(apart: bool) -> None:
     """Each byte is read by one rank and received by the other."""
     weights = torch.arange(1 << 22, dtype=torch.int32)
-    driver = MemoryDriver(f"exchange-{next(_numbers)}")
+    driver = storage_at(fresh_uri())
     save_as_ranks(driver, [{"w": weights}, {"w": weights}])
     recorder = Recorder()
     into = [{"w": torch.zeros_like(weights)} for _ in range(2)]

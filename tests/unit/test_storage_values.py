@@ -100,20 +100,6 @@ def test_names_are_kept_whatever_they_are() -> None:
         assert [c.read(name).item() for name in NAMES] == list(range(len(NAMES)))
 
 
-def test_keys_keep_their_type() -> None:
-    """Dict keys may be text, numbers, booleans and None; each comes back as what it was."""
-    keys = [0, 1, -7, 10**30, 1.5, -0.0 + 1e22, math.inf, None, "text"]
-    state = {
-        "tensors": {key: torch.tensor(i) for i, key in enumerate(keys)},
-        "values": {**dict(zip(keys, range(len(keys)), strict=True)), "0": ("the text, not " "the number")},
-        "containers": {key: {"t": torch.tensor(i), "v": i} for i, key in enumerate(keys)},
-        "booleans": {True: torch.tensor(1), False: torch.tensor(0)}, "more": {True: 1, False: {}},
-    }  # fmt: skip
-    loaded = saved_and_loaded(state)
-    assert difference(state, loaded) is None
-    assert [type(key) for key in loaded["booleans"]] == [bool, bool]
-
-
 def test_containers_keep_their_kind() -> None:
     """Dicts, lists and tuples come back as such; mappings of unknown types as dicts."""
     state = {
