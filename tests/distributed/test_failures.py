@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference
+from support.copies import steps_at
 from support.killed_jobs import EVERY, losses_of, run_until_killed
 from support.rank_processes import Gone, RankProcesses, errors
-from support.rank_tasks import halting_save, hide_folder, interrupted_save, save_with, unsavable
-from support.rank_tasks import damaged_run, skewed_run, stopped_run, timed_run
+from support.rank_tasks import (
+    damaged_run,
+    halting_save,
+    hide_folder,
+    interrupted_save,
+    save_with,
+    skewed_run,
+    stopped_run,
+    timed_run,
+    unsavable,
+)
 
 import holdfast
 
@@ -155,18 +165,13 @@ def test_a_killed_job_ends_in_another_layout_as_if_it_had_never_stopped(
         assert last.step == 3 * EVERY
 
 
-def steps(uri: Path) -> list[int | None]:
-    """Return the stored steps."""
-    return [c.step for c in holdfast.list_checkpoints(uri)]
-
-
 def test_a_save_is_skipped_by_all_or_by_none(ranks: RankProcesses, tmp_path: Path) -> None:
     """All ranks skip the same saves, even if one learns later that the last save has ended."""
     for slow in (0, 2):
         found = ranks.run(skewed_run, str(tmp_path / str(slow)), slow)
         begun = found[0][0]
         assert [b for b, _ in found] == [begun] * 4
-        assert steps(tmp_path / str(slow)) == begun
+        assert steps_at(tmp_path / str(slow)) == begun
         counts = [(c["due"], c["saved"], c["skipped"], c["failed"]) for _, c in found]
         assert counts == [(12, len(begun), 12 - len(begun), 0)] * 4
         assert len(begun) < 12 or slow != 0
@@ -178,7 +183,7 @@ def test_time_is_up_for_all_at_the_same_step(ranks: RankProcesses, tmp_path: Pat
     begun = found[0][0]
     assert [b for b, _ in found] == [begun] * 4
     assert len(begun) > 1
-    assert steps(tmp_path) == begun
+    assert steps_at(tmp_path) == begun
     assert [c["failed"] for _, c in found] == [0] * 4
 
 
@@ -193,7 +198,7 @@ def test_all_save_the_same_step_before_they_stop(ranks: RankProcesses, tmp_path:
     """After SIGTERM all ranks save the latest step that any of them has reached."""
     found = ranks.run(stopped_run, str(tmp_path), [3, 5, 4, 3])
     assert [(step, stop) for step, stop, _ in found] == [(5, [signal.SIGTERM])] * 4
-    assert steps(tmp_path) == [5]
+    assert steps_at(tmp_path) == [5]
     with holdfast.open(tmp_path / "step-00000005") as checkpoint:
         assert checkpoint.verify().ok
     assert [c["saved"] for _, _, c in found] == [1] * 4
@@ -211,4 +216,4 @@ def test_a_rank_that_is_not_told_to_stop_is_not_waited_for_forever(
         [signal.SIGTERM],
         [signal.SIGTERM],
     ]
-    assert steps(tmp_path) == []
+    assert steps_at(tmp_path) == []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.bits import difference
+from support.importing import built_by_dcp
 from support.jobs import fsdp_train
 from support.rank_processes import RankProcesses
 from support.rank_tasks import (
@@ -31,8 +31,6 @@ from support.wrapped import (
     wrapped_save,
 )
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast.storage.integrations.dcp import HoldfastReader
@@ -117,8 +115,7 @@ def test_lists_of_all_ranks_are_dealt_out_anew(ranks: RankProcesses, tmp_path: P
     assert holdfast.load(uri)["split"]["of"] == everyone
     holdfast.export(uri, tmp_path / "dcp", format="dcp")
     for reader in (HoldfastReader(uri), FileSystemReader(tmp_path / "dcp")):
-        found: dict[str, Any] = {}
-        _load_state_dict(found, reader, no_dist=True, planner=_EmptyStateDictLoadPlanner())
+        found = built_by_dcp(reader)
         assert found["split"]["of"] == everyone
         assert found["lists"] == [["0.0"]]
 

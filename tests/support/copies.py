@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY
@@ -96,3 +98,8 @@ def flipped(storage: MemoryDriver, key: str, at: int) -> None:
 def attempts(storage: Driver) -> set[str]:
     """The ids of all attempts that have left a file."""
     return {key.split("/")[1] for key in run(contents(storage)) if key.startswith("data/")}
+
+
+def steps_at(uri: str | Path) -> list[int | None]:
+    """The steps of the checkpoints at ``uri``."""
+    return [c.step for c in holdfast.list_checkpoints(uri)]

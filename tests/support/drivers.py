@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
+
+from .given import Serve
 
 T = TypeVar("T")
 Hook = Callable[[str, str], Awaitable[None]]
@@ -101,6 +104,20 @@ def storage_at(uri: str) -> MemoryDriver:
 def retried(driver: Driver) -> Driver:
     """Return the driver within a layer that retries."""
     return RetryLayer(driver, RetryPolicy(3, 60.0, 0.001))
+
+
+class Halting:
+    """Storage in memory that halts before an operation while ``go`` is not set."""
+
+    def __init__(self, serve: Serve, operation: str, key_end: str = "") -> None:
+        self.operation, self.key_end = operation, key_end
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=self._before))
+
+    async def _before(self, operation: str, key: str) -> None:
+        if operation == self.operation and key.endswith(self.key_end):
+            self.reached.set()
+            await asyncio.to_thread(self.go.wait, 60)
 
 
 async def contents(driver: Driver) -> dict[str, bytes]:

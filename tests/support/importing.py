@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
 import holdfast
 from holdfast.drivers.local.driver import LocalDriver
 from support.bits import fresh_uri
@@ -21,6 +24,14 @@ def imported(source: Path | str, **options: Any) -> Any:
     with holdfast.open(uri) as c:
         assert c.verify().ok
     return holdfast.load(uri)
+
+
+def built_by_dcp(reader: Any) -> dict[str, Any]:
+    """Return the state that torch's distributed checkpoint makes of all that a reader finds."""
+    made: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(made, reader, no_dist=True, planner=planner)
+    return made
 
 
 def objects_at(uri: str) -> dict[str, Any]:

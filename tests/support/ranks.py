@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.drivers.contract import Driver
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.exchange.group import ExchangeLimits
@@ -24,6 +25,8 @@ from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import flatten
+
+from .bits import fresh_uri
 
 BUDGET_NBYTES = 64 << 20
 _numbers = itertools.count()
@@ -59,6 +62,13 @@ def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
     for flat in flats:
         flat.placeholders = {}
     save_flats(driver, flats)
+
+
+def saved_as_ranks(states: Sequence[Any]) -> MemoryDriver:
+    """Save one state per rank to new storage in memory; return it."""
+    driver = MemoryDriver(fresh_uri().removeprefix("memory://"))
+    save_as_ranks(driver, states)
+    return driver
 
 
 def save_cut(

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.bits import flip, fresh_uri, image_in
-from support.drivers import HookedDriver
+from support.copies import steps_at
+from support.drivers import Halting
 from support.given import Serve
 from torch import nn
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
 from holdfast.drivers.uri import join
 from holdfast.errors import UriError
@@ -30,30 +30,13 @@ def state(step: int) -> dict[str, Any]:
     return {"x": torch.full((100_000,), float(step)), "step": step}
 
 
-def steps(uri: str | Path) -> list[int | None]:
-    """Return the steps of the checkpoints at ``uri``."""
-    return [c.step for c in holdfast.list_checkpoints(uri)]
-
-
-class Commits:
-    """Storage in memory that commits no save while ``open`` is not set."""
-
-    def __init__(self, serve: Serve) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=self._before))
-
-    async def _before(self, operation: str, key: str) -> None:
-        if (operation, key) == ("put", MANIFEST_KEY):
-            await asyncio.to_thread(self.open.wait, 60)
-
-
 @pytest.fixture
-def commits(serve: Serve) -> Iterator[Commits]:
+def commits(serve: Serve) -> Iterator[Halting]:
     """Storage whose commits a test can hold up."""
-    made = Commits(serve)
+    made = Halting(serve, "put", MANIFEST_KEY)
+    made.go.set()
     yield made
-    made.open.set()
+    made.go.set()
 
 
 class Run:
@@ -93,7 +76,7 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> N
         for step in range(1, 14):
             first.train()
             ckpt.step(step, first.state)
-    assert steps(tmp_path) == [5, 10]
+    assert steps_at(tmp_path) == [5, 10]
     second = Run(seed=9)
     with holdfast.Checkpointer(tmp_path, every=5, keep=2, when_busy="wait") as ckpt:
         assert ckpt.resume(second.state) == 10
@@ -102,7 +85,7 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> N
             again.append(second.train())
             ckpt.step(step, second.state)
     assert again == losses[10:]
-    assert steps(tmp_path) == [15, 20]
+    assert steps_at(tmp_path) == [15, 20]
     assert (ckpt.counters.saved, ckpt.counters.pruned, ckpt.counters.in_flight) == (2, 2, 0)
 
 
@@ -133,40 +116,40 @@ def test_resume_skips_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCapt
             ckpt.resume(into)
 
 
-def test_busy_save_is_skipped(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
+def test_busy_save_is_skipped(commits: Halting, caplog: pytest.LogCaptureFixture) -> None:
     """With "skip", a save that is due while another is in flight is counted and logged."""
     with holdfast.Checkpointer(commits.uri, every=2) as ckpt:
-        commits.open.clear()
+        commits.go.clear()
         handles = [ckpt.step(step, state(step)) for step in range(1, 7)]
         assert [h is not None for h in handles] == [False, True, False, False, False, False]
         assert (ckpt.counters.due, ckpt.counters.skipped, ckpt.counters.in_flight) == (3, 2, 1)
-        commits.open.set()
+        commits.go.set()
         ckpt.wait()
         assert ckpt.step(8, state(8)) is not None
     assert (ckpt.counters.due, ckpt.counters.skipped, ckpt.counters.saved) == (4, 2, 2)
-    assert steps(commits.uri) == [2, 8]
+    assert steps_at(commits.uri) == [2, 8]
     assert "step 4: skipped, another save is in flight" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["step", "save"])
-def test_busy_save_waits(call: str, commits: Commits) -> None:
+def test_busy_save_waits(call: str, commits: Halting) -> None:
     """With "wait", a save blocks training until the previous one has ended."""
     with holdfast.Checkpointer(commits.uri, every=1, when_busy="wait") as ckpt:
-        commits.open.clear()
+        commits.go.clear()
         ckpt.step(1, state(1))
-        threading.Timer(0.1, commits.open.set).start()
+        threading.Timer(0.1, commits.go.set).start()
         getattr(ckpt, call)(2, state(2))
         assert ckpt.counters.saved + ckpt.counters.in_flight == 2
     assert (ckpt.counters.saved, ckpt.counters.waited, ckpt.counters.skipped) == (2, 1, 0)
     assert ckpt.counters.stalled_s > 0
-    assert steps(commits.uri) == [1, 2]
+    assert steps_at(commits.uri) == [1, 2]
 
 
-def test_busy_save_is_queued(commits: Commits) -> None:
+def test_busy_save_is_queued(commits: Halting) -> None:
     """With "queue", one save stores the state of its own step later; another one waits."""
     values = state(0)
     with holdfast.Checkpointer(commits.uri, every=1, when_busy="queue") as ckpt:
-        commits.open.clear()
+        commits.go.clear()
         for step in (1, 2):
             values["x"].fill_(step)
             handle = ckpt.step(step, values)
@@ -174,9 +157,9 @@ def test_busy_save_is_queued(commits: Commits) -> None:
             ckpt.fence()
             assert handle.captured.done()
         assert (ckpt.counters.queued, ckpt.counters.waited, ckpt.counters.in_flight) == (1, 0, 2)
-        assert steps(commits.uri) == []
+        assert steps_at(commits.uri) == []
         values["x"].fill_(3)
-        threading.Timer(0.1, commits.open.set).start()
+        threading.Timer(0.1, commits.go.set).start()
         ckpt.step(3, values)
         assert ckpt.counters.waited == 1
     assert ckpt.counters.saved == 3
@@ -209,7 +192,7 @@ def keeping(uri: str, keep: Any, metrics: dict[int, float]) -> list[int | None]:
     with holdfast.Checkpointer(uri, every=1, keep=keep, when_busy="wait") as ckpt:
         for step, metric in metrics.items():
             ckpt.step(step, state(step), metric=metric)
-    return steps(uri)
+    return steps_at(uri)
 
 
 def test_resumed_run_knows_the_best_steps() -> None:
@@ -331,7 +314,7 @@ def test_failed_saves_are_counted_and_logged(
         monkeypatch.delenv("HOLDFAST_FILE_THREADS")
         ckpt.step(6, state(6))
     assert (ckpt.counters.due, ckpt.counters.saved, ckpt.counters.failed) == (6, 3, 3)
-    assert steps(tmp_path) == [1, 4, 6]
+    assert steps_at(tmp_path) == [1, 4, 6]
     for step in (2, 3, 5):
         assert f"step {step}: not saved" in caplog.text
 
@@ -388,7 +371,7 @@ def test_failed_first_save_is_raised(end: str, tmp_path: Path) -> None:
     if end == "step":
         ckpt.save(2, state(2))
         ckpt.close()
-        assert steps(tmp_path) == [2]
+        assert steps_at(tmp_path) == [2]
         return
     with pytest.raises(holdfast.StorageError):
         ckpt.close()

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.bits import fresh_uri
+from support.copies import steps_at
 from support.drivers import HookedDriver
 from support.given import Serve
 
@@ -40,11 +41,6 @@ pytestmark = pytest.mark.clocked
 def state(step: int) -> dict[str, Any]:
     """Return a state that contains its step."""
     return {"x": torch.full((1000,), float(step)), "step": step}
-
-
-def steps(uri: str) -> list[int | None]:
-    """Return the steps of the checkpoints at ``uri``."""
-    return [c.step for c in holdfast.list_checkpoints(uri)]
 
 
 class Breakable:
@@ -161,7 +157,7 @@ def test_saves_survive_errors_of_a_save(
             ckpt.wait()
     assert (ckpt.counters.saved, ckpt.counters.failed) == (2, 1)
     assert "step 2: not saved" in caplog.text
-    assert steps(storage.uri) == [1, 3]
+    assert steps_at(storage.uri) == [1, 3]
 
 
 class Broken(logging.Handler):
@@ -193,7 +189,7 @@ def test_saves_survive_errors_of_log_handlers(
     finally:
         logger.removeHandler(handler)
     assert (ckpt.counters.saved, ckpt.counters.failed, ckpt.counters.pruned) == (3, 1, 2)
-    assert steps(storage.uri) == [4]
+    assert steps_at(storage.uri) == [4]
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
@@ -211,7 +207,7 @@ def test_wait_includes_retention(monkeypatch: pytest.MonkeyPatch) -> None:
             ckpt.step(step, state(step))
         threading.Timer(0.1, go.set).start()
         ckpt.wait()
-        assert (ckpt.counters.pruned, steps(uri)) == (2, [3])
+        assert (ckpt.counters.pruned, steps_at(uri)) == (2, [3])
 
 
 def test_nothing_is_deleted_after_a_failed_save(storage: Breakable) -> None:
@@ -225,7 +221,7 @@ def test_nothing_is_deleted_after_a_failed_save(storage: Breakable) -> None:
         ckpt.save(4, state(4))
         with pytest.raises(holdfast.StorageDownError):
             ckpt.close()
-    assert steps(storage.uri) == [1, 2, 3]
+    assert steps_at(storage.uri) == [1, 2, 3]
 
 
 def test_nothing_is_deleted_of_a_step_in_flight() -> None:
@@ -235,7 +231,7 @@ def test_nothing_is_deleted_of_a_step_in_flight() -> None:
         holdfast.save(f"{uri}/step-{step:08d}", state(step))
     rules = Retention(Place.of(uri, None), Keep(last=1))
     assert [c.step for c in start(rules.apply(3, [1])).result(20).checkpoints] == [2]
-    assert steps(uri) == [1, 3]
+    assert steps_at(uri) == [1, 3]
     assert [c.step for c in start(rules.apply(3, [])).result(20).checkpoints] == [1]
 
 

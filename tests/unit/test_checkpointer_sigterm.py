@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from support.bits import fresh_uri
-from support.drivers import HookedDriver
+from support.copies import steps_at
+from support.drivers import Halting
 from support.given import Serve
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.training import preemption
 
 pytestmark = [
@@ -70,14 +70,16 @@ def signalled(
     return status, time.monotonic() - began_s, told
 
 
-def steps(folder: Path) -> list[int | None]:
-    """Return the steps of the checkpoints in ``folder``."""
-    return [c.step for c in holdfast.list_checkpoints(folder)]
-
-
 def term() -> None:
     """Send SIGTERM to this process."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    """Call ``work`` in another thread."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def test_process_ends_after_its_grace_without_a_step(compiled: bool, tmp_path: P
     status, took_s, told = signalled(work)
     assert status == -signal.SIGTERM, told
     assert 0.9 < took_s < 30
-    assert steps(tmp_path) == [1]
+    assert steps_at(tmp_path) == [1]
 
 
 @pytest.mark.nightly(3)
@@ -200,15 +202,8 @@ def test_no_signal_is_written_to_a_reused_descriptor() -> None:
 
 def test_save_longer_than_the_grace_period_is_left(serve: Serve, heard: list[int]) -> None:
     """The previous handler gets the signal while the save is in flight, once."""
-    go = threading.Event()
-
-    async def hold(operation: str, key: str) -> None:
-        if operation == "commit":
-            await asyncio.to_thread(go.wait, 60)
-
-    ckpt = holdfast.Checkpointer(
-        serve(lambda path: HookedDriver(MemoryDriver(path), before=hold)), grace_s=0.3
-    )
+    storage = Halting(serve, "commit")
+    ckpt = holdfast.Checkpointer(storage.uri, grace_s=0.3)
     try:
         term()
         assert ckpt.preempted
@@ -216,7 +211,7 @@ def test_save_longer_than_the_grace_period_is_left(serve: Serve, heard: list[int
         assert heard == [signal.SIGTERM]
         assert ckpt.counters.in_flight == 1
     finally:
-        go.set()
+        storage.go.set()
     ckpt.close()
     assert heard == [signal.SIGTERM]
 
@@ -243,9 +238,7 @@ def test_another_thread_leaves_the_signal_alone() -> None:
             ckpt.step(1, {"x": torch.ones(3)})
         saved.append(ckpt.counters.saved)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
+    in_a_thread(work)
     assert (saved, signal.getsignal(signal.SIGTERM)) == ([1], before)
 
 
@@ -310,9 +303,7 @@ def test_dropped_checkpointer_delays_nobody(heard: list[int]) -> None:
     """Nor does one that was closed in another thread, where no handler can be set."""
     dropped = holdfast.Checkpointer(fresh_uri())
     elsewhere = holdfast.Checkpointer(fresh_uri())
-    thread = threading.Thread(target=elsewhere.close)
-    thread.start()
-    thread.join(60)
+    in_a_thread(elsewhere.close)
     del dropped
     gc.collect()
     term()
@@ -324,9 +315,7 @@ def test_signal_is_handed_over_after_a_close_in_another_thread(heard: list[int])
     """The main thread hands the signal over as soon as it can."""
     ckpt = holdfast.Checkpointer(fresh_uri())
     term()
-    thread = threading.Thread(target=ckpt.close)
-    thread.start()
-    thread.join(60)
+    in_a_thread(ckpt.close)
     until_s = time.monotonic() + 30
     while not heard and time.monotonic() < until_s:
         time.sleep(0.01)

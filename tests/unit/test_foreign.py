@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 import torch
 from support.bits import difference, fresh_uri
-from support.drivers import storage_at
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import load_as_ranks, saved_as_ranks
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.nested import nested_tensor
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 
 
 def partitioned(parameter: nn.Parameter, *, gathered: bool) -> None:
@@ -359,16 +357,10 @@ def layer(number: int, data: torch.Tensor | None = None, key: str = "layers.w") 
     return ShardedTensor(key, data, (4, 3, 2), (number, 0, 0), prepend_axis_num=1)
 
 
-def job_driver() -> MemoryDriver:
-    """A store in memory for the ranks of one process."""
-    return storage_at(fresh_uri())
-
-
 def test_parts_have_the_names_that_are_their_keys() -> None:
     """Layers of all pipeline stages form one tensor, which loads into any other stages."""
-    driver = job_driver()
     stages = [{"model": {f"{i}.w": layer(first + i) for i in (0, 1)}, "n": 1} for first in (0, 2)]
-    save_as_ranks(driver, stages)
+    driver = saved_as_ranks(stages)
     zeros = torch.zeros(3, 2)
     others = [
         {"model": {"0.w": layer(0, zeros.clone())}, "n": 0},
@@ -385,12 +377,11 @@ def test_parts_have_the_names_that_are_their_keys() -> None:
 
 def test_memory_that_is_shared_with_other_tensors_ties_nothing() -> None:
     """Tensors that share memory on one rank are not tied: other ranks' shards need not share it."""
-    driver = job_driver()
     whole = LAYERS.clone()
     first = {"w": ShardedTensor("w", whole, (4, 3, 2), (0, 0, 0))}
     first["v"] = ShardedTensor("v", whole, (4, 3, 2), (0, 0, 0))
     second = {"w": ShardedTensor("w", LAYERS.clone(), (4, 3, 2), (0, 0, 0))}
-    save_as_ranks(driver, [first, second])
+    driver = saved_as_ranks([first, second])
     (loaded,) = load_as_ranks(driver, [{"v": torch.zeros(4, 3, 2), "w": torch.zeros(4, 3, 2)}])
     assert torch.equal(loaded["v"], LAYERS)
     assert torch.equal(loaded["w"], LAYERS)

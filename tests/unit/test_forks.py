@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.bits import difference, fresh_uri, saved
-from support.drivers import HookedDriver
+from support.commands import finished
+from support.drivers import Halting
 from support.forked import in_a_fork
 from support.given import Serve
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
@@ -27,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 import holdfast
 from holdfast.core.forks import renewal
 from holdfast.core.forks.cached import cached_property
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.runtime.engine import start
 
 pytestmark = [
@@ -58,9 +56,7 @@ def save_and_load() -> None:
 def run(code: str, *args: object) -> str:
     """Run ``code`` in a new interpreter; return its complaints, "" if none."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, cwd="/"
-    )
+    done = finished(command, timeout_s=100, cwd="/")
     return done.stderr or str(done.returncode or "")
 
 
@@ -188,14 +184,8 @@ def test_child_cannot_wait_for_a_save_of_its_parent(serve: Serve) -> None:
     """Waiting for a parent's save is an error, unless the save has ended."""
     ended = holdfast.async_save(fresh_uri(), STATE)
     ended.wait(20)
-    go_on = threading.Event()
-
-    async def hold(operation: str, key: str) -> None:
-        if operation == "create":
-            assert await asyncio.to_thread(go_on.wait, 60)
-
-    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=hold))
-    pending = holdfast.async_save(uri, STATE)
+    storage = Halting(serve, "create")
+    pending = holdfast.async_save(storage.uri, STATE)
 
     def ask() -> None:
         assert ended.done()
@@ -211,7 +201,7 @@ def test_child_cannot_wait_for_a_save_of_its_parent(serve: Serve) -> None:
             start(awaits()).result(5)
 
     assert in_a_fork(ask) == ""
-    go_on.set()
+    storage.go.set()
     pending.wait(20)
 
 

@@ -59,11 +59,9 @@ class Reader:
         self.columns = {
             name: self.column(data[8 + length :], entry) for name, entry in header.items()
         }
-        self.folder, self.rank, self.images = (
-            folder / "data" / self.head["attempt"],
-            rank,
-            dict[int, bytes](),
-        )
+        self.folder = folder / "data" / self.head["attempt"]
+        self.rank = rank
+        self.images = dict[int, bytes]()
         self.first_shard = np.append(0, np.cumsum(self.columns["tensor.shards"]))
         ends = np.cumsum(self.columns["tensor.name_nbytes"])
         blob = self.columns["tensor.name"].astype(np.uint8).tobytes()
@@ -113,11 +111,9 @@ class Reader:
         key = self.folder / f"{self.columns['image.rank'][number]}.safetensors"
         if self.head["version"] == 1:
             return key.read_bytes()
-        data, block, chunk = (
-            (self.folder / f"{key}.lz4").read_bytes(),
-            self.head["block_nbytes"],
-            self.head["chunk_nbytes"],
-        )
+        data = (self.folder / f"{key}.lz4").read_bytes()
+        block = self.head["block_nbytes"]
+        chunk = self.head["chunk_nbytes"]
         assert len(data) == self.columns["image.stored_nbytes"][number]
         blocks, chunks = -(-hashed // block), -(-hashed // chunk)
         pages_at, index_at = (
@@ -170,10 +166,8 @@ class Reader:
 
     def seen(self, name: str, row: int) -> bool:
         """Whether this rank sees ``row`` under ``name``, rather than one of another owner."""
-        owner, rows = (
-            self.optional("tensor.owner"),
-            [r for r, n in enumerate(self.names) if n == name],
-        )
+        owner = self.optional("tensor.owner")
+        rows = [r for r, n in enumerate(self.names) if n == name]
         owners = sorted(owner[r] for r in rows)
         mine = (
             -1
@@ -187,11 +181,9 @@ class Reader:
     def state(self) -> Any:
         """The whole state: bits for tensors, everything else as it was."""
         tree = self.head["tree"]
-        kinds, items, prefixes = (
-            [KINDS[k] for *_, k in tree["containers"]],
-            [{} for _ in tree["containers"]],
-            [""],
-        )
+        kinds = [KINDS[k] for *_, k in tree["containers"]]
+        items = [{} for _ in tree["containers"]]
+        prefixes = [""]
         for parent, key, _ in tree["containers"][1:]:
             prefixes.append(f"{prefixes[parent]}{key}.")
         keys = {(c, text): key for c, text, key in tree["tensor_keys"]}

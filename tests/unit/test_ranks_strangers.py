@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.bits import difference, fresh_uri
+from support.bits import difference
 from support.forked import in_a_fork
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import load_as_ranks, saved_as_ranks
 
 import holdfast
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.arenas.memory import Memory
 from holdfast.storage.exchange import broadcast, exchange
 from holdfast.storage.exchange.connection import Connection
@@ -297,8 +296,7 @@ def test_ranks_read_for_themselves_where_a_stranger_has_a_name(
 ) -> None:
     """All ranks get every bit, of the manifest and of the tensors, whoever answers at their listeners."""
     state = {"t": torch.arange(9000.0)}
-    driver = MemoryDriver(fresh_uri())
-    save_as_ranks(driver, [state, state])
+    driver = saved_as_ranks([state, state])
     strangers = []
 
     async def astray(address: Address, member: int, host: str | None) -> Connection:
@@ -322,8 +320,7 @@ def test_a_manifest_that_is_not_what_was_told_is_read_again(
 ) -> None:
     """Shared memory must match the checksum sent through the store."""
     state = {"t": torch.arange(9000.0)}
-    driver = MemoryDriver(fresh_uri())
-    save_as_ranks(driver, [state, state])
+    driver = saved_as_ranks([state, state])
     fill, manifests = Arena.fill, list[int]()
 
     def spoilt(self: Arena, start: int, data: HostBuffer, nbytes: int) -> None:
@@ -344,8 +341,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_taken(
 ) -> None:
     """One flipped bit in the data or its digest is an error on all ranks."""
     state = {"t": torch.arange(9000.0)}
-    driver = MemoryDriver(fresh_uri())
-    save_as_ranks(driver, [state])
+    driver = saved_as_ranks([state])
     plain, spoilt = Connection.send, list[int]()
 
     async def send(connection: Connection, *parts: Any) -> None:

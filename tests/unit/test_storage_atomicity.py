@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri
 from support.copies import DEAD, LAST, NEW, OLD, attempts, loaded, prepared, run, save
-from support.drivers import Fault, HookedDriver, age, contents, storage_at
+from support.drivers import Fault, Halting, HookedDriver, age, contents, storage_at
 from support.given import Serve
 from support.inside import clean_up_within
 
@@ -272,43 +271,29 @@ def test_strange_files_below_data_are_left_alone(tmp_path: Path) -> None:
     assert [path.read_text() for path in strange] == ["keep"] * 4
 
 
-def halting(serve: Serve, operation: str) -> tuple[str, threading.Event, threading.Event]:
-    """Serve storage where saves halt before ``operation``; return its URI, "reached" and "go on"."""
-    reached, go = threading.Event(), threading.Event()
-
-    async def halt(doing: str, key: str) -> None:
-        if doing == operation:
-            reached.set()
-            while not go.is_set():
-                await asyncio.sleep(0.001)
-
-    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=halt))
-    return uri, reached, go
-
-
 def test_after_an_async_save_returns_the_state_may_change(serve: Serve) -> None:
     """All bytes were copied by then: tensors, arrays, and small values."""
     state = {"x": torch.ones(100_000), "a": torch.ones(4).numpy(), "v": [1], "d": {"k": 2}}
     expected = copy.deepcopy(state)
-    uri, reached, go = halting(serve, "write")
-    handle = holdfast.async_save(uri, state)
+    storage = Halting(serve, "write")
+    handle = holdfast.async_save(storage.uri, state)
     assert handle.captured.done()
     state["x"].zero_()
     state["a"][:] = 0
     state["v"][0] = 9
     state["d"].clear()
     assert not handle.done()
-    go.set()
+    storage.go.set()
     handle.wait(30)
-    assert reached.is_set()
-    assert difference(expected, holdfast.load(uri)) is None
+    assert storage.reached.is_set()
+    assert difference(expected, holdfast.load(storage.uri)) is None
 
 
 def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:
     """Stages are reached in order; a limited wait names its stage."""
-    uri, reached, go = halting(serve, "commit")
-    handle = holdfast.async_save(uri, {"x": torch.ones(10)})
-    assert reached.wait(30)
+    storage = Halting(serve, "commit")
+    handle = holdfast.async_save(storage.uri, {"x": torch.ones(10)})
+    assert storage.reached.wait(30)
     handle.sealed.wait(30)
     assert (handle.captured.done(), handle.sealed.done(), handle.done()) == (True, True, False)
     began = time.monotonic()
@@ -316,7 +301,7 @@ def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:
         handle.wait(0.1)
     assert time.monotonic() - began < 5
     assert handle.report is None
-    go.set()
+    storage.go.set()
     handle.wait(30)
     assert handle.report is not None
     assert 0 <= handle.report.captured_s <= handle.report.sealed_s <= handle.report.durable_s

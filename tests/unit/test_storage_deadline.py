@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.bits import fresh_uri
 from support.clock import run_virtual
-from support.drivers import HookedDriver, storage_at
+from support.drivers import Halting, HookedDriver, storage_at
 from support.flaky import Flaky
 from support.given import Serve
 from support.inside import clean_up_within
@@ -74,19 +73,14 @@ def test_a_handle_tells(store: dict[str, Any]) -> None:
 
 def test_a_save_that_waits_for_another_has_its_time_too(serve: Serve) -> None:
     """A queued save times out; a third one still waits for the first."""
-    gate = threading.Event()
-
-    async def hold(operation: str, key: str) -> None:
-        while operation == "put" and not gate.is_set():
-            await asyncio.sleep(0.01)
-
-    uri = serve(lambda path: HookedDriver(MemoryDriver(path), before=hold))
+    storage = Halting(serve, "put")
+    uri = storage.uri
     first = holdfast.async_save(uri, OLD)
     with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
         holdfast.save(uri, NEW, timeout_s=0.1)
     third = holdfast.async_save(uri, NEW, lazy=True)
     assert not first.done()
-    gate.set()
+    storage.go.set()
     third.wait(60)
     first.wait(60)
     assert torch.equal(holdfast.load(uri)["x"], NEW["x"])

@@ -21,10 +21,9 @@ from support.commands import run
 from support.copies import flipped, images
 from support.drivers import HookedDriver, storage_at
 from support.given import Serve
+from support.importing import built_by_dcp
 from support.ranks import save_as_ranks, save_cut
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
@@ -351,14 +350,6 @@ def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
 # Folders of torch's distributed checkpoint
 
 
-def loaded_by_dcp(folder: Path) -> dict[str, Any]:
-    """Return everything that DCP finds in a folder."""
-    state: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, FileSystemReader(folder), planner=planner, no_dist=True)
-    return state
-
-
 def test_dcp_reads_the_same_bits(tmp_path: Path, rng: np.random.Generator) -> None:
     """Tensors of every dtype and shape, lists, tuples and values come back where they were."""
     state = {
@@ -375,7 +366,7 @@ def test_dcp_reads_the_same_bits(tmp_path: Path, rng: np.random.Generator) -> No
         "step": 7,
     }
     report = holdfast.export(saved(state), tmp_path / "new", format="dcp")
-    found = loaded_by_dcp(tmp_path / "new")
+    found = built_by_dcp(FileSystemReader(tmp_path / "new"))
     assert difference(state, found) is None
     assert (report.files, report.tensors) == (("holdfast-0.distcp",), len(DCP_DTYPES) + 5)
     assert report.nbytes == (tmp_path / "new" / "holdfast-0.distcp").stat().st_size
@@ -424,7 +415,7 @@ def test_dcp_items_are_renamed_and_converted(
     report = holdfast.export(uri, tmp_path, **options, overwrite=True)
     expected = {"w": model["w"].bfloat16(), "n": model["n"], "step": 3}
     expected["tied"] = expected["w"]
-    assert difference(expected, loaded_by_dcp(tmp_path)) is None
+    assert difference(expected, built_by_dcp(FileSystemReader(tmp_path))) is None
     assert report.tied == {"tied": "w"}
     assert report.nbytes < 1.1 * expected["w"].nbytes
     assert {p.name for p in tmp_path.iterdir()} == {".metadata", "holdfast-0.distcp", "notes.txt"}

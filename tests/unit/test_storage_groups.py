@@ -69,6 +69,15 @@ def stored(groups: Groups, **how: Any) -> tuple[nn.Module, torch.optim.AdamW, st
     return net, optim, uri
 
 
+def loaded(
+    uri: str, groups: Groups, *, named: bool = False, **options: Any
+) -> tuple[nn.Module, torch.optim.AdamW]:
+    """Load into a new module and an optimizer with these groups; return them."""
+    net, optim = grouped(groups, named=named)
+    holdfast.load(uri, into={"net": net, "optim": optim}, **options)
+    return net, optim
+
+
 def split(groups: Groups) -> Groups:
     """Each group in groups of one parameter, the last one first, with other hyperparameters."""
     return [([name], {"lr": 7.0}) for names, _ in groups[::-1] for name in names[::-1]]
@@ -94,8 +103,7 @@ def test_hyperparameters_are_given_back_by_the_names_of_parameters(
 ) -> None:
     """However groups are ordered or split, each parameter keeps its hyperparameters."""
     net, optim, uri = stored(DECAY + REST)
-    other, into = grouped(arranged(copy.deepcopy(DECAY + REST)))
-    holdfast.load(uri, into={"net": other, "optim": into})
+    other, into = loaded(uri, arranged(copy.deepcopy(DECAY + REST)))
     assert hyperparameters(other, into) == hyperparameters(net, optim)
 
 
@@ -103,8 +111,7 @@ def test_groups_that_agree_may_be_joined() -> None:
     """Equal groups may be merged; groups that differ are an error that says in what."""
     alike: Groups = [(["a.weight"], {"lr": 1.0}), (["a.bias"], {"lr": 1.0})]
     net, optim, uri = stored(alike)
-    other, into = grouped([(["a.bias", "a.weight"], {})])
-    holdfast.load(uri, into={"net": other, "optim": into})
+    other, into = loaded(uri, [(["a.bias", "a.weight"], {})])
     assert hyperparameters(other, into) == hyperparameters(net, optim)
     net, optim, uri = stored(DECAY)
     other, into = grouped([(["a.bias", "a.weight", "b.bias", "b.weight"], {})])
@@ -144,8 +151,7 @@ def test_empty_groups_have_their_hyperparameters_back() -> None:
     """By position where the others are in place, else by their order."""
     net, optim, uri = stored([([], {"lr": 5.0}), *DECAY, ([], {"lr": 6.0})])
     for groups in ([([], {}), *DECAY, ([], {})], [*DECAY[::-1], ([], {}), ([], {})]):
-        other, into = grouped(groups)
-        holdfast.load(uri, into={"net": other, "optim": into})
+        other, into = loaded(uri, groups)
         assert hyperparameters(other, into) == hyperparameters(net, optim)
         assert [group["lr"] for group in into.param_groups if not group["params"]] == [5.0, 6.0]
 
@@ -266,8 +272,7 @@ def test_a_learning_rate_that_is_a_tensor_follows_its_group() -> None:
     ]
     net, optim = grouped(rates)
     uri = saved({"net": net, "optim": optim})
-    other, into = grouped([(names, {"lr": torch.tensor(0.0)}) for names, _ in rates[::-1]])
-    holdfast.load(uri, into={"net": other, "optim": into})
+    _, into = loaded(uri, [(names, {"lr": torch.tensor(0.0)}) for names, _ in rates[::-1]])
     assert [group["lr"].item() for group in into.param_groups] == [3.0, 2.0, 1.0]
 
 

@@ -108,10 +108,8 @@ def shards_that_wrap(columns: Columns, fields: Head) -> None:
 def names_that_wrap(columns: Columns, fields: Head) -> None:
     """Set lengths of names that wrap around thousands of times, so that all names coincide."""
     rounds, blob = 20_000, np.full(1 << 20, 65, np.uint8)
-    n, one = (
-        4 * rounds,
-        [len(blob), TOP - len(blob), TOP - len(blob), 2 * len(blob) + 2 - len(blob)],
-    )
+    n = 4 * rounds
+    one = [len(blob), TOP - len(blob), TOP - len(blob), 2 * len(blob) + 2 - len(blob)]
     columns["tensor.name"], columns["tensor.name_nbytes"] = blob, np.array(one * rounds, np.uint64)
     for name in ("tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards"):
         columns[name] = np.resize(columns[name], n)
@@ -177,10 +175,8 @@ def billions(columns: Columns, fields: Head) -> None:
 def owners(columns: Columns, fields: Head) -> None:
     """Let five thousand ranks each own a tensor of the same name."""
     n, fields["world"] = 5_000, 5_000
-    columns["tensor.name"], columns["tensor.name_nbytes"] = (
-        np.full(n, 65, np.uint8),
-        np.ones(n, np.uint8),
-    )
+    columns["tensor.name"] = np.full(n, 65, np.uint8)
+    columns["tensor.name_nbytes"] = np.ones(n, np.uint8)
     for name in ("tensor.dtype", "tensor.ndim", "tensor.container", "tensor.shards"):
         columns[name] = np.zeros(n, np.uint8)
     columns["tensor.ndim"][:] = 1

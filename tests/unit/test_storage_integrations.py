@@ -17,19 +17,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.bits import difference, flip, fresh_uri, image_in
+from support.importing import built_by_dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     WriteItem,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast.errors import (
@@ -233,14 +232,6 @@ def emptied(value: Any) -> Any:
     return "nothing yet"
 
 
-def built(uri: Path) -> dict[str, Any]:
-    """Return the state that DCP makes from the checkpoint alone."""
-    made: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(made, HoldfastReader(uri), no_dist=True, planner=planner)
-    return made
-
-
 def cause_of(call: Callable[[], object]) -> BaseException:
     """Return the error that a call of DCP fails with."""
     with pytest.raises(CheckpointException) as caught:
@@ -434,7 +425,7 @@ def test_either_loads_what_either_saves(tmp_path: Path, by_dcp: bool) -> None:
     dcp.load(into, storage_reader=HoldfastReader(tmp_path / "c"))
     assert difference(state, into) is None
     assert into["model"]["weight"] is weight
-    assert difference(as_dcp_builds(state), built(tmp_path / "c")) is None
+    assert difference(as_dcp_builds(state), built_by_dcp(HoldfastReader(tmp_path / "c"))) is None
     with holdfast.open(tmp_path / "c") as c:
         assert c.step == 7
         assert c.verify().ok

@@ -103,10 +103,8 @@ def test_the_report_and_the_commands_tell_what_is_stored(uri: str, truth: dict[s
     """The report and ``show`` give the stored size; a plain save writes format version 1."""
     to = fresh_uri()
     report = holdfast.save(to, truth, compression="lz4")
-    stored_nbytes, manifest_nbytes = (
-        image_in(uri).stat().st_size,
-        (Path(uri) / MANIFEST_KEY).stat().st_size,
-    )
+    stored_nbytes = image_in(uri).stat().st_size
+    manifest_nbytes = (Path(uri) / MANIFEST_KEY).stat().st_size
     assert CHUNK_NBYTES < report.stored_nbytes == stored_nbytes < report.nbytes / 2
     plain = holdfast.save(to, truth)
     assert plain.nbytes == plain.stored_nbytes == report.nbytes

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference, fresh_uri, saved
+from support.commands import finished
 from support.inside import on_allocation, read_within
 from support.tiny import BLOCK_NBYTES, CHUNK_NBYTES, rechunked
 
@@ -36,12 +37,10 @@ from holdfast.storage.runtime.engine import start
 pytestmark = pytest.mark.clocked
 
 
-def run(code: str, *args: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a new interpreter."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/"
-    )
+    return finished(command, timeout_s=100, cwd="/")
 
 
 @pytest.fixture

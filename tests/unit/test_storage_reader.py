@@ -143,23 +143,6 @@ def test_a_checkpoint_replaced_after_it_was_opened_says_so() -> None:
             c.read("x")
 
 
-def test_an_image_is_a_safetensors_file(tmp_path: Path) -> None:
-    """A safetensors reader opens an image, and finds the tensors under their names."""
-    from safetensors.numpy import load_file
-
-    state = {
-        "a": torch.arange(6.0).reshape(2, 3),
-        "b": {"c": torch.tensor([1, 2], dtype=torch.uint8)},
-        "h": torch.ones(3, dtype=torch.float16),
-    }
-    report = holdfast.save(tmp_path, state)
-    found = load_file(tmp_path / "data" / report.attempt / "0.safetensors")
-    assert set(found) == {"a", "b.c", "h", "__holdfast_blocks__"}
-    assert found["a"].tolist() == state["a"].tolist()
-    assert found["b.c"].tolist() == [1, 2]
-    assert load_file(tmp_path / "manifest.safetensors")["tensor.name"].tobytes() == b"ab.ch"
-
-
 def state() -> dict[str, Any]:
     """Matrices, vectors, a scalar, and tied tensors."""
     embed = torch.arange(70.0).view(10, 7)

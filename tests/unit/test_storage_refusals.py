@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,13 @@ class HasNoDict:
 
 
 Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_written(tmp_path: Path) -> Iterator[None]:
+    """Fail a test that leaves a file."""
+    yield
+    assert list(tmp_path.iterdir()) == []
 
 
 def cycle() -> list[Any]:
@@ -104,7 +111,6 @@ def test_what_cannot_be_saved_is_refused_by_its_path(name: str, tmp_path: Path) 
     state = {"good": torch.ones(3), "model": [{"layer.0": (1, made)}]}
     with pytest.raises(holdfast.StateError, match=re.escape('state["model"][0]["layer.0"][1]')):
         holdfast.save(tmp_path / "c", state)
-    assert list(tmp_path.iterdir()) == []
 
 
 KEYS = [(1, 2), b"x", frozenset(), Color.RED, Text("t"), np.int64(3), 1j, torch.float32]
@@ -122,7 +128,6 @@ def test_a_key_that_is_no_text_number_or_none_is_refused(
     """It would come back as something else."""
     with pytest.raises(holdfast.StateError, match=re.escape('state["model"]')):
         holdfast.save(tmp_path / "c", {"model": {key: item}})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_container_that_contains_itself_is_refused(tmp_path: Path) -> None:
@@ -131,7 +136,6 @@ def test_a_container_that_contains_itself_is_refused(tmp_path: Path) -> None:
         holdfast.StateError, match=re.escape('state["x"][0]["again"][0] contains itself')
     ):
         holdfast.save(tmp_path / "c", {"x": cycle()})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nesting_too_deep_is_refused(tmp_path: Path) -> None:
@@ -141,7 +145,6 @@ def test_nesting_too_deep_is_refused(tmp_path: Path) -> None:
         state = {"d": state}
     with pytest.raises(holdfast.StateError, match="nested"):
         holdfast.save(tmp_path / "c", state)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,6 @@ def test_two_tensors_of_one_name_are_refused(
         holdfast.save(tmp_path / "c", state)
     assert first in str(caught.value)
     assert second in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,6 @@ def test_a_state_that_is_no_container_is_refused(state: Any, tmp_path: Path) -> 
     """A state is a dict, list or tuple, or an object with a state dict."""
     with pytest.raises(holdfast.StateError, match="the state"):
         holdfast.save(tmp_path / "c", state)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("step", ["5", 1.5, np.float32(1), True])
@@ -181,7 +182,6 @@ def test_a_step_that_is_no_whole_number_is_refused(step: Any, tmp_path: Path) ->
     """Before anything is written."""
     with pytest.raises(holdfast.UsageError, match="step"):
         holdfast.save(tmp_path / "c", {}, step=step)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("budget", [0, -1, (32 << 20) - 1])
@@ -192,7 +192,6 @@ def test_a_budget_too_small_is_refused(budget: int, tmp_path: Path) -> None:
             call(tmp_path / "c", {}, budget_nbytes=budget)
     with pytest.raises(holdfast.UsageError, match="budget"):
         holdfast.load(tmp_path / "c", budget_nbytes=budget)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -200,10 +199,6 @@ def test_a_budget_too_small_is_refused(budget: int, tmp_path: Path) -> None:
 )
 def test_a_uri_that_makes_no_sense_is_refused(uri: str) -> None:
     """By every function that takes one."""
-    for call in (
-        lambda: holdfast.save(uri, {}),
-        lambda: holdfast.load(uri),
-        lambda: holdfast.open(uri),
-    ):
+    for call in (holdfast.load, holdfast.open, lambda uri: holdfast.save(uri, {})):
         with pytest.raises(holdfast.UriError):
-            call()
+            call(uri)

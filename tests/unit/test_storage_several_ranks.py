@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.bits import difference, fresh_uri, plain
+from support.bits import difference, plain
 from support.copies import run
-from support.drivers import storage_at
-from support.ranks import BUDGET_NBYTES, as_ranks, load_as_ranks, save_as_ranks
+from support.ranks import BUDGET_NBYTES, as_ranks, load_as_ranks, save_as_ranks, saved_as_ranks
 from support.wrapped import Given
 from torch import nn
 
@@ -81,8 +80,7 @@ def compared(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def driver() -> MemoryDriver:
     """Storage with a checkpoint of four ranks."""
-    storage = storage_at(fresh_uri())
-    save_as_ranks(storage, [state_of(rank) for rank in range(WORLD)])
+    storage = saved_as_ranks([state_of(rank) for rank in range(WORLD)])
     return storage
 
 
@@ -137,8 +135,7 @@ def test_ranks_that_disagree_are_told_where(other: Any, text: str) -> None:
 
 def test_a_mismatch_names_the_ranks_that_see_it() -> None:
     """No tensor is touched."""
-    driver = MemoryDriver()
-    save_as_ranks(driver, [{"x": torch.ones(100), "y": 1}])
+    driver = saved_as_ranks([{"x": torch.ones(100), "y": 1}])
     into = [{"x": torch.zeros(100), "y": 0} for _ in range(4)]
     into[2]["x"], into[3]["z"] = torch.zeros(5), 1
     with pytest.raises(holdfast.MismatchError) as caught:
@@ -152,8 +149,7 @@ def test_a_mismatch_names_the_ranks_that_see_it() -> None:
 
 def test_a_rank_needs_a_place_for_its_part_only() -> None:
     """An entry is unexpected only if no rank has a place for it, as with pipeline stages."""
-    driver = MemoryDriver()
-    save_as_ranks(driver, [{"x": torch.ones(100), "y": 1}])
+    driver = saved_as_ranks([{"x": torch.ones(100), "y": 1}])
     into = [{"x": torch.zeros(100)}, {"y": 0}, {}]
     expected = [{"x": torch.ones(100)}, {"y": 1}, {}]
     assert difference(expected, load_as_ranks(driver, into)) is None
@@ -272,8 +268,9 @@ class Position:
 @pytest.fixture
 def positions() -> MemoryDriver:
     """A checkpoint of two ranks, each with a position of its own, and one that is the same."""
-    storage = MemoryDriver()
-    save_as_ranks(storage, [{"own": Position(10 * rank), "alike": Position(5)} for rank in (0, 1)])
+    storage = saved_as_ranks(
+        [{"own": Position(10 * rank), "alike": Position(5)} for rank in (0, 1)]
+    )
     return storage
 
 
@@ -316,8 +313,7 @@ def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid() -> None:
             for rank in range(world)
         ]
 
-    driver = MemoryDriver()
-    save_as_ranks(driver, states(2))
+    driver = saved_as_ranks(states(2))
     load_as_ranks(driver, states(2))
     with pytest.raises(holdfast.MismatchError) as caught:
         load_as_ranks(driver, states(3))

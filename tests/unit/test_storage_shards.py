@@ -12,13 +12,12 @@ import pytest
 import torch
 from support.bits import difference, fresh_uri, saved
 from support.drivers import storage_at
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import load_as_ranks, save_as_ranks, saved_as_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
 from holdfast import Shard
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.state.flattening.flatten import flatten
 
 WHOLE = torch.arange(60.0).reshape(3, 4, 5)
@@ -28,11 +27,6 @@ def flat(start: int, stop: int, whole: torch.Tensor = WHOLE) -> Shard:
     """A range of a tensor."""
     part = whole.reshape(-1)[start:stop].clone()
     return Shard(part, shape=whole.shape, flat=(start, stop))
-
-
-def job_driver() -> MemoryDriver:
-    """A store in memory for the ranks of one process."""
-    return storage_at(fresh_uri())
 
 
 @pytest.mark.parametrize(
@@ -172,7 +166,7 @@ def test_ranks_that_disagree_are_told(
 ) -> None:
     """A gap, an overlap, replicas that differ, and other dtypes and shapes fail the save."""
     with pytest.raises(error, match=text):
-        save_as_ranks(job_driver(), [{"w": part} for part in parts])
+        saved_as_ranks([{"w": part} for part in parts])
 
 
 MATRIX = torch.arange(48.0).reshape(6, 8)
@@ -227,8 +221,7 @@ def empty(boxes: Boxes) -> Cut:
 
 def test_parts_go_to_any_other_layout_and_back() -> None:
     """Ranks with several boxes, or none, are loaded in place into any other layout."""
-    driver = storage_at(fresh_uri())
-    save_as_ranks(driver, [{"a": [Cut(LEFT)]}, {"a": [Cut(MIDDLE)]}, {"a": [Cut([])]}])
+    driver = saved_as_ranks([{"a": [Cut(LEFT)]}, {"a": [Cut(MIDDLE)]}, {"a": [Cut([])]}])
     with holdfast.open(driver.uri) as checkpoint:
         assert torch.equal(checkpoint.read("a.0"), MATRIX)
     for layouts in ([ROWS, REST], [LEFT, MIDDLE, []], [LEFT + MIDDLE]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from support import meeting
 from support.meeting import RAW, Act, Job, joined, raw, stating
 from support.ranks import BUDGET_NBYTES, as_ranks
+from support.servers.ports import free_port
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import holdfast
@@ -34,13 +34,6 @@ from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flattening.flatten import flatten
 
 pytestmark = pytest.mark.clocked
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=["hash", "tcp"])

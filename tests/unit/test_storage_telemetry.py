@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, generate_latest
 from support.bits import fresh_uri
 from support.drivers import storage_at
-from support.ranks import as_ranks, load_as_ranks, save_as_ranks
+from support.ranks import as_ranks, load_as_ranks, saved_as_ranks
 
 import holdfast
 from holdfast.core.spans import Recorder, StageReport, Summary, recording
@@ -192,8 +193,7 @@ def test_rounds_name_the_rank_that_came_last() -> None:
 def test_what_ranks_exchange_is_counted(apart: bool) -> None:
     """Each byte is read by one rank and received by the other."""
     weights = torch.arange(1 << 22, dtype=torch.int32)
-    driver = storage_at(fresh_uri())
-    save_as_ranks(driver, [{"w": weights}, {"w": weights}])
+    driver = saved_as_ranks([{"w": weights}, {"w": weights}])
     recorder = Recorder()
     into = [{"w": torch.zeros_like(weights)} for _ in range(2)]
     with recording(recorder):
@@ -224,8 +224,6 @@ def test_every_stage_is_described() -> None:
     assert {*SAVING, *COMMITTING, *LOADING, *DELIVERING} <= described
 
 
-Started = Callable[[Callable[[], None]], None]
-
 DASHBOARD = Path(__file__).parents[2] / "docs/examples/grafana-dashboard.json"
 
 
@@ -235,18 +233,16 @@ def small_state() -> dict[str, Any]:
 
 
 @pytest.fixture
-def ending() -> Iterator[Started]:
-    """Yield a function that registers callables to run at the end of the test."""
-    stops: list[Callable[[], None]] = []
-    yield stops.append
-    for stop in stops:
-        stop()
+def ending() -> Iterator[contextlib.ExitStack]:
+    """Calls at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
-def test_every_save_and_load_is_told(tmp_path: Path, ending: Started) -> None:
+def test_every_save_and_load_is_told(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """A listener gets every outcome: reports of successes, errors of failures."""
     told: list[holdfast.Outcome] = []
-    ending(holdfast.listen(told.append))
+    ending.callback(holdfast.listen(told.append))
     report = holdfast.save(tmp_path / "a", small_state(), step=3)
     holdfast.load(tmp_path / "a", into=small_state())
     with pytest.raises(holdfast.NotACheckpointError):
@@ -279,7 +275,7 @@ def test_who_stopped_listening_is_told_nothing(tmp_path: Path) -> None:
 
 
 def test_a_listener_that_raises_harms_nobody(
-    tmp_path: Path, ending: Started, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ending: contextlib.ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An error in a listener is printed; the save succeeds and other listeners still run."""
 
@@ -287,8 +283,8 @@ def test_a_listener_that_raises_harms_nobody(
         raise RuntimeError("from a listener")
 
     told: list[holdfast.Outcome] = []
-    ending(holdfast.listen(raising))
-    ending(holdfast.listen(told.append))
+    ending.callback(holdfast.listen(raising))
+    ending.callback(holdfast.listen(told.append))
     handle = holdfast.async_save(tmp_path, small_state())
     handle.wait()
     holdfast.load(tmp_path, into=small_state())
@@ -301,10 +297,10 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, labels)
 
 
-def test_prometheus_counts(tmp_path: Path, ending: Started) -> None:
+def test_prometheus_counts(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """Metrics count operations, bytes and stages, and show the newest checkpoint."""
     registry = CollectorRegistry()
-    ending(export_metrics(registry))
+    ending.callback(export_metrics(registry))
     report = holdfast.save(tmp_path / "a", small_state(), step=3)
     holdfast.load(tmp_path / "a", into=small_state())
     with pytest.raises(holdfast.NotACheckpointError):
@@ -324,11 +320,11 @@ def test_prometheus_counts(tmp_path: Path, ending: Started) -> None:
     assert value(registry, "holdfast_damaged_total") == 0
 
 
-def test_what_would_be_lost_is_exported(tmp_path: Path, ending: Started) -> None:
+def test_what_would_be_lost_is_exported(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """A Checkpointer exports the number of steps since the newest one in storage."""
     registry = CollectorRegistry()
     with holdfast.Checkpointer(tmp_path, every=4, lazy=False, grace_s=None) as ckpt:
-        ending(export_metrics(registry, checkpointer=ckpt))
+        ending.callback(export_metrics(registry, checkpointer=ckpt))
         for step in range(1, 11):
             ckpt.step(step, small_state())
             ckpt.wait()
@@ -366,12 +362,12 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert asked - names == set()
 
 
-def test_spans_are_exported(tmp_path: Path, ending: Started) -> None:
+def test_spans_are_exported(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """Each operation has a span with its stages below it; errors are recorded."""
     kept = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    ending(export_spans(provider))
+    ending.callback(export_spans(provider))
     report = holdfast.save(tmp_path / "a", small_state(), step=3)
     with pytest.raises(holdfast.NotACheckpointError):
         holdfast.load(tmp_path / "none")
@@ -390,10 +386,10 @@ def test_spans_are_exported(tmp_path: Path, ending: Started) -> None:
     assert load.events[0].name == "exception"
 
 
-def test_scalars_are_logged(tmp_path: Path, ending: Started) -> None:
+def test_scalars_are_logged(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """Figures are logged for saves with a step."""
     logged: dict[tuple[str, int], float] = {}
-    ending(log_scalars(lambda name, figure, step: logged.update({(name, step): figure})))
+    ending.callback(log_scalars(lambda name, figure, step: logged.update({(name, step): figure})))
     report = holdfast.save(tmp_path / "a", small_state(), step=3)
     holdfast.save(tmp_path / "b", small_state())
     assert {step for _, step in logged} == {3}

@@ -117,10 +117,8 @@ def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
     """One tensor at two paths is stored once, built as one object, and fills both targets."""
     w = torch.arange(3000.0)
     uri, single = fresh_uri(), fresh_uri()
-    tied, alone = (
-        holdfast.save(uri, {"head": w, "embed": {"w": w}}),
-        holdfast.save(single, {"head": w}),
-    )
+    tied = holdfast.save(uri, {"head": w, "embed": {"w": w}})
+    alone = holdfast.save(single, {"head": w})
     assert tied.nbytes == alone.nbytes
     built = holdfast.load(uri)
     assert built["head"] is built["embed"]["w"]
