@@ -299,10 +299,8 @@ def test_all_ranks_hear_the_leaders_decision_step_by_step(ranks: Ranks) -> None:
     """Whoever comes first; and the store does not grow."""
     made = ranks.make()
     for step in range(1, 30):
-        assert (
-            asked(ranks, made, step, step % 3, late=step % WORLD, late_s=0.002)
-            == [step % 3] * WORLD
-        )
+        heard = asked(ranks, made, step, step % 3, late=step % WORLD, late_s=0.002)
+        assert heard == [step % 3] * WORLD
 
 
 def test_a_step_that_the_leader_misses_is_void_for_all_and_the_next_is_not(ranks: Ranks) -> None:

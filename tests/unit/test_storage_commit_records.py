@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,30 +47,6 @@ def with_old() -> MemoryDriver:
     return storage
 
 
-class Flaky(MemoryDriver):
-    """A driver whose first put of a commit record fails, whether or not the record was stored.
-    ``meanwhile`` runs before the retry."""
-
-    remote = True  # type: ignore[misc]
-
-    def __init__(
-        self, location: str, *, stored: bool, meanwhile: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        super().__init__(location)
-        self.stored, self.meanwhile, self.failed = stored, meanwhile, False
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        if self.failed or not key.endswith("/fate"):
-            await super().put(key, data, exclusive=exclusive)
-            return
-        self.failed = True
-        if self.stored:
-            await super().put(key, data, exclusive=exclusive)
-        if self.meanwhile is not None:
-            await self.meanwhile()
-        raise holdfast.BusyError("503 slow down", uri=self.uri, key=key)
-
-
 def aged(storage: MemoryDriver, key: str, seconds: float) -> None:
     """Backdate an object by ``seconds``."""
     data, _ = storage.objects[key]
@@ -85,33 +61,6 @@ async def with_images(storage: Driver, theirs: Driver) -> tuple[Attempt, Manifes
     for image in range(len(manifest.images)):
         await storage.put(target.image_key(image), await theirs.get(manifest.image_key(image)))
     return attempt, target
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_of_two_copies_that_share_an_attempt_one_puts_the_commit_record(stored: bool) -> None:
-    """After a lost response, a copy does not mistake the other copy's record for its own."""
-    theirs, ours = checkpoint(), MemoryDriver(f"claims-{stored}")
-    outcomes: list[object] = []
-
-    async def both() -> None:
-        attempt, target = await with_images(ours, theirs)
-
-        async def other() -> None:
-            outcomes.append(await outcome(ours))
-
-        async def outcome(driver: Driver) -> object:
-            try:
-                return await commit.commit(driver, attempt, target)
-            except holdfast.SupersededError:
-                return "overtaken"
-
-        flaky = Flaky(f"claims-{stored}", stored=stored, meanwhile=other)
-        assert (await commit.begin_copy(flaky, "the same checkpoint")) == (attempt, True)
-        outcomes.append(await outcome(retried(flaky)))
-
-    run(both())
-    assert outcomes == (["overtaken", None] if stored else [None, "overtaken"])
-    assert loaded(ours)["who"] == "new"
 
 
 @pytest.mark.parametrize("layer", [lambda driver: driver, retried], ids=["bare", "retried"])
@@ -304,64 +253,6 @@ def putting_again(storage: MemoryDriver, meanwhile: Callable[[], Awaitable[Any]]
             await storage.put(key, manifest)
 
     return HookedDriver(storage, after=after)
-
-
-def is_look(done: Sequence[tuple[str, str]]) -> bool:
-    """Return whether the last operation of a save read back its own manifest."""
-    return ("put", MANIFEST_KEY) in done and done[-1] == ("get", MANIFEST_KEY)
-
-
-def test_a_save_between_the_two_deletes_nothing_that_is_named_again() -> None:
-    """Both checkpoints stay whole for the grace period."""
-    storage = with_old()
-
-    async def meanwhile() -> None:
-        await save(storage, LAST)
-
-    run(save(putting_again(storage, meanwhile), NEW))
-    assert difference(NEW, loaded(storage)) is None
-    assert len(attempts(storage)) == 2
-    age(storage, limits.GRACE_S + 60.0)
-    run(save(storage, LAST))
-    assert len(attempts(storage)) == 1
-
-
-def has_put(done: Sequence[tuple[str, str]]) -> bool:
-    """Return whether the last of these operations of a save put its manifest."""
-    return done[-1] == ("put", MANIFEST_KEY)
-
-
-@pytest.mark.parametrize(
-    ("lingers", "expected"),
-    [(is_look, NEW), (has_put, LAST)],
-    ids=["after it looked", "before it looks"],
-)
-def test_a_save_that_meets_the_second_put_deletes_nothing_that_is_named_again(
-    lingers: Callable[[Sequence[tuple[str, str]]], bool], expected: dict[str, Any]
-) -> None:
-    """A save that has looked lets the repeated put win; one that looks later puts its own again."""
-    storage = with_old()
-
-    async def both() -> None:
-        replaced, settled, later = asyncio.Event(), asyncio.Event(), []
-        done: list[tuple[str, str]] = []
-
-        async def linger(operation: str, key: str) -> None:
-            done.append((operation, key))
-            if lingers(done):
-                replaced.set()
-                await settled.wait()
-
-        async def meanwhile() -> None:
-            later.append(asyncio.create_task(save(HookedDriver(storage, after=linger), LAST)))
-            await replaced.wait()
-
-        await save(putting_again(storage, meanwhile), NEW)
-        settled.set()
-        await later[0]
-
-    run(both())
-    assert difference(expected, loaded(storage)) is None
 
 
 @pytest.mark.parametrize("grace_over", [False, True])

@@ -134,13 +134,12 @@ def test_keys_of_another_type_are_other_keys(key: Any) -> None:
 
 def test_tuples_are_made_anew_and_put_in_their_place() -> None:
     """A load replaces a tuple in its container by a new one with the same tensors."""
-    uri = saved({"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)})
+    state = {"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)}
+    uri = saved(state)
     inner, listed, only = torch.tensor(0), [0], (torch.tensor(0),)
     into = {"t": (0, (0, inner), listed), "only": only}
     holdfast.load(uri, into=into)
-    assert (
-        difference({"t": (1, (2, torch.tensor(3)), [4]), "only": (torch.tensor(5),)}, into) is None
-    )
+    assert difference(state, into) is None
     assert into["t"][1][1] is inner
     assert into["t"][2] is listed
     assert into["only"] is only

@@ -221,9 +221,6 @@ def test_rosters_and_boards_come_back_as_they_were() -> None:
     assert RankStatus.decode(status.encode(), 1) == status
 
 
-DEAD_IN = {"failed": SAVE, "gave up": SAVE, "in another call": LOAD}
-
-
 async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> None:
     """Make one call in which some ranks fail early; every other rank must learn of one at once."""
 
@@ -287,29 +284,6 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
     asyncio.run(main())
 
 
-@pytest.mark.nightly(9)
-@pytest.mark.parametrize("stage", DEAD_IN)
-def test_what_ranks_showed_to_a_leader_that_died_unfound_does_not_count(stage: str) -> None:
-    """A new leader ignores the status of a dead rank."""
-
-    async def main() -> None:
-        store = dist.HashStore()
-        old = Job(store, 2, deadline_s=0.5)
-        task = asyncio.ensure_future(
-            old.fails(1, SAVE) if stage == "failed" else old.calls(1, DEAD_IN[stage])
-        )
-        await asyncio.wait([task], timeout=0.2 if stage == "in another call" else 5)
-        old.silence(1)
-        task.cancel()
-        await asyncio.wait([task])
-        job = Job(store, 2)
-        outcomes = await together(job.calls(0, SAVE), job.calls(1, SAVE, late_s=2.5))
-        assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
-        await job.all(SAVE)
-
-    asyncio.run(main())
-
-
 def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> None:
     """Nobody can tell it from a process of a former job at once: but long before the deadline."""
 
@@ -322,28 +296,6 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
         (outcome,) = await together(job.calls(0, SAVE))
         assert kinds([outcome]) == [(errors.RankFailedError, 1)]
         assert "cannot be saved" in str(outcome)
-
-    asyncio.run(main())
-
-
-@pytest.mark.nightly(5)
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_rank_that_failed_elsewhere_and_one_that_comes_late_hear_of_one_failure_once(
-    first: int,
-) -> None:
-    """An old failure does not affect the next call."""
-
-    async def main() -> None:
-        job = Job(dist.HashStore(), 3)
-        await job.all(SAVE)
-        outcomes = await together(job.calls(0, SAVE), job.calls(1, SAVE), job.fails(2, LOAD))
-        assert kinds(outcomes)[:2] == [(errors.RankFailedError, 2)] * 2
-        for call in (SAVE, LOAD):
-            late_s = [0.0 if rank == first else 0.3 for rank in range(3)]
-            outcomes = await together(
-                *(job.calls(rank, call, late_s=late_s[rank]) for rank in range(3))
-            )
-            assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
 
     asyncio.run(main())
 

@@ -182,10 +182,8 @@ def working(seconds: float) -> Act:
 
 def test_a_slow_rank_where_something_moves_is_waited_for(plain_store: Any) -> None:
     """Three times as long as the deadline; also by those who wait for the leader, who waits for it."""
-    assert (
-        together(plain_store, [working(0), working(1.2), working(0)], silence_s=0.4)
-        == [b"slow|slow|slow"] * 3
-    )
+    acts = [working(0), working(1.2), working(0)]
+    assert together(plain_store, acts, silence_s=0.4) == [b"slow|slow|slow"] * 3
 
 
 @pytest.mark.nightly(10)
