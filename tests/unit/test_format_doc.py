@@ -19,14 +19,13 @@ import lz4.block
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import xxhash
 from support.bits import difference, flip, image_in
+from support.ranks import as_ranks
 
 import holdfast
 from holdfast.drivers.registry import open_driver
 from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.state.flattening.flatten import flatten
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -255,18 +254,10 @@ def rich_state(rank: int) -> dict[str, Any]:
 
 def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]], compression: Any = None) -> None:
     """A checkpoint of several ranks, who all live in this process."""
-    store = dist.HashStore()
-
-    async def save(rank: int) -> None:
-        flat, driver = flatten(states[rank]), open_driver(folder)
-        job = SaveJob(flat, 11, 64 << 20, compression=compression)
-        await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
-        await driver.close()
-
-    async def save_all() -> None:
-        await asyncio.gather(*map(save, range(len(states))))
-
-    asyncio.run(save_all())
+    driver = open_driver(folder)
+    jobs = [SaveJob(flatten(state), 11, 64 << 20, compression=compression) for state in states]
+    as_ranks(len(states), lambda team: run_save(driver, team, jobs[team.rank]))
+    asyncio.run(driver.close())
 
 
 @pytest.mark.parametrize(("rank", "compression"), [(1, None), (5, "lz4")])

@@ -216,19 +216,14 @@ UNREADABLE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def put_lineage(folder: Path, make: Callable[[Path], object]) -> None:
-    """Put something in the place of the record of the run's branches."""
-    make(folder / "lineage.json")
-    hand_over(folder)
-
-
 @pytest.mark.nightly(4)
 @pytest.mark.parametrize("make", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_lineage_that_cannot_be_read(
     folder: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is deleted, and only an explicit step can be resumed."""
-    put_lineage(folder, make)
+    make(folder / "lineage.json")
+    hand_over(folder)
     with as_nobody():
         lines = [(c.path, c.problem is None) for c in holdfast.list_checkpoints(folder)]
         assert lines == [
@@ -324,14 +319,6 @@ def said(uri: Any, call: Callable[[Any], Any] = holdfast.load) -> str:
     return str(caught.value)
 
 
-def saved_by_torch(folder: Path) -> Path:
-    """A checkpoint of torch.distributed.checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process only
-        dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 def touch(folder: Path, *names: str) -> Path:
     """A folder with empty files."""
     for name in names:
@@ -343,7 +330,9 @@ def touch(folder: Path, *names: str) -> Path:
 
 def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path) -> None:
     """Written by torch itself; by load, open, copy and on the command line."""
-    saved_by_torch(tmp_path / "c")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process only
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.copy(uri, tmp_path / "d")):
         text = said(tmp_path / "c", call)
         assert "it looks like a checkpoint of torch.distributed.checkpoint" in text

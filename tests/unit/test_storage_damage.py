@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,12 @@ def test_a_shard_that_begins_within_an_element_is_damage() -> None:
         columns["shard.start"] = columns["shard.start"].astype(np.uint64)
         columns["shard.start"][row] += 1
         columns["shard.lengths"][row, 0] = 3
-        columns["tensor.shape"][_tensor_of(columns, row), 0] = 3
+        tensor_of = np.repeat(np.arange(len(columns["tensor.shards"])), columns["tensor.shards"])
+        columns["tensor.shape"][tensor_of[row], 0] = 3
 
     forge(uri, shifted)
     with pytest.raises(holdfast.DamagedError, match="contradicts itself: alignment of shards"):
         holdfast.open(uri)
-
-
-def _tensor_of(columns: Mapping[str, np.ndarray], row: int) -> int:
-    return int(np.repeat(np.arange(len(columns["tensor.shards"])), columns["tensor.shards"])[row])
 
 
 def replicated(state: dict[str, torch.Tensor]) -> FlatState:

@@ -327,11 +327,6 @@ def test_another_version_is_not_guessed_at() -> None:
         holdfast.open(uri)
 
 
-def checked(body: bytes) -> bytes:
-    """Return ``body`` with its checksum."""
-    return body + digest(body)
-
-
 def bodies() -> dict[str, bytes]:
     """Files that are no safetensors file of ours, though their checksum is right."""
     name = {"__metadata__": {"holdfast": "{}"}}
@@ -364,7 +359,8 @@ def bodies() -> dict[str, bytes]:
 def test_a_file_that_is_no_manifest_is_damage(name: str) -> None:
     """A file with a valid checksum whose header makes no sense is damage."""
     uri = stored()
-    replace_manifest(uri, checked(bodies()[name]))
+    body = bodies()[name]
+    replace_manifest(uri, body + digest(body))
     raised = use(uri)
     assert raised
     assert all(isinstance(error, holdfast.DamagedError) for error in raised)
