@@ -6,18 +6,12 @@ import time
 import uuid
 
 import pytest
-from support.drivers import asynchronous, keys, stored
+from support.drivers import asynchronous, bare, keys, stored
 from support.servers.azurite import Azurite
 from support.servers.fake_gcs import FakeGcs
 
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.registry import open_driver
 from holdfast.errors import AccessError, ExistsError, HoldfastError
-
-
-def bare(root: str, **options: str) -> Driver:
-    """A driver without the layers that users get around it."""
-    return open_driver(root, retries=0, op_timeout_s="off", **options)
 
 
 @pytest.fixture

@@ -12,14 +12,13 @@ from typing import Any
 import hdfs_native
 import numpy as np
 import pytest
-from support.drivers import asynchronous
+from support.drivers import asynchronous, bare, reads
 from support.servers.hadoop import Hadoop
 from support.servers.hdfs_probe import HdfsProbe
 
 from holdfast.drivers.contract import Upload, segments
 from holdfast.drivers.hdfs import uploads
-from holdfast.drivers.hdfs.driver import HdfsDriver
-from holdfast.drivers.uri import Uri, parse
+from holdfast.drivers.uri import parse
 from holdfast.errors import (
     AccessError,
     BusyError,
@@ -35,12 +34,6 @@ pytestmark = pytest.mark.clocked
 
 MIB = 1 << 20
 PART = 16 * MIB
-
-
-def open_driver(url: str, **options: str) -> HdfsDriver:
-    """The driver itself, without the layers that users get around it."""
-    uri = parse(url)
-    return HdfsDriver.open(Uri(uri.scheme, uri.location, uri.options | options))
 
 
 def native(server: Hadoop) -> hdfs_native.Client:
@@ -70,7 +63,7 @@ async def test_an_object_of_several_segments_comes_back(
     hadoop: Hadoop, hdfs_url: str, webhdfs: str, interleaved: bool, rng: np.random.Generator
 ) -> None:
     """Segments are joined by CONCAT, or copied if WebHDFS cannot be reached, or are one stream."""
-    driver = open_driver(hdfs_url, **({} if webhdfs == "joined" else {"webhdfs": webhdfs}))
+    driver = bare(hdfs_url, **({} if webhdfs == "joined" else {"webhdfs": webhdfs}))
     content = memoryview(rng.bytes(5 * PART + 12345))
     order = writing_order(6, PART, len(content), driver.traits) if interleaved else list(range(6))
     assert len(segments(len(content), driver.traits)) == (1 if webhdfs == "off" else 3)
@@ -89,7 +82,7 @@ async def test_segments_behind_the_end_are_neither_made_nor_joined(
     hdfs_url: str, nbytes: int, caplog: pytest.LogCaptureFixture, rng: np.random.Generator
 ) -> None:
     """An upload that ends before its last segment is joined without it: CONCAT takes no empty files."""
-    driver, content = open_driver(hdfs_url), rng.bytes(nbytes)
+    driver, content = bare(hdfs_url), rng.bytes(nbytes)
     upload = await driver.create("a/x", 6 * PART)
     for start in range(0, nbytes, PART):
         await upload.write(start, memoryview(content)[start : start + PART])
@@ -103,7 +96,7 @@ async def test_segments_behind_the_end_are_neither_made_nor_joined(
 @asynchronous
 async def test_block_size_replication_and_sync(hadoop: Hadoop, hdfs_url: str) -> None:
     """New files are made as the options say, and synced ones are there as others are."""
-    driver = open_driver(hdfs_url, block_size="1MiB", replication="2", sync="on")
+    driver = bare(hdfs_url, block_size="1MiB", replication="2", sync="on")
     await driver.put("x", bytes(3 * MIB))
     status = native(hadoop).get_file_info(f"{path_of(hdfs_url)}/x")
     assert (status.blocksize, status.replication, status.length) == (MIB, 2, 3 * MIB)
@@ -117,10 +110,10 @@ async def test_a_stranger_is_refused(
 ) -> None:
     """AccessError, for reading and writing, with advice that says whose the user is."""
     client, root = native(hadoop), path_of(hdfs_url)
-    await open_driver(hdfs_url).put("x", b"mine")
+    await bare(hdfs_url).put("x", b"mine")
     client.set_permission(root, 0o700)
     monkeypatch.setenv("HADOOP_USER_NAME", "stranger")
-    driver = open_driver(hdfs_url)
+    driver = bare(hdfs_url)
     writing = (driver.put("y", b""), driver.create("y", 1), driver.delete("x"))
     for call in (driver.get("x"), *writing, driver.delete_all("x")):
         with pytest.raises(AccessError, match="HADOOP_USER_NAME"):
@@ -132,7 +125,7 @@ async def test_a_stranger_is_refused(
 @asynchronous
 async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
     """A name node in safe mode raises BusyError instead of StorageDownError; reads still work."""
-    driver = open_driver(hdfs_url)
+    driver = bare(hdfs_url)
     await driver.put("x", b"content")
     await asyncio.to_thread(hadoop.admin, "-safemode", "enter")
     try:
@@ -150,9 +143,9 @@ async def test_safe_mode_is_busy(hadoop: Hadoop, hdfs_url: str) -> None:
 async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> None:
     """Every call and close() end by the deadline if a host never answers or nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        driver = open_driver(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", timeout="500ms")
-        reading = (driver.get("a"), driver.stat("a"))
-        for call in (*reading, driver.put("a", b""), driver.delete_all("a"), driver.sweep("a")):
+        driver = bare(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", timeout="500ms")
+        writing = (driver.put("a", b""), driver.delete_all("a"), driver.sweep("a"))
+        for call in (driver.get("a"), driver.stat("a"), *writing):
             began_s = time.monotonic()
             with pytest.raises(StorageDownError, match=r"no answer for 0\.5 s") as caught:
                 await call
@@ -160,7 +153,7 @@ async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> Non
             assert (caught.value.key, caught.value.temporary) == ("a", True)
         await driver.close()
         port = silent.getsockname()[1]
-    driver = open_driver(f"hdfs://127.0.0.1:{port}/x", timeout="2s")
+    driver = bare(f"hdfs://127.0.0.1:{port}/x", timeout="2s")
     began_s = time.monotonic()
     with pytest.raises(StorageDownError):
         await driver.get("a")
@@ -172,15 +165,12 @@ async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> Non
 async def test_a_sweep_takes_the_dead_only(hadoop: Hadoop, hdfs_url: str) -> None:
     """Temporary files that are an hour old by the name node's clock go, with empty folders."""
     client, root = native(hadoop), path_of(hdfs_url)
-    driver = open_driver(hdfs_url)
+    driver = bare(hdfs_url)
     live = await driver.create("data/a/live", 10)
     probe = HdfsProbe(parse(hdfs_url))
     hour_ago_ms = int((time.time() - 3700) * 1000)
-    for name in (
-        "data/b/.0.0123456789abcdef.0.tmp",
-        ".manifest.0123456789abcdef.0.tmp",
-        ".other.0123456789abcdef.0.tmp",
-    ):
+    for begin in ("data/b/.0", ".manifest", ".other"):
+        name = f"{begin}.0123456789abcdef.0.tmp"
         probe.write(name, b"dead")
         client.set_times(f"{root}/{name}", hour_ago_ms, hour_ago_ms)
     await driver.put("data/a/x", b"")
@@ -202,7 +192,7 @@ async def test_a_live_upload_shows_that_it_lives(
 ) -> None:
     """Writing renews the time of all its files, so that nobody takes them for dead."""
     monkeypatch.setattr("holdfast.drivers.hdfs.uploads.TOUCH_S", 0.0)
-    client, driver = native(hadoop), open_driver(hdfs_url)
+    client, driver = native(hadoop), bare(hdfs_url)
     upload = await driver.create("x", 2 * PART)
     (first,) = [status.path for status in client.list_status(path_of(hdfs_url))]
     client.set_times(first, 1, 1)
@@ -217,7 +207,7 @@ async def test_a_rename_whose_answer_was_lost_is_looked_up(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put whose rename lost its answer succeeds exactly if the key holds its own file."""
-    driver = open_driver(hdfs_url)
+    driver = bare(hdfs_url)
     rename = driver._client.rename
 
     async def renamed_twice(source: str, target: str, key: str, *, overwrite: bool) -> None:
@@ -237,7 +227,7 @@ async def test_a_rename_that_finds_nothing_does_not_take_anothers_file_for_ours(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The temporary file is gone, and somebody else's has the key: the put failed."""
-    driver, other = open_driver(hdfs_url), open_driver(hdfs_url)
+    driver, other = bare(hdfs_url), bare(hdfs_url)
     rename = driver._client.rename
 
     async def overtaken(source: str, target: str, key: str, *, overwrite: bool) -> None:
@@ -258,7 +248,7 @@ async def test_a_file_that_was_completed_short_never_gets_the_key(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that a failing writer completed too short is never renamed to its key."""
-    driver = open_driver(hdfs_url)
+    driver = bare(hdfs_url)
     write = uploads._write
 
     def short(call: Any, *, writer: Any, data: Any) -> None:
@@ -275,12 +265,11 @@ async def test_a_file_that_was_completed_short_never_gets_the_key(
 @asynchronous
 async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: str) -> None:
     """Folders are no objects; files under names that no key would get are not listed."""
-    client, driver, root = native(hadoop), open_driver(hdfs_url), path_of(hdfs_url)
+    client, driver, root = native(hadoop), bare(hdfs_url), path_of(hdfs_url)
     client.mkdirs(f"{root}/folder", create_parent=True)
     with client.create(f"{root}/50%", hdfs_native.WriteOptions()) as file:
         file.write(b"foreign")
-    into = memoryview(bytearray(1))
-    for call in (driver.get("folder"), driver.stat("folder"), driver.read("folder", 0, into)):
+    for call in reads(driver, "folder"):
         with pytest.raises(NotFoundError):
             await call
     assert [info async for info in driver.list()] == []
@@ -290,7 +279,7 @@ async def test_what_lies_there_besides_is_left_alone(hadoop: Hadoop, hdfs_url: s
 @asynchronous
 async def test_an_upload_whose_file_was_deleted_says_so(hadoop: Hadoop, hdfs_url: str) -> None:
     """The error for an unfinished file that somebody deleted says to save again."""
-    client, driver = native(hadoop), open_driver(hdfs_url)
+    client, driver = native(hadoop), bare(hdfs_url)
     upload = await driver.create("x", MIB)
     await upload.write(0, memoryview(bytes(MIB)))
     client.delete(path_of(hdfs_url), True)
@@ -320,7 +309,7 @@ def test_parts_are_joined_behind_a_link_of_a_viewfs(
 
     async def put() -> bytes:
         webhdfs = parse(hadoop.uri).options["webhdfs"]
-        driver = open_driver("hdfs:///data/run", conf=str(tmp_path), webhdfs=webhdfs)
+        driver = bare("hdfs:///data/run", conf=str(tmp_path), webhdfs=webhdfs)
         assert len(segments(len(content), driver.traits)) > 1
         await fill(await driver.create("a", len(content)), content, list(range(3)))
         found = await driver.get("a")
@@ -337,7 +326,7 @@ def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
     monkeypatch.delenv("HADOOP_HOME", raising=False)
     with pytest.raises(UriError, match="namenodes="):
-        open_driver("hdfs://nowhere/x")
+        bare("hdfs://nowhere/x")
     with pytest.raises(UriError, match="HADOOP_USER_NAME"):
-        open_driver("hdfs://alice@localhost:8020/x")
-    open_driver("hdfs://somewhere/x", namenodes="localhost:1,localhost:2")
+        bare("hdfs://alice@localhost:8020/x")
+    bare("hdfs://somewhere/x", namenodes="localhost:1,localhost:2")

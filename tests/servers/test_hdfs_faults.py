@@ -41,6 +41,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
 def uri(cluster: Hadoop) -> Iterator[str]:
     """Yield an empty checkpoint on the cluster, with healthy servers before and after."""
     yield f"{cluster.at(uuid.uuid4().hex)}&timeout=5s&op_timeout_s=20"
+    heal(cluster)
+
+
+def heal(cluster: Hadoop) -> None:
+    """Continue or start the servers that hang or died."""
     for name in ("nn0", "dn0", "dn1", "dn2"):
         if name in cluster.running:
             cluster.kill(name, signal.SIGCONT)
@@ -106,11 +111,7 @@ def test_a_datanode_is_gone_mid_save(
     error = _outcome(handle)
     assert error is None or isinstance(error, StorageDownError)
     assert finished(uri, state, newer) == (error is None)
-    if how == signal.SIGSTOP:
-        cluster.kill(victim, signal.SIGCONT)
-    else:
-        cluster.begin(victim)
-    cluster.wait()
+    heal(cluster)
     one_save_tidies_up(uri, state)
 
 
@@ -130,11 +131,7 @@ def test_the_name_node_is_gone_mid_save(
     assert error.uri is not None
     assert error.uri.startswith("hdfs://127.0.0.1")
     assert time.monotonic() - began_s < WAIT_S
-    if how == signal.SIGSTOP:
-        cluster.kill("nn0", signal.SIGCONT)
-    else:
-        cluster.begin("nn0")
-    cluster.wait()
+    heal(cluster)
     assert not finished(uri, state, changed(state))
     one_save_tidies_up(uri, state)
 

@@ -13,7 +13,8 @@ from holdfast.drivers.contract import Driver, ObjectInfo
 from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.drivers.registry import open_driver
+from holdfast.drivers.registry import driver_class, open_driver
+from holdfast.drivers.uri import Uri, parse
 
 from .given import Serve
 
@@ -75,6 +76,13 @@ async def keys(driver: Driver, prefix: str = "") -> list[str]:
     return sorted([info.key async for info in driver.list(prefix)])
 
 
+def bare(uri: str, **options: str) -> Driver:
+    """Open a driver without the layers that users get around it."""
+    parsed = parse(uri)
+    cls = driver_class(parsed.scheme)
+    return cls.open(Uri(parsed.scheme, parsed.location, parsed.options | options))
+
+
 def used(uri: str, use: Callable[[Driver], Awaitable[T]], **options: object) -> T:
     """Run ``use`` on a driver, which is closed afterwards, for at most a minute."""
 
@@ -118,6 +126,17 @@ class Halting:
         if operation == self.operation and key.endswith(self.key_end):
             self.reached.set()
             await asyncio.to_thread(self.go.wait, 60)
+
+
+def reads(driver: Driver, key: str) -> list[Awaitable[object]]:
+    """Return a call of each method that looks at one object."""
+    return [driver.get(key), driver.stat(key), driver.read(key, 0, memoryview(bytearray(1)))]
+
+
+def changes(driver: Driver, key: str) -> list[Awaitable[object]]:
+    """Return a call of each method that changes objects."""
+    puts = [driver.put(key, b"y"), driver.put(key, b"y", exclusive=True), driver.create(key, 1)]
+    return [*puts, driver.delete(key), driver.delete_all(key), driver.sweep(key)]
 
 
 async def contents(driver: Driver) -> dict[str, bytes]:

@@ -234,8 +234,6 @@ async def test_a_close_that_fails_undoes_nothing(
     await after.close()
 
 
-# Which error is which
-
 KINDS = {
     NotFoundError: ["ENOENT"],
     ExistsError: ["EEXIST"],

@@ -16,13 +16,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import register_implementation
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-from support.drivers import asynchronous, contents, used
+from support.drivers import asynchronous, bare, contents, used
 
-from holdfast.drivers.fsspec.driver import FsspecDriver
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.fsspec.options import options_of
 from holdfast.drivers.local.names import temporary_name
 from holdfast.drivers.registry import driver_class, open_driver
-from holdfast.drivers.uri import parse
 from holdfast.errors import (
     AccessError,
     BusyError,
@@ -112,32 +111,17 @@ def shelf() -> Iterator[type[Catalog]]:
     Catalog.broken = None
 
 
-def bare(uri: str) -> FsspecDriver:
-    """The driver for ``uri``, without layers."""
-    parsed = parse(uri)
-    driver = driver_class(parsed.scheme).open(parsed)
-    assert isinstance(driver, FsspecDriver)
-    return driver
-
-
 @pytest.fixture(params=["memory", "file", "shelf"])
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, shelf: type[Catalog]
-) -> Iterator[FsspecDriver]:
+) -> Iterator[Driver]:
     """Drivers whose files are copied into place, renamed, or shown when they are closed."""
     MemoryFileSystem.store.clear()
-    uris = {
-        "memory": "fsspec+memory://run",
-        "file": f"fsspec+file://{tmp_path}/run",
-        "shelf": "fsspec+oci://bucket/run",
-    }
-    driver = bare(uris[request.param])
+    uris = {"memory": "memory://run", "file": f"file://{tmp_path}/run", "shelf": "oci://bucket/run"}
+    driver = bare(f"fsspec+{uris[request.param]}")
     yield driver
     asyncio.run(driver.close())
     MemoryFileSystem.store.clear()
-
-
-# URIs
 
 
 def test_each_protocol_has_a_driver_with_its_options(shelf: type[Catalog]) -> None:
@@ -201,11 +185,8 @@ async def test_options_reach_the_file_system(shelf: type[Catalog]) -> None:
     assert shelf.settings == {"a": 1}
 
 
-# Uploads
-
-
 @pytest.mark.parametrize("nbytes", [0, 3 << 20])
-def test_an_upload_that_is_not_committed_leaves_nothing(driver: FsspecDriver, nbytes: int) -> None:
+def test_an_upload_that_is_not_committed_leaves_nothing(driver: Driver, nbytes: int) -> None:
     """An upload that is aborted, incomplete, or simply left shows no object and keeps no file."""
 
     async def run() -> None:
@@ -254,9 +235,6 @@ def test_dead_uploads_are_swept_after_a_day(tmp_path: Path) -> None:
     os.utime(old, (time.time() - 90_000,) * 2)
     used(f"fsspec+file://{tmp_path}", lambda driver: driver.sweep("data"))
     assert list((tmp_path / "data").iterdir()) == [young]
-
-
-# Errors
 
 
 class NoCredentialsError(Exception):

@@ -77,9 +77,6 @@ def failing(code: int) -> Callable[..., NoReturn]:
     return call
 
 
-# Locks
-
-
 def locked_like_nfs(
     fd: int, operation: int, real: Callable[[int, int], None] = fcntl.flock
 ) -> None:
@@ -459,9 +456,6 @@ async def test_a_temporary_file_that_a_sweep_took_before_it_was_locked_is_made_a
     assert await driver.get("x") == b"abc"
     await driver.close()
     assert len(taken) == 2
-
-
-# Failures after which a put takes back its object
 
 
 @asynchronous

@@ -106,9 +106,6 @@ def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
     return asyncio.run(run())
 
 
-# Choosing
-
-
 @pytest.mark.parametrize(
     ("nbytes", "writers", "osts", "expected"),
     [
@@ -147,9 +144,6 @@ def test_a_layout_survives_its_bytes(made: Layout) -> None:
 def test_what_is_no_plain_layout_counts_as_composite(value: bytes) -> None:
     """A layout of a kind that we cannot read is never taken for a plain one, and so is kept."""
     assert decode(value).composite is True
-
-
-# Setting
 
 
 def test_a_new_file_gets_its_layout_before_its_first_byte(mount: Path) -> None:
@@ -269,9 +263,6 @@ def test_targets_are_counted_by_the_kernel_first(tmp_path: Path) -> None:
         file.write_text(f"{count}\n")
     assert count_osts(str(tmp_path), (tmp_path / "nowhere", tmp_path)) == 24
     assert count_osts(str(tmp_path), ()) == 4
-
-
-# URIs
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,6 @@ def test_what_is_refused_is_told_with_what_is_taken(
         parse(text)
 
 
-# Ranges
-
-
 def written(nbytes: int, *pieces: tuple[int, int]) -> Ranges:
     """Return the ranges of an object of which these (start, length) were written."""
     ranges = Ranges(nbytes, uri="memory://x", key="k")

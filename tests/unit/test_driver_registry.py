@@ -112,9 +112,6 @@ def test_importing_the_registry_is_cheap() -> None:
     assert after.isdisjoint({"numpy", "importlib.metadata"})
 
 
-# Spellings of places
-
-
 @pytest.mark.parametrize("name", ["a b", "größe", "100%", "a%20b", "x?y", "x#y", "a&b=c"])
 @pytest.mark.parametrize("scheme", ["memory", "file", "fsspec+memory", "fsspec+file"])
 @pytest.mark.heavy

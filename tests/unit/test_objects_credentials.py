@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import trustme
 from support.drivers import stored, used
-from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
+from support.servers.scripted import (
+    ONCE,
+    Answer,
+    Request,
+    ScriptedServer,
+    s3_answer,
+    set_credentials,
+)
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.objects import s3
@@ -221,7 +228,7 @@ def test_federated_credentials_are_used(
             path.write_text(json.dumps(content))
         else:
             use_file(tmp_path / "adc.json", content, monkeypatch)
-        used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s", put)
+        used(f"gs://bucket/run?endpoint={server.url}&{ONCE}", put)
         assert tokens(server) == {"Bearer federated"}
 
 
@@ -238,9 +245,7 @@ def test_impersonated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.M
             "source_credentials": user,
         }
         use_file(tmp_path / "adc.json", content, monkeypatch)
-        used(
-            f"gs://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s", put
-        )
+        used(f"gs://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&{ONCE}", put)
         assert tokens(proxy) == {"Bearer of-user-as-trainer"}
         hosts = {asked.host for asked in proxy.log if asked.path.startswith("/bucket/")}
         assert hosts == {"storage.googleapis.com"}
@@ -253,7 +258,7 @@ def test_a_refused_exchange_is_an_error_of_access(
     with ScriptedServer(google) as server:
         use_file(tmp_path / "adc.json", federated(tmp_path, server, "hunter2"), monkeypatch)
         with pytest.raises(AccessError, match=r"adc\.json.*no such subject") as caught:
-            used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s", put)
+            used(f"gs://bucket/run?endpoint={server.url}&{ONCE}", put)
         assert "hunter2" not in str(caught.value)
         assert tokens(server) == set()
 
@@ -265,12 +270,12 @@ def test_a_file_that_cannot_be_used_is_said(
     """Half a file, and a type that nobody knows."""
     use_file(tmp_path / "adc.json", content, monkeypatch)
     with ScriptedServer(google) as server, pytest.raises(HoldfastError, match=r"adc\.json"):
-        used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s", put)
+        used(f"gs://bucket/run?endpoint={server.url}&{ONCE}", put)
 
 
 def test_without_credentials_nobody_is_asked_for_any() -> None:
     """With anonymous=on, requests carry no token, and no metadata server is asked for one."""
     with ScriptedServer(google) as server:
-        used(f"gs://bucket/run?endpoint={server.url}&retries=0&deadline=1s&anonymous=on", put)
+        used(f"gs://bucket/run?endpoint={server.url}&{ONCE}&anonymous=on", put)
         assert [request.method for request in server.log] == ["PUT", "GET", "DELETE"]
         assert not any((token or "").removeprefix("Bearer").strip() for token in tokens(server))

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from support.drivers import asynchronous
+from support.drivers import asynchronous, changes, keys, reads
 from support.servers.scripted import Answer, Request, ScriptedServer
 
 import holdfast
@@ -68,20 +68,13 @@ async def test_nothing_on_a_web_server_can_be_changed_or_listed(site: str, tmp_p
     await driver.read("x", 2, into)
     assert (into, await driver.get("x")) == (b"nten", b"content")
     assert (await driver.stat("x")).nbytes == 7
-    for call in (driver.get("y"), driver.stat("y"), driver.read("y", 0, into)):
+    for call in reads(driver, "y"):
         with pytest.raises(NotFoundError):
             await call
     for start in (5, 100):
         with pytest.raises(DamagedError, match="ends at byte 7"):
             await driver.read("x", start, into)
-    for call in (
-        driver.put("x", b""),
-        driver.create("x", 1),
-        driver.delete("x"),
-        driver.delete_all("x"),
-        driver.sweep("x"),
-        anext(driver.list()),  # type: ignore[call-overload]
-    ):
+    for call in (*changes(driver, "x"), keys(driver)):
         with pytest.raises(StorageError, match=r"read-only|cannot list"):
             await call
     await driver.close()

