@@ -34,12 +34,8 @@ def fuzz(target: str, seconds: float, found: Path) -> None:
     with tempfile.TemporaryDirectory() as corpus:
         for number, seed in enumerate(seeds(target)):
             Path(corpus, str(number)).write_bytes(seed)
-        limits = [
-            f"-max_total_time={max(1, round(seconds))}",
-            "-timeout=20",
-            "-rss_limit_mb=4096",
-            "-max_len=8192",
-        ]
+        limits = [f"-max_total_time={max(1, round(seconds))}", "-timeout=20"]
+        limits += ["-rss_limit_mb=4096", "-max_len=8192"]
         more = [f"-artifact_prefix={found}/{target}-", "-print_final_stats=1", corpus]
         atheris.Setup([sys.argv[0], *limits, *more], lambda data: TARGETS[target](data) and None)
         atheris.Fuzz()
@@ -53,9 +49,8 @@ def fuzz_all(seconds: float, found: Path) -> bool:
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         inputs = re.search(r"number_of_executed_units:\s+(\d+)", ran.stderr)
         good = good and ran.returncode == 0 and inputs is not None
-        state = (
-            "nothing found" if ran.returncode == 0 else f"failed, see {found}\n{ran.stderr[-4000:]}"
-        )
+        failure = f"failed, see {found}\n{ran.stderr[-4000:]}"
+        state = "nothing found" if ran.returncode == 0 else failure
         print(f"{target}: {inputs[1] if inputs else 0} inputs, {state}", flush=True)
     return good
 

@@ -1,5 +1,4 @@
-"""Run a command against a server of the tests: boot the server, put its URI in place of ``{uri}``,
-and stop it afterwards.
+"""Run a command with the URI of a server of the tests in place of ``{uri}``.
 
     python tests/servers/with_server.py s3 holdfast demo {uri}
 
@@ -24,14 +23,10 @@ from support.servers.start import FINDERS, started
 def main() -> int:
     """The exit status of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--dir", type=Path, help="where the server keeps its data; removed afterwards"
-    )
+    parser.add_argument("--dir", type=Path, help="for the server's data, which is removed")
     parser.add_argument("--datanodes", type=int, default=2, help="of HDFS (default: 2)")
     parser.add_argument("server", choices=FINDERS)
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="with {uri} where the server's URI belongs"
-    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="with {uri} for the URI")
     given = parser.parse_args()
     if not given.command:
         parser.error("a command is needed")

@@ -255,17 +255,14 @@ class Sleeper:
     done: list[str]
 
     def write(self) -> None:
-        """Record the size."""
         self.done.append(f"write {self.nbytes // MIB}")
         time.sleep(self.takes_s)
 
     def read(self) -> None:
-        """Record the call."""
         self.done.append("read")
         time.sleep(self.takes_s)
 
     def remove(self) -> None:
-        """Record the call."""
         self.done.append("remove")
 
 
@@ -303,8 +300,7 @@ def test_absent_programs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """The error says how to install them; "all" omits them."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name: None if name == "safetensors" else find_spec(name),
+        importlib.util, "find_spec", lambda name: None if name == "safetensors" else find_spec(name)
     )
     with pytest.raises(UsageError, match=r"(?s)safetensors is not .*pip install safetensors"):
         chosen("safetensors", FILE)

@@ -147,19 +147,15 @@ def test_a_folder_is_tuned_for(home: Path, tmp_path: Path) -> None:
 RUNGS = [Rung(20, 64 * MIB, 1), Rung(7, 256 * MIB, 2), Rung(3, 512 * MIB, 3)]
 
 
-def searched(
-    seconds_per_mib: Sequence[float],
-    rungs: Sequence[Rung] = RUNGS,
-    default: int = 0,
-) -> tuple[list[int], list[int]]:
+def searched(seconds_per_mib: Sequence[float], default: int = 0) -> tuple[list[int], list[int]]:
     """Search among candidates that take so long. Return the ranking, and the order of turns."""
     turns = []
 
     def measure(number: int, candidate: int) -> float:
         turns.append(candidate)
-        return seconds_per_mib[candidate] * rungs[number].nbytes / MIB
+        return seconds_per_mib[candidate] * RUNGS[number].nbytes / MIB
 
-    return search(rungs, measure, default=default), turns
+    return search(RUNGS, measure, default=default), turns
 
 
 def bowl(best: int, count: int = 20) -> list[float]:

@@ -172,11 +172,8 @@ def test_show_sums_up_below_a_depth(uri: str) -> None:
 def test_show_says_how_ranks_share_tensors(root: str) -> None:
     """Split tensors, tensors per rank and values that differ are each described in a few words."""
     shared = torch.arange(4096.0).reshape(1024, 4)
-    states = [
-        {"w": shared, "own": torch.full((3,), rank), "lr": rank // 2, "odd": {"n": rank}}
-        for rank in range(4)
-    ]
-    save_on_ranks(root, states)
+    own = [{"own": torch.full((3,), rank), "odd": {"n": rank}} for rank in range(4)]
+    save_on_ranks(root, [{"w": shared, "lr": rank // 2, **own[rank]} for rank in range(4)])
     lines = [line.strip() for line in run("show", root).stdout.splitlines()]
     assert "w  float32 [1024×4]  16.0 KiB  4 shards [256×4] on ranks 0–3" in lines
     assert "own  int64 [3]  24 B  per rank 0–3" in lines
@@ -314,9 +311,8 @@ def on_a_terminal(uri: str, **environment: str) -> str:
 
 def test_closed_pipe_is_no_failure(stored: str) -> None:
     """``holdfast show … | head`` ends quietly, as other commands do."""
-    with subprocess.Popen(
-        [*HOLDFAST, "show", stored], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*HOLDFAST, "show", stored], **pipes) as process:
         assert process.stdout
         assert process.stderr
         process.stdout.readline()

@@ -19,10 +19,7 @@ from holdfast.errors import UriError
 class OtherDriver(MemoryDriver):
     """A driver of a third party, with a secret among its options."""
 
-    OPTIONS = {
-        "level": Option(integer(0, 9), 5, "how much"),
-        "token": Option(str, None, "to get in"),
-    }
+    OPTIONS = {"level": Option(integer(0, 9), 5, "how"), "token": Option(str, None, "to get in")}
 
     @classmethod
     def open(cls, uri: Uri) -> OtherDriver:
@@ -34,10 +31,8 @@ class OtherDriver(MemoryDriver):
 @pytest.fixture
 def third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a driver that works, and one that cannot be imported."""
-    found = [
-        importlib.metadata.EntryPoint("other", f"{__name__}:OtherDriver", GROUP),
-        importlib.metadata.EntryPoint("gone", "holdfast_no_such_module:Driver", GROUP),
-    ]
+    named = {"other": f"{__name__}:OtherDriver", "gone": "holdfast_no_such_module:Driver"}
+    found = [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in named.items()]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
 
 
@@ -67,10 +62,8 @@ def test_missing_library_is_named_with_its_package() -> None:
     """The driver's own advice is shown, and its options are listed."""
     call = ("drivers", "other://x?level=9")
     found = run_json(*call, status=1)
-    assert (found["problem"], found["advice"]) == (
-        "other:// needs otherlib",
-        "pip install otherlib",
-    )
+    assert found["problem"] == "other:// needs otherlib"
+    assert found["advice"] == "pip install otherlib"
     assert [o["value"] for o in found["options"] if o["name"] == "level"] == ["9"]
     assert "needs otherlib. pip install otherlib" in run(*call, status=1).stdout
 

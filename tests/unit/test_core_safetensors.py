@@ -27,9 +27,8 @@ def test_what_is_written_is_parsed() -> None:
 
 def text(**changes: Any) -> bytes:
     """A header of one tensor of six bytes, changed."""
-    return json.dumps(
-        {"x": {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]} | changes}
-    ).encode()
+    entry = {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}
+    return json.dumps({"x": entry | changes}).encode()
 
 
 @pytest.mark.parametrize(

@@ -39,16 +39,12 @@ def recorder(clock: Clock) -> Recorder:
 def test_overlapping_operations_are_busy_once(recorder: Recorder, clock: Clock) -> None:
     """Two operations, from 1 to 4 s and from 2 to 6 s, and one from 8 to 9 s: 8 s of work in 6 s."""
     written = [recorder.span("write", lambda: Where("a", 0, 10)) for _ in range(3)]
-    for now_s, act in [
-        (1, written[0].__enter__),
-        (2, written[1].__enter__),
-        (4, lambda: written[0].__exit__(None, None, None)),
-        (6, lambda: written[1].__exit__(None, None, None)),
-        (8, written[2].__enter__),
-        (9, lambda: written[2].__exit__(None, None, None)),
-    ]:
+    for now_s, ends, number in ((1, 0, 0), (2, 0, 1), (4, 1, 0), (6, 1, 1), (8, 0, 2), (9, 1, 2)):
         clock.now_s = 1000 + now_s
-        act()
+        if ends:
+            written[number].__exit__(None, None, None)
+        else:
+            written[number].__enter__()
     stage = recorder.summary().stages["write"]
     assert (stage.count, stage.nbytes) == (3, 30)
     assert (stage.seconds, stage.busy_s) == (8, 6)

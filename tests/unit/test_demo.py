@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.cli.demo import plan, text, torn
+from holdfast.cli.demo import plan, text
 from holdfast.cli.demo.jobs import Job
-from holdfast.cli.demo.journal import Event, Journal, Watcher
+from holdfast.cli.demo.journal import Event
 
 pytestmark = pytest.mark.clocked
 
@@ -27,34 +27,6 @@ def test_ranks_share_a_batch_evenly() -> None:
         assert np.array_equal(np.concatenate(parts), batch)
     with pytest.raises(holdfast.UsageError, match="16 sequences"):
         text.part_of(batch, 0, 3)
-
-
-def test_journal_is_followed_line_by_line(tmp_path: Path) -> None:
-    """A watcher reads each event of all ranks once, and no unfinished line."""
-    journals, watcher = [Journal(tmp_path, rank) for rank in (0, 1)], Watcher(tmp_path)
-    journals[0].write("step", step=1)
-    journals[1].write("step", step=1)
-    events = [(event.rank, event.kind, event.told) for event in watcher.news()]
-    assert events == [(rank, "step", {"step": 1}) for rank in (0, 1)]
-    with (tmp_path / "rank-1.jsonl").open("ab") as file:
-        file.write(b'{"kind": "sa')
-    assert list(watcher.news()) == []
-    for journal in journals:
-        journal.close()
-
-
-def test_unfinished_files_are_seen_as_such(tmp_path: Path) -> None:
-    """Files below a checkpoint's URI are listed with their sizes, and unfinished uploads marked."""
-    attempt = tmp_path / "data" / "20310203T040506-00000000"
-    attempt.mkdir(parents=True)
-    (attempt / "0.safetensors").write_bytes(bytes(10))
-    assert not torn.image_is_begun(str(tmp_path), 2)
-    temporary = ".2.safetensors.0123456789abcdef.tmp"
-    (attempt / temporary).write_bytes(bytes(5000))
-    found = [(Path(f.key).name, f.nbytes, f.finished) for f in torn.find(str(tmp_path))]
-    assert found == [(temporary, 5000, False), ("0.safetensors", 10, True)]
-    assert torn.image_is_begun(str(tmp_path), 2)
-    assert torn.find(str(tmp_path / "nowhere")) == []
 
 
 def test_only_what_a_demo_wrote_is_removed(tmp_path: Path) -> None:

@@ -124,13 +124,11 @@ class SlowNameNode:
         self.deleted = queue.SimpleQueue[str]()
 
     def create(self, path: str, options: object) -> object:
-        """The file's writer."""
         self.asked.set()
         assert self.may_answer.wait(10)
         return object()
 
     def delete(self, path: str, recursive: bool) -> None:
-        """Note it."""
         self.deleted.put(path)
 
 
@@ -143,11 +141,9 @@ class SlowClient:
         self.inner = SlowNameNode()
 
     async def call(self, doing: str, key: str, function: Callable[[Call], object]) -> object:
-        """See :meth:`Client.call`."""
         return await run(function, 10)
 
     async def delete(self, path: str, key: str) -> None:
-        """See :meth:`Client.delete`."""
         self.inner.delete(path, False)
 
 
@@ -463,11 +459,9 @@ def writable_file() -> bytes:
 
 def protobuf_file() -> bytes:
     """As ``hdfs dtutil`` writes it."""
-    entries = [
-        message([(1, b"alias"), (2, message(list(enumerate(fields_of(token), 1))))])
-        for token in TOKENS
-    ]
-    content = message([*((1, entry) for entry in entries), (2, b"a secret key")])
+    tokens = [message(list(enumerate(fields_of(token), 1))) for token in TOKENS]
+    entries = [(1, message([(1, b"alias"), (2, token)])) for token in tokens]
+    content = message([*entries, (2, b"a secret key")])
     return b"HDTS\1" + varint(len(content)) + content
 
 

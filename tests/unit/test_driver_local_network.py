@@ -32,10 +32,8 @@ SILLY = ".nfs" + "0123456789abcdef" + "00000a1f"
 HIDDEN = ".fuse_hidden" + "00000012" + "00000003"
 """Name that libfuse gives to such a file."""
 DEAD = f".0.safetensors.{'0' * 16}.tmp"
-REPLIES = {
-    **dict.fromkeys(("link", "mkdir"), errno.EEXIST),
-    **dict.fromkeys(("rename", "unlink", "rmdir"), errno.ENOENT),
-}
+REPLIES = dict.fromkeys(("link", "mkdir"), errno.EEXIST)
+REPLIES |= dict.fromkeys(("rename", "unlink", "rmdir"), errno.ENOENT)
 """Error with which the second request of each call is refused."""
 
 
@@ -217,7 +215,6 @@ class StaleAttributes:
             return self._said[file]
 
     def close(self) -> None:
-        """Close the files."""
         for fd in self._kept:
             os.close(fd)
 

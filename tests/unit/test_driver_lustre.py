@@ -213,10 +213,8 @@ def test_a_layout_that_is_ignored_is_logged_once(
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(run()) == [Layout(1, MIB)] * 3
-    assert [r.message.partition(": ")[2] for r in caplog.records] == [
-        "a file has 1 stripes of 1,024 KiB, not 4 stripes of 16,384 KiB: "
-        "it was ignored, or there are not that many targets"
-    ]
+    (said,) = caplog.messages
+    assert "a file has 1 stripes of 1,024 KiB, not 4 stripes of 16,384 KiB: it was ignored" in said
 
 
 @pytest.mark.parametrize("mount", ["refusing"], indirect=True)
@@ -231,11 +229,8 @@ def test_lfs_sets_what_the_client_does_not(
     (tmp_path / "bin/lfs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     layout(f"lustre://{mount}/run?stripe_count=4")
-    assert re.search(
-        r"^setstripe --stripe-count 4 --stripe-size 16777216 /proc/\d+/fd/\d+/\.image\.",
-        log.read_text(),
-        re.MULTILINE,
-    )
+    call = r"^setstripe --stripe-count 4 --stripe-size 16777216 /proc/\d+/fd/\d+/\.image\."
+    assert re.search(call, log.read_text(), re.MULTILINE)
     assert count_osts(str(tmp_path), ()) == 2
 
 

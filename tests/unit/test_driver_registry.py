@@ -26,13 +26,8 @@ class OtherDriver(MemoryDriver):
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install entry points of another package; our own metadata is stale and lists nothing."""
-    ours = f"{__name__}:OtherDriver"
-    named = {
-        "other": ours,
-        "file": ours,
-        "gone": "holdfast_no_such_module:Driver",
-        "wrong": "builtins:dict",
-    }
+    ours, gone = f"{__name__}:OtherDriver", "holdfast_no_such_module:Driver"
+    named = {"other": ours, "file": ours, "gone": gone, "wrong": "builtins:dict"}
     found = [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in named.items()]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
 

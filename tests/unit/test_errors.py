@@ -11,25 +11,17 @@ from holdfast import errors
 from holdfast.errors import HoldfastError, MismatchError, StorageDownError, UriError
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
-WHERE = {
-    "uri": "s3://bucket/run",
-    "key": "data/0.safetensors",
-    "rank": 3,
-    "advice": "Look at rank 3.",
-}
+WHERE = {"uri": "s3://bucket/run", "key": "data/0.safetensors", "rank": 3, "advice": "Look there."}
 
 
 @pytest.mark.parametrize("error", CLASSES, ids=lambda c: c.__name__)
 def test_error_survives_pickling_and_copying(error: type[HoldfastError]) -> None:
-    """The type, the message and every keyword are kept. No base class, such as OSError, replaces
-    the text."""
+    """The type, the text and every keyword are kept; no base class, such as OSError, is in the way."""
     extra = {"differences": ("a: shape", "b: dtype")} if error is MismatchError else {}
     left = error("gone", temporary=True, **WHERE, **extra)
     for arrived in (pickle.loads(pickle.dumps(left)), copy.copy(left), copy.deepcopy(left)):
         assert (type(arrived), str(arrived), vars(arrived)) == (error, str(left), vars(left))
-    assert str(left) == (
-        "gone (rank 3, key data/0.safetensors, in s3://bucket/run). Look at rank 3."
-    )
+    assert str(left) == "gone (rank 3, key data/0.safetensors, in s3://bucket/run). Look there."
 
 
 def test_text_leaves_out_unknown_parts() -> None:
@@ -38,8 +30,7 @@ def test_text_leaves_out_unknown_parts() -> None:
 
 
 def test_temporary_errors() -> None:
-    """A replaced checkpoint and a storage that is down or busy are temporary, unless the raiser
-    says otherwise."""
+    """Replaced checkpoints and storage that is down or busy are temporary, unless raised otherwise."""
     temporary = [c.__name__ for c in CLASSES if c("gone").temporary]
     assert temporary == ["BusyError", "ReplacedError", "StorageDownError"]
     assert StorageDownError("device fails", temporary=False).temporary is False

@@ -48,12 +48,7 @@ CONTAINERS = [
     for name, pod in PODS
     for container in containers_of(pod)
 ]
-KEEPERS = [
-    pytest.param(container, id=name)
-    for name, pod in PODS
-    for container in containers_of(pod)
-    if container["command"][0] == "holdfast"
-]
+KEEPERS = [one for one in CONTAINERS if one.values[1]["command"][0] == "holdfast"]
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, str]:
@@ -101,8 +96,8 @@ def test_containers_fit_their_pod(pod: dict[str, Any], container: dict[str, Any]
     assert used <= environment.keys()
 
 
-@pytest.mark.parametrize("container", KEEPERS)
-def test_keepers_take_their_options(container: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("pod", "container"), KEEPERS)
+def test_keepers_take_their_options(pod: object, container: dict[str, Any]) -> None:
     """The command of each keeper is parsed, and its values are valid. A probe fits the port."""
     environment = environment_of(container)
     call = [

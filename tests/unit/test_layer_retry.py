@@ -59,7 +59,6 @@ def outcome(
     *,
     after: bool = False,
     remote: bool = True,
-    chance: float = 0.5,
 ) -> tuple[Flaky, Any, float]:
     """Perform one operation; return the driver below, the result, and the time at its end."""
     below = Flaky(script, after=after, remote=remote)
@@ -67,7 +66,7 @@ def outcome(
     async def run() -> tuple[Any, float]:
         await below.inner.put("k", b"abc")
         try:
-            result = await operation(RetryLayer(below, policy, chance=lambda: chance))
+            result = await operation(RetryLayer(below, policy, chance=lambda: 0.5))
         except Exception as error:
             result = error
         return result, asyncio.get_running_loop().time()

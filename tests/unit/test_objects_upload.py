@@ -89,7 +89,6 @@ class Forgetful(Store):
         raise FileNotFoundError("<Code>NoSuchUpload</Code>")
 
     async def stat(self) -> ObjectInfo:
-        """Return the size and time of the object, as the store reports them."""
         if self.age_s is None:
             raise NotFoundError("no such object")
         found = await super().stat()

@@ -69,12 +69,9 @@ def test_a_zero_optimizer_that_ddp_steps_is_refused(second_of_three: None, tmp_p
 def test_what_is_no_group_is_refused(group: Any, second_of_three: None, tmp_path: Path) -> None:
     """Every operation refuses an invalid process group before any I/O."""
     uri, state = tmp_path / "c", {"w": torch.ones(1)}
-    calls = [partial(call, uri, state) for call in (holdfast.save, holdfast.async_save)]
-    for call in (
-        *calls,
-        partial(holdfast.load, uri, into=state),
-        partial(holdfast.Checkpointer, uri),
-    ):
+    calls: list[Any] = [partial(call, uri, state) for call in (holdfast.save, holdfast.async_save)]
+    calls += [partial(holdfast.load, uri, into=state), partial(holdfast.Checkpointer, uri)]
+    for call in calls:
         with pytest.raises(UsageError, match=r"process_group is|not in the process group"):
             call(process_group=group)
     assert not uri.exists()

@@ -19,14 +19,11 @@ WANTED = re.compile(
     r"(hadoop-(auth|common|hdfs|hdfs-client|shaded-guava)-|netty-(?!3)|commons-|slf4j|reload4j|re2j|woodstox|stax2|avro-1|"
     r"guava-|jackson-core|protobuf-java-3)(?!.*(osx|aarch_64))"
 )
+PROTOBUF = "org/apache/hadoop/thirdparty/protobuf/"
 RELOCATED = (
     ("spark-core", "org/sparkproject/jetty/", "org/eclipse/jetty/"),
     ("hadoop-client-runtime", "org/apache/hadoop/shaded/", ""),
-    (
-        "hadoop-client-runtime",
-        "org/apache/hadoop/thirdparty/protobuf/",
-        "org/apache/hadoop/thirdparty/protobuf/",
-    ),
+    ("hadoop-client-runtime", PROTOBUF, PROTOBUF),
 )
 JERSEY = "com/sun/jersey"
 """Not from here: it finds its own classes by names that were relocated half."""
