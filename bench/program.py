@@ -93,9 +93,9 @@ class Program:
         )
         add = parser.add_argument
         add("--tiny", action="store_true", help="a run of seconds that checks results, not speed")
-        add("--dir", type=Path, default=Path(), help="where to write; removed at the end (here)")
-        add("--runs", type=int, default=self.runs, help="rounds, with medians (%(default)s)")
-        add("--gib", type=float, default=self.gib, help="size of the state (%(default)s)")
+        add("--dir", type=Path, default=Path(), help="where to write, by default here")
+        add("--runs", type=int, default=self.runs, help="rounds, by default %(default)s")
+        add("--gib", type=float, default=self.gib, help="size of the state, by default %(default)s")
         add("--alone", action="store_true", help="without the peers")
         add("--json", type=Path, help="also write all figures to this file")
         add("--task", type=json.loads, help=argparse.SUPPRESS)
