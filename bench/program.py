@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import describe
+from .measured.launch import torchrun
 from .report import Report, Series
 
 GIB = 1 << 30
@@ -118,10 +119,11 @@ def launched(given: Options, folder: Path, task: Any = None, *, world: int = 1) 
 
     Raises RuntimeError, with the output, if a process fails.
     """
-    command = [sys.executable]
+    module = f"holdfast.bench.{given.program}"
+    command = [sys.executable, "-m", module]
     if world > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["-m", f"holdfast.bench.{given.program}", *given.arguments(folder)]
+        command = torchrun(world, module)
+    command += given.arguments(folder)
     threads = max(1, (os.cpu_count() or 1) // world)
     with tempfile.TemporaryDirectory() as findings:
         done = subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -19,8 +18,6 @@ def main() -> int:
     from ...bench.measured.run import measured
     from .choices import plan_of
 
-    # Shells start background commands with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     order = json.loads(sys.argv[1])
     folder = Path(order["folder"])
     try:
@@ -32,8 +29,6 @@ def main() -> int:
         if type(error) is not CoordinationError:
             (folder / f"error-{os.environ['RANK']}").write_text(str(error), "utf-8")
         return 2
-    except KeyboardInterrupt:
-        return 130
     if ranks.rank == 0:
         (folder / "result").write_text(encoded(found), "utf-8")
     return 0

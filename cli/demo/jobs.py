@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,12 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...bench.measured.launch import running, torchrun
 from ...errors import DeadlineError, RankFailedError
 from .journal import Event, Watcher
 
 _LOOK_EVERY_S = 0.05
-_STOP_S = 40.0  # torchrun gives its ranks 30 s to stop
 _TAIL_LINES = 30
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "OMP_NUM_THREADS": "1",  # ranks do not compete for cores
+    "PYTHONSAFEPATH": "1",  # no imports from the current folder
+}
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,13 @@ class Job:
         """
         self.folder.mkdir(parents=True)
         watcher = Watcher(self.folder)
-        with self.log.open("wb") as log, stopped_by_sigterm():
-            process = subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment() | dict(self.environment),
-            )
-            try:
-                self._follow(process, watcher, on_event)
-            finally:
-                _stop(process)
+        environment = {**_ENVIRONMENT, **self.environment}
+        with (
+            self.log.open("wb") as log,
+            stopped_by_sigterm(),
+            running(self._command(), environment, log, log) as process,
+        ):
+            self._follow(process, watcher, on_event)
         for event in watcher.news():
             on_event(event)
         if (process.returncode == 0) != survives:
@@ -74,15 +73,7 @@ class Job:
     def _command(self) -> list[str]:
         if self.program is not None:
             return [*self.program, str(self.folder)]
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr=127.0.0.1",
-            "--max-restarts=0",
-        ]
-        job = ["-m", self.script, "--journal", str(self.folder), *self.arguments]
-        return [sys.executable, *launcher, f"--nproc-per-node={self.ranks}", *job]
+        return [*torchrun(self.ranks, self.script), "--journal", str(self.folder), *self.arguments]
 
     def _follow(
         self, process: subprocess.Popen[bytes], watcher: Watcher, on_event: Callable[[Event], None]
@@ -103,17 +94,6 @@ class Job:
         return f"The end of {self.log}:\n" + "\n".join(lines)
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of jobs: loopback only, one thread per rank so that ranks do not
-    compete for cores, and no imports from the current folder."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    return os.environ | {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONSAFEPATH": "1",
-    }
-
-
 @contextlib.contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
     """Raise SystemExit from the block on SIGTERM. The default action would end this process at once
@@ -127,14 +107,3 @@ def stopped_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun, which ends its ranks, unless it has ended already."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
