@@ -1,18 +1,10 @@
-"""Stored form of compressed images. Pure; lz4 is imported at first use.
+"""Stored form of compressed images, as ``docs/reference/format.md`` specifies it. Pure; lz4 is
+imported at first use.
 
-Each block is stored separately: raw, or as a raw lz4 block if that is smaller. The blocks of a
-chunk are contiguous, then padded with zeros to a multiple of 4096, so that chunks can be read and
-written with direct I/O::
-
-    chunk, zeros, chunk, zeros, …    blocks of [0, hashed_nbytes) of the image, in order
-    pages                            the rest of the image, uncompressed
-    index                            the stored size of each block, 4 bytes each; per chunk the
-                                     digest of its stored bytes, zeros included; the digest of
-                                     the index up to here
-
-So a range of blocks of one chunk is one range of the file. Packing and unpacking are done in place.
-A stored block is never larger than the block, so packed blocks fit at the beginning of the memory
-they came from, and are unpacked from the last block to the first.
+Each block is stored separately: raw, or as a raw lz4 block if that is smaller. So a range of blocks
+of one chunk is one range of the file. Chunks are padded to pages, for direct I/O. Packing and
+unpacking are done in place. A stored block is never larger than the block, so packed blocks fit at
+the beginning of the memory they came from, and are unpacked from the last block to the first.
 """
 
 from __future__ import annotations

@@ -82,8 +82,6 @@ def encoded_telemetry(
 
 def log_saved(report: SaveReport, step: int | None) -> None:
     """Log one line at level INFO, and one per stage at level DEBUG."""
-    if not _log.isEnabledFor(logging.INFO):
-        return
     name = "" if step is None else f"step {step}: "
     _log.info(
         "%ssaved, %s to %s; captured after %.2f s, fences waited %.1f ms%s",
@@ -99,8 +97,6 @@ def log_saved(report: SaveReport, step: int | None) -> None:
 
 def log_loaded(report: LoadReport) -> None:
     """Log one line at level INFO, and one per stage at level DEBUG."""
-    if not _log.isEnabledFor(logging.INFO):
-        return
     _log.info(
         "loaded, %s of %s; %s read, %s received%s",
         _moved(report.bytes_wanted, "for this rank", report.seconds),
