@@ -37,6 +37,7 @@ __all__ = [
     "Upload",
     "UploadLostError",
     "check_key",
+    "check_name",
     "check_small",
     "segments",
 ]
@@ -318,6 +319,25 @@ def check_key(key: str, *, uri: str | None = None) -> str:
     this first."""
     if "\0" in key or not _NO_NAMES.isdisjoint(key.split("/")):
         raise UriError(f"key {key!r} is not a plain relative path", uri=uri, key=key)
+    return key
+
+
+def check_name(
+    key: str,
+    *,
+    uri: str,
+    is_reserved: Callable[[str], bool],
+    encode: Callable[[str], object] = str.encode,
+) -> str:
+    """Return ``key`` like :func:`check_key`. Also raise UriError if it cannot be encoded, or one of
+    its parts is a name that the driver gives to other files."""
+    if any(map(is_reserved, check_key(key, uri=uri).split("/"))):
+        message = "names of this form are reserved for unfinished uploads and removed files"
+        raise UriError(message, uri=uri, key=key)
+    try:
+        encode(key)
+    except UnicodeEncodeError as error:
+        raise UriError(f"key {key!r} cannot be encoded", uri=uri, key=key) from error
     return key
 
 

@@ -59,22 +59,6 @@ class Protection:
     groups: tuple[Group, ...] = ()
     reason: str = ""
 
-    @property
-    def parity(self) -> int:
-        """Number of hosts of a group that may be lost."""
-        return parity_of(self.mode)
-
-    def width(self, group: Group) -> int:
-        """Return the number of members of ``group`` that contribute a block to each stripe.
-
-        Raises ValueError if nothing is protected.
-        """
-        if self.mode == "off":
-            raise ValueError("nothing is protected, so there are no stripes")
-        if self.mode == "copy":
-            return 1
-        return len(group.hosts) - self.parity
-
 
 @dataclass(frozen=True, slots=True)
 class DataBlock:

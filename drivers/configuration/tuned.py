@@ -179,15 +179,9 @@ def _profile(table: Mapping[str, Any]) -> TunedProfile:
     options = _texts(table["options"])
     if unknown := sorted(options.keys() - set(TUNABLE)):
         raise ValueError(f"a profile cannot set {', '.join(unknown)}")
-    return TunedProfile(
-        place=Place(_text(table["uri"]), _texts(table["where"])),
-        machine=_text(table["machine"]),
-        options=options,
-        tuned_s=float(table["tuned_s"]),
-        gain=float(table["gain"]),
-        gain_low=float(table["gain_low"]),
-        gain_high=float(table["gain_high"]),
-    )
+    place = Place(_text(table["uri"]), _texts(table["where"]))
+    numbers = [float(table[name]) for name in ("tuned_s", "gain", "gain_low", "gain_high")]
+    return TunedProfile(place, _text(table["machine"]), options, *numbers)
 
 
 def _texts(table: Mapping[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from fsspec import AbstractFileSystem, get_filesystem_class
 from ...core.aio import side_by_side
 from ...errors import UriError
 from ..asynchronous import AsyncDriver
-from ..contract import Buffer, ObjectInfo, Traits, check_key
+from ..contract import Buffer, ObjectInfo, Traits, check_name
 from ..layers.stack import common_options
 from ..local.names import is_temporary
 from ..options import Option, integer, option_values, or_off, size
@@ -165,15 +165,7 @@ class FsspecDriver(AsyncDriver):
             await asyncio.to_thread(self._tree.disconnect)
 
     def _checked(self, key: str) -> str:
-        if any(is_temporary(part) for part in check_key(key, uri=self.uri).split("/")):
-            raise UriError(
-                "names of this form are reserved for unfinished uploads", uri=self.uri, key=key
-            )
-        try:
-            key.encode()
-        except UnicodeEncodeError as error:
-            raise UriError(f"key {key!r} cannot be encoded", uri=self.uri, key=key) from error
-        return key
+        return check_name(key, uri=self.uri, is_reserved=is_temporary)
 
 
 def _arguments(

@@ -11,7 +11,7 @@ from ...errors import ExistsError, StorageError
 from ..asynchronous import AsyncDriver, AsyncUpload
 from ..contract import Buffer
 from ..local.names import temporary_name
-from ..local.tree import sync_folder
+from ..local.tree import sync_path
 from ..threads import Threads
 from .tree import Tree
 
@@ -91,7 +91,7 @@ class FsspecUpload(AsyncUpload):
         file.close()
         self._file = None
         if getattr(tree.fs, "local_file", False):
-            _sync_file(self._path)
+            sync_path(self._path, 0)
         if tree.kind.appears == "copied":
             tree.fs.cp_file(self._path, self._target)
             self._discard()
@@ -131,22 +131,10 @@ def _close(file: Any, *, staged: bool) -> None:
         file.closed = True
 
 
-def _sync_file(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _sync_names(folder: str, root: str) -> None:
     """Make the names of the file, its folder, and all folders up to the root durable."""
     while len(folder) >= len(os.path.dirname(root)):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            sync_folder(fd)
-        finally:
-            os.close(fd)
+        sync_path(folder)
         if folder == os.path.dirname(folder):
             return
         folder = os.path.dirname(folder)

@@ -6,7 +6,7 @@ import re
 import secrets
 
 from ...errors import UriError
-from ..contract import check_key
+from ..contract import check_name
 
 NAME_NBYTES_MAX = 255
 """Default limit; the name node's dfs.namenode.fs-limits.max-component-length may differ."""
@@ -59,20 +59,11 @@ class Names:
     def path(self, key: str) -> str:
         """Return the path of an object. Raises UriError for a key that is unsafe, looks like a
         temporary file, or is not valid Unicode."""
-        parts = check_key(key, uri=self._uri).split("/")
-        if any(map(is_temporary, parts)):
-            raise UriError(
-                "names of this form are reserved for unfinished uploads", uri=self._uri, key=key
-            )
-        try:
-            lengths = [len(path_name(part).encode()) for part in parts]
-        except UnicodeEncodeError as error:
-            raise UriError(
-                f"key {key!r} is not valid Unicode, which HDFS requires", uri=self._uri, key=key
-            ) from error
-        if max(lengths) > NAME_NBYTES_MAX:
+        checked = check_name(key, uri=self._uri, is_reserved=is_temporary)
+        names = [path_name(part) for part in checked.split("/")]
+        if max(len(name.encode()) for name in names) > NAME_NBYTES_MAX:
             raise UriError(f"HDFS allows {NAME_NBYTES_MAX} bytes per name", uri=self._uri, key=key)
-        return "/".join([self.root, *map(path_name, parts)])
+        return "/".join([self.root, *names])
 
     def folder(self, prefix: str) -> str:
         """Return the path of the folder ``prefix``, which may be ""."""

@@ -126,7 +126,7 @@ class FaultsLayer(Layer):
         upload = await self.around(
             Operation("create", key), partial(self.inner.create, key, nbytes)
         )
-        return LayeredUpload(self, key, _LosingUpload(self, upload))
+        return _LosingUpload(self, key, upload)
 
     def happens(self, name: str) -> bool:
         """Return whether to inject this fault now. Draws a random number even if the fault is not
@@ -193,17 +193,11 @@ def _flipping(take: TakePiece, position: int, bit: int) -> TakePiece:
     return take_flipped
 
 
-class _LosingUpload(Upload):
-    def __init__(self, layer: FaultsLayer, inner: Upload) -> None:
-        self._layer = layer
-        self._inner = inner
+class _LosingUpload(LayeredUpload):
+    def __init__(self, layer: FaultsLayer, key: str, inner: Upload) -> None:
+        super().__init__(layer, key, inner)
+        self._happens = layer.happens
 
     async def write(self, start: int, data: Buffer) -> None:
-        lost = self._layer.happens("lost")
-        await self._inner.write(start, memoryview(bytes(len(data))) if lost else data)
-
-    async def commit(self, nbytes: int | None = None) -> None:
-        await self._inner.commit(nbytes)
-
-    async def abort(self) -> None:
-        await self._inner.abort()
+        lost = self._happens("lost")
+        await super().write(start, memoryview(bytes(len(data))) if lost else data)

@@ -21,9 +21,9 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import ClassVar, Self
 
-from ...errors import AccessError, DamagedError, UriError
+from ...errors import AccessError, DamagedError
 from ..asynchronous import AsyncDriver, AsyncUpload
-from ..contract import Buffer, ObjectInfo, Traits, check_key, check_small
+from ..contract import Buffer, ObjectInfo, Traits, check_name, check_small
 from ..mounts import fs_type, is_shared, may_be_stale
 from ..options import Option, choice, integer, option_values
 from ..threads import Threads
@@ -223,22 +223,7 @@ class LocalDriver(AsyncDriver):
         )
 
     def _checked(self, key: str) -> str:
-        check_key(key, uri=self.uri)
-        suspect = ".tmp" in key or ".nfs" in key or ".fuse_hidden" in key
-        if suspect and any(map(is_reserved, key.split("/"))):
-            raise UriError(
-                "names of this form are reserved for unfinished uploads, and for files that are "
-                "removed while they are open",
-                uri=self.uri,
-                key=key,
-            )
-        try:
-            os.fsencode(key)
-        except UnicodeEncodeError as error:
-            raise UriError(
-                f"key {key!r} cannot be encoded as a file name", uri=self.uri, key=key
-            ) from error
-        return key
+        return check_name(key, uri=self.uri, is_reserved=is_reserved, encode=os.fsencode)
 
     # The methods below block, and run in threads.
 

@@ -45,6 +45,16 @@ def sync_folder(fd: int) -> None:
     os.fstat(fd)
 
 
+def sync_path(path: str, flags: int = os.O_DIRECTORY) -> None:
+    """Make the names in the folder at ``path`` durable, or with other ``flags`` a file. Raises
+    OSError."""
+    fd = os.open(path, os.O_RDONLY | flags)
+    try:
+        sync_folder(fd)
+    finally:
+        os.close(fd)
+
+
 class Tree:
     """The files below ``root``. The root is opened on first use, and its own path may contain
     links.
@@ -398,11 +408,6 @@ def _make_root(path: str) -> None:
             os.mkdir(path)
     except FileExistsError:
         pass  # perhaps just created by another process, so its name may not be durable yet
-    try:
-        fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # none of our processes can have created a folder that we cannot open
-        return
-    try:
-        sync_folder(fd)
-    finally:
-        os.close(fd)
+    # None of our processes can have created a folder that we cannot open.
+    with contextlib.suppress(PermissionError):
+        sync_path(os.path.dirname(path))
