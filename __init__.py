@@ -16,8 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .core.forks import groups as _groups  # noqa: F401 - a fork may come before anything else is used
-from .core.forks import renewal as _renewal  # noqa: F401 - before the first import that a fork may have to wait for
+from .core.forks import renewal as _renewal  # noqa: F401 - a fork may come before anything else
 
 if TYPE_CHECKING:
     from .core.spans import SlowOperation, StageReport

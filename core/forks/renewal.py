@@ -12,6 +12,9 @@ is importing. Therefore:
   with :func:`in_child` that resets them to their initial state.
 - A fork waits until no other thread is importing anything, for :data:`IMPORTS_S` seconds at most.
 
+A child is not a rank of its parent's job either, although it inherits the process group of
+torch.distributed (:func:`is_inherited`). That group exists only if torch was imported.
+
 Scope: other libraries have to release their own locks.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import _imp
 import importlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -112,3 +116,23 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
+
+
+_inherited: weakref.ref[Any] | None = None
+
+
+def is_inherited(group: object) -> bool:
+    """Return whether this process inherited ``group`` from its parent, and is not a rank of it."""
+    return _inherited is not None and _inherited() is group
+
+
+def _note() -> None:
+    global _inherited  # noqa: PLW0603 - one for the process
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    member = getattr(distributed, "GroupMember", None)
+    group = getattr(member, "WORLD", None)
+    if group is not None:
+        _inherited = weakref.ref(group)
+
+
+in_child(_note)

@@ -15,7 +15,7 @@
     options = { part_size = "32MiB", concurrency = "32" }
 
 The file is next to the user's ``holdfast.toml``, which takes precedence, and passes the same checks
-(:mod:`.trust`). It is replaced as a whole, atomically and durably. It is not read if
+(:mod:`.file`). It is replaced as a whole, atomically and durably. It is not read if
 HOLDFAST_CONFIG is set, because that variable names the only file to read. A profile can only set
 the options in :data:`TUNABLE`, none of which affects where data goes.
 """
@@ -35,8 +35,7 @@ from ...errors import UsageError
 from ..mounts import Mount, mount_of
 from ..schemes import scheme_of
 from ..uri import Uri
-from .file import CONFIG_VARIABLE, Setting
-from .trust import check_trusted, file_of_user, tables_of
+from .file import CONFIG_VARIABLE, Setting, check_trusted, file_of_user, tables_of
 
 TUNED_FILE_NAME = "tuned.toml"
 TUNABLE = ("part_size", "concurrency", "threads", "streams", "direct", "max_concurrency")

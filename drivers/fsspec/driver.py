@@ -27,8 +27,7 @@ from ..options import Option, integer, option_values, or_off, size
 from ..threads import Threads
 from ..uri import Uri, redact, root_key
 from .errors import fsspec_errors
-from .kinds import kind_of, modified_s
-from .options import check_no_secrets, options_of
+from .kinds import check_no_secrets, kind_of, modified_s, options_of
 from .tree import Tree
 from .uploads import FsspecUpload
 

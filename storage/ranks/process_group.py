@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from ...core.forks.groups import is_inherited
-from ...core.forks.renewal import new_lock
+from ...core.forks.renewal import is_inherited, new_lock
 from ...errors import UsageError
 from ..runtime.engine import start
 from .calls import Call

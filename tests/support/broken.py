@@ -461,7 +461,7 @@ class RefusesLate(Healthy):
             raise StorageError("KeyTooLong", uri=self.uri, key=key)
 
 
-class RefusesLateAndKeeps(RefusesLate, trial="strange_keys_can_be_uploaded_to_or_are_refused"):
+class RefusesLateAndKeeps(RefusesLate, trial="strange_keys_are_stored_faithfully_or_refused"):
     """Says so, and shows the object all the same."""
 
     upload = _MemoryUpload

@@ -33,7 +33,7 @@ FAULTS: dict[type[Healthy], str] = {
     DeviationThatPasses: "an_object_comes_back",
     DeviationThatFails: CASES[ShortRead],
     DeletesNoRoots: "an_object_comes_back",
-    RefusesLate: "strange_keys_can_be_uploaded_to_or_are_refused",
+    RefusesLate: "strange_keys_are_stored_faithfully_or_refused",
     ShortRead: CASES[ShortRead],
 }
 """Drivers that are run by pytest: those that declare a deviation, wrongly and rightly; one that fails where no trial looks; one

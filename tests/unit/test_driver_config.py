@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.drivers.configuration.file import check_trusted, file_of_user
 from holdfast.drivers.configuration.resolution import Setting, resolve
-from holdfast.drivers.configuration.trust import check_trusted, file_of_user
 from holdfast.drivers.layers.stack import common_options
 from holdfast.drivers.options import Option, duration, integer, or_off, size, switch, url
 from holdfast.drivers.ranges import Ranges

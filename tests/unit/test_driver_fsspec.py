@@ -19,7 +19,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from support.drivers import asynchronous, bare, contents, used
 
 from holdfast.drivers.contract import Driver
-from holdfast.drivers.fsspec.options import options_of
+from holdfast.drivers.fsspec.kinds import options_of
 from holdfast.drivers.local.names import temporary_name
 from holdfast.drivers.registry import driver_class, open_driver
 from holdfast.errors import (
