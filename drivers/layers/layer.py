@@ -47,7 +47,6 @@ LIST_BATCH = 1000
 """Entries of a listing that count as one operation: one request on most storages."""
 
 T = TypeVar("T")
-L = TypeVar("L", bound="Layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +179,6 @@ def bottom(driver: Driver) -> Driver:
     while isinstance(driver, Layer):
         driver = driver.inner
     return driver
-
-
-def find(driver: Driver, kind: type[L]) -> L | None:
-    """Return the driver's layer of this kind, if it has one."""
-    while isinstance(driver, Layer):
-        if isinstance(driver, kind):
-            return driver
-        driver = driver.inner
-    return None
 
 
 async def next_batch(

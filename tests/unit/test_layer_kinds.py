@@ -20,7 +20,7 @@ from holdfast.core.spans import Recorder, recording
 from holdfast.drivers.contract import Driver, ObjectInfo, Upload
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer, fault_plan
 from holdfast.drivers.layers.hedge import SAMPLES_MIN, HedgeLayer, Slowness
-from holdfast.drivers.layers.layer import Layer, bottom, find
+from holdfast.drivers.layers.layer import Layer, bottom
 from holdfast.drivers.layers.metrics import Meter, MetricsLayer, meter_of, snapshots
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.layers.stack import common_options
@@ -454,7 +454,6 @@ def test_a_layer_shows_the_driver_below(name: str) -> None:
     assert layer.traits.part_nbytes == below.traits.part_nbytes
     assert layer.traits.concurrency == (4 if name == "limit" else below.traits.concurrency)
     assert bottom(layer) is below
-    assert find(layer, type(layer)) is layer
 
 
 def test_the_order_is_the_documented_one() -> None:

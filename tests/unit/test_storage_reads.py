@@ -1,15 +1,15 @@
-"""Reads that suit the driver: ahead, in pieces, in memory of its library, of several chunks."""
+"""Reads that suit the driver: in pieces, in memory of its library, of several chunks."""
 
 from __future__ import annotations
 
 import asyncio
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.drivers.pieces import PieceJoiner, cut, piece_ends
-from holdfast.errors import DamagedError, MismatchError, StorageDownError, StorageError
+from holdfast.errors import DamagedError, StorageError
 from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES
 from holdfast.planner.loading import LoadPlan, Targets
 from holdfast.storage.format.manifest import Manifest
@@ -33,8 +33,6 @@ from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.engine import CPU_THREADS, run
 
 PIECE_NBYTES = 1 << 20
-MANY = [(40 << 20) + 5, 700_001, *[3] * 4000]
-"""Sizes of tensors: to look at them takes as long as it takes to read some chunks."""
 SIZES = [3, (20 << 20) + 5, 700_001, 64 << 10, 3 << 20]
 
 
@@ -45,11 +43,6 @@ class Seen:
     uri: str = ""
     fetched: list[tuple[int, int]] = field(default_factory=list)
     in_pieces: list[tuple[int, int]] = field(default_factory=list)
-    in_flight: int = 0
-    delay_s: float = 0.0
-    fails: Exception | None = None
-    first: Callable[[], Awaitable[None]] | None = None
-    """Runs once, before the next fetch."""
     flips: int | None = None
     """The position of a byte that fetches flip."""
     cuts_nbytes: int = PIECE_NBYTES
@@ -67,18 +60,7 @@ class InPieces(MemoryDriver):
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         seen = self.seen
         seen.fetched.append((start, start + nbytes))
-        seen.in_flight += 1
-        first = seen.first
-        seen.first = None
-        try:
-            if first is not None:
-                await first()
-            await asyncio.sleep(seen.delay_s)
-            if seen.fails is not None:
-                raise seen.fails
-            data = bytearray(await super().fetch(key, start, nbytes))
-        finally:
-            seen.in_flight -= 1
+        data = bytearray(await super().fetch(key, start, nbytes))
         if seen.flips is not None and start <= seen.flips < start + nbytes:
             data[seen.flips - start] ^= 1
         return memoryview(data)
@@ -93,25 +75,11 @@ class InPieces(MemoryDriver):
             take(piece)
 
 
-class Far(InPieces):
-    """Storage behind a network, from which loads read ahead."""
-
-    remote: ClassVar[bool] = True
-
-
 @pytest.fixture
 def near(serve: Serve) -> Seen:
     """The reads of drivers of this host."""
     made = Seen()
     made.uri = serve(lambda location: InPieces(location, made))
-    return made
-
-
-@pytest.fixture
-def far(serve: Serve) -> Seen:
-    """The reads of drivers behind a network."""
-    made = Seen()
-    made.uri = serve(lambda location: Far(location, made))
     return made
 
 
@@ -137,87 +105,6 @@ def _filled(seen: Seen, into: Any = None, **given: Any) -> tuple[Any, holdfast.L
     reports: list[holdfast.LoadReport] = []
     found = holdfast.load(f"{seen.uri}/saved", into=into, on_report=reports.append, **given)
     return found, reports[0]
-
-
-@pytest.mark.nightly(2)
-def test_what_was_read_ahead_is_read_once(far: Seen) -> None:
-    """A load reads digests and the first 32 MiB of chunks ahead, and every byte once."""
-    state = _saved(far, MANY)
-    found, report = _filled(far)
-    assert all(torch.equal(found[name], state[name]) for name in state)
-    chunks = [(start, stop) for start, stop in far.fetched if stop - start > PIECE_NBYTES]
-    assert [start // CHUNK_NBYTES for start, _ in chunks] == [0, 1, 2]
-    assert [start for start, _ in far.in_pieces] == [2 * CHUNK_NBYTES]
-    assert report.bytes_read == sum(stop - start for start, stop in far.fetched)
-
-
-def test_no_more_is_read_ahead_than_the_budget_allows(far: Seen) -> None:
-    """Reading ahead uses a quarter of the budget; the load reads the rest as usual."""
-    state = _saved(far, MANY)
-    target = _empty(state)
-    _filled(far, target, budget_nbytes=80 << 20)
-    assert all(torch.equal(target[name], state[name]) for name in state)
-    assert [start for start, _ in sorted(far.in_pieces)] == [CHUNK_NBYTES, 2 * CHUNK_NBYTES]
-
-
-@pytest.mark.parametrize("given", [{"strict": False}, {"only": "t2"}], ids=["lenient", "part"])
-def test_a_load_that_may_not_want_all_reads_nothing_ahead(far: Seen, given: dict[str, Any]) -> None:
-    """The load reads only the wanted tensors."""
-    state = _saved(far, MANY)
-    if "only" in given:
-        found, report = _filled(far, **given)
-        assert torch.equal(found, state["t2"])
-    else:
-        target = {"t2": torch.zeros_like(state["t2"])}
-        _, report = _filled(far, target, **given)
-        assert torch.equal(target["t2"], state["t2"])
-    assert report.bytes_read < PIECE_NBYTES
-
-
-@pytest.mark.nightly(3)
-def test_a_state_that_does_not_fit_waits_for_nothing(far: Seen) -> None:
-    """The mismatch is raised at once, nothing is filled, and no read is left behind."""
-    state = _saved(far, MANY)
-    target = _empty(state)
-    target["other"] = torch.zeros(3)
-    far.delay_s = 3600
-    with pytest.raises(MismatchError, match="other"):
-        _filled(far, target)
-    assert not any(int(tensor.sum()) for tensor in target.values())
-    assert len(far.fetched) > 2
-    assert far.in_flight == 0
-
-
-def test_an_error_of_what_was_read_ahead_is_the_load_s(far: Seen) -> None:
-    """An error of a read ahead is raised by the load."""
-    state = _saved(far, MANY)
-    far.fails = StorageDownError("out", temporary=False)
-    with pytest.raises(StorageDownError, match="out"):
-        _filled(far, state)
-    assert far.in_flight == 0
-
-
-def test_damage_of_what_was_read_ahead_is_found(far: Seen) -> None:
-    """Bytes read ahead are verified before delivery, like all others."""
-    state = _saved(far, MANY)
-    far.flips = CHUNK_NBYTES + 5
-    with pytest.raises(DamagedError, match="16,777,216 to"):
-        _filled(far, state)
-
-
-def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew(far: Seen) -> None:
-    """The load discards the bytes read ahead and returns the complete new checkpoint."""
-    state = _saved(far, MANY)
-    other = {name: 255 - tensor for name, tensor in state.items()}
-
-    async def replace() -> None:
-        save = partial(holdfast.save, f"{far.uri}/saved", other)
-        await asyncio.get_running_loop().run_in_executor(None, save)
-
-    far.first = replace
-    found, _ = _filled(far, _empty(state))
-    assert all(torch.equal(found[name], other[name]) for name in other)
-    assert far.in_flight == 0
 
 
 def test_all_of_a_chunk_is_one_read(near: Seen) -> None:

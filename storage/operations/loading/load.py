@@ -27,7 +27,6 @@ from ...format.manifest import Manifest, VerifiedManifest
 from ...format.part import Part
 from ...format.tree import Key, dotted, format_path
 from ...pipeline.image_reader import ImageReader, plan_reads
-from ...pipeline.read_ahead import read_ahead
 from ...pipeline.unpacking import image_driver
 from ...protocol.current import is_current, read_manifest
 from ...ranks.hosts import numbered, numbers_in, ranks_with
@@ -104,7 +103,6 @@ async def run_build(
     """Build a new state, or a part of one. Raises UsageError if the part does not exist."""
     for _ in range(RETRIES):
         manifest, _data = await read_manifest(driver)
-        read_ahead(driver, manifest)
         wanted = Wanted()
         with span("match"):
             state = await offload(build_part, manifest, rank, wanted, part, driver.uri)

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ....core.spans import recording, span
@@ -16,7 +15,6 @@ from ....drivers.registry import open_driver
 from ...format.manifest import Manifest
 from ...format.part import Part
 from ...pipeline.image_reader import ImageReader
-from ...pipeline.read_ahead import ReadAhead, read_ahead
 from ...protocol.current import read_manifest
 from ...ranks.calls import Call
 from ...ranks.process_group import current_rank, current_team
@@ -84,22 +82,11 @@ def _load(
 ) -> tuple[str, _Loaded]:
     """Load; return the URI as the driver prints it, and the result."""
     part = None if options.only is None else Part(options.only)
-    if team.world == 1 and part is None and (into is None or options.strict is True):
-        driver, options = _with_read_ahead(driver, options)
     if into is None:
         loaded = _load_new(driver, part, options)
     else:
         loaded = _load_into(driver, team, part, into, options, touched)
     return driver.uri, loaded
-
-
-def _with_read_ahead(driver: Driver, options: LoadOptions) -> tuple[Driver, LoadOptions]:
-    """Add read-ahead for a remote driver, within the budget, to a load that reads everything."""
-    if not driver.remote:
-        return driver, options
-    ahead = ReadAhead(driver, options.budget_nbytes)
-    left_nbytes = options.budget_nbytes - ahead.limit_nbytes
-    return ahead, replace(options, budget_nbytes=left_nbytes)
 
 
 class _Loaded(NamedTuple):
@@ -180,17 +167,11 @@ def _load_into(
 
 @contextlib.contextmanager
 def _reading_early(driver: Driver, team: Team) -> Iterator[Future[tuple[Manifest, bytes]] | None]:
-    """Read the manifest, and read ahead, while the body flattens; None if another rank does."""
+    """Read the manifest while the body flattens; None if another rank does."""
     if team.world > 1:
         yield None
         return
-
-    async def read() -> tuple[Manifest, bytes]:
-        manifest, data = await read_manifest(driver)
-        read_ahead(driver, manifest)
-        return manifest, data
-
-    early = start(read())
+    early = start(read_manifest(driver))
     try:
         yield early
     except BaseException:

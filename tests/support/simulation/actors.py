@@ -25,7 +25,6 @@ from holdfast.storage.operations.location import Place
 from holdfast.storage.operations.maintenance import choice, copy, prune
 from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 from holdfast.storage.operations.saving.save import run_save
-from holdfast.storage.pipeline.read_ahead import ReadAhead
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Team
 
@@ -161,8 +160,6 @@ class Crew:
 
     async def _load(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         driver = self.world.driver(MAIN)
-        if plan.world == 1 and driver.remote:
-            driver = ReadAhead(driver, BUDGET_NBYTES)
         try:
             if plan.world == 1:
                 found = (await run_build(driver, 0, BUDGET_NBYTES))[0]
