@@ -142,7 +142,7 @@ async def agree(
     DTensor.
     """
     key = (flat.layout_id, team.rank, team.world)
-    plan = None if flat.layout_id is None else plans.get(key)
+    plan = plans.get(key)
     held = None
     if plan is None:
         held = statement_of(flat, team.rank, team.world, team.host)
@@ -166,8 +166,7 @@ async def agree(
     plan = await _new_plan(
         team, flat, label_names(held.labels), digests, set(comparison.labels), leader
     )
-    if flat.layout_id is not None:
-        plans.put(key, plan)
+    plans.put(key, plan)
     return plan
 
 
