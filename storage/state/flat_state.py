@@ -5,7 +5,7 @@ Scope: data only. :mod:`.flattening.flatten` builds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,9 +73,9 @@ class FlatState:
         Takes a microsecond per tensor, to compare everything that a plan is made from.
         """
         tree = self.tree
-        columns = (self.names, self.containers, self.shapes, self.dtypes, self.layouts, self.alias)
+        rows: list[Sequence[object]] = [self.names, self.containers, self.layouts, self.alias]
         key = (
-            *map(tuple, columns),
+            *map(tuple, [*rows, self.shapes, self.dtypes]),
             tuple((each.parent, repr(each.key), each.kind) for each in tree.containers),
             tuple((value.container, repr(value.key)) for value in tree.values),
             tuple((number, *placed.items()) for number, placed in tree.placements.items()),

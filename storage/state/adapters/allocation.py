@@ -107,18 +107,12 @@ def empty_for(reference: torch.Tensor, entry: Entry) -> torch.Tensor:
         return torch.empty_like(
             reference, dtype=entry.dtype, requires_grad=False, device=device_for(reference)
         )
-    if not isinstance(reference, DTensor):
-        device = device_for(reference) if entry.shape else torch.device("cpu")
-        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-    local_shape = tuple(reference.to_local().shape)
-    plain = entry.placements is None and (
-        not entry.shape or entry.own or entry.shape == local_shape
-    )
-    if plain:
-        return torch.empty(
-            entry.shape, dtype=entry.dtype, device=device_for(reference) if entry.shape else "cpu"
-        )
-    return empty_dtensor(reference.device_mesh, device_for(reference), entry)
+    if isinstance(reference, DTensor):
+        plain_shapes = ((), tuple(reference.to_local().shape))
+        if entry.placements is not None or not (entry.own or entry.shape in plain_shapes):
+            return empty_dtensor(reference.device_mesh, device_for(reference), entry)
+    device = device_for(reference) if entry.shape else torch.device("cpu")
+    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
 def device_for(reference: torch.Tensor) -> torch.device:

@@ -23,6 +23,7 @@ from ..compat import FLAT_PARAMETER_MARKS, ShardedTensor, buffers_of, parameters
 from .deepspeed import zero_of
 from .dtensor import check_layout, hooked
 from .module_names import Walked
+from .tensors import PLAIN_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,9 @@ _SHARDED_TENSOR = _Layout(
     "Use DTensors; or pass the ShardedTensors themselves, in a dict.",
 )
 _ZERO3 = _Layout(
-    "is partitioned by DeepSpeed ZeRO-3: it is a placeholder, and only the engine knows where its "
-    "elements are",
-    "Put the engine itself into the state, instead of its module. If it is refused too, use "
-    "engine.save_checkpoint.",
-)
-_ZERO3_LOADED = _Layout(
     "is partitioned by DeepSpeed ZeRO-3, and only the engine knows where its elements are",
     "Put the engine itself into the state, instead of its module. If it is refused too, use "
-    "engine.load_checkpoint.",
+    "engine.save_checkpoint and engine.load_checkpoint.",
 )
 _MASTERS = _Layout(
     "has a master copy in a DeepSpeed optimizer, which would overwrite the loaded values in the "
@@ -166,13 +161,10 @@ def _known_to_module(optimizer: torch.optim.Optimizer, modules: Iterable[Walked]
 
     That module gives them their names.
     """
+    every = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for walked in modules:
-        if not walked.flat:
-            continue
-        every = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        flat = {id(part.owner) for part in walked.flat}
-        if every <= flat | {id(p) for _, p in walked.parameters}:
-            return flat
+        if walked.flat and every <= walked.by_owner.keys() | walked.keys.keys():
+            return set(walked.by_owner)
     return set()
 
 
@@ -204,20 +196,7 @@ def refuse_master(masters: Mapping[str, torch.Tensor], loaded: Iterable[torch.Te
 
 
 def _refuse_module(walked: Walked, path: str, loading: bool) -> None:
-    _refuse_engine(walked, path, loading)
-    flat = {id(part.in_module) for part in walked.flat}
-    for prefix, part in walked.parts:
-        layout = _of_module(part, loading)
-        if layout is not None:
-            name = f'"{prefix[:-1]}" in {path}'
-            raise _refusal(name if prefix else path, layout)
-        for tensors in (parameters_of(part), buffers_of(part)):
-            for name, tensor in tensors.items():
-                if tensor is not None and _is_unusual(tensor) and id(tensor) not in flat:
-                    _refuse_parameter(tensor, f'{path}["{prefix}{name}"]', loading)
-
-
-def _refuse_engine(walked: Walked, path: str, loading: bool) -> None:
+    parts = walked.parts
     if walked.zero is not None:
         unknown = walked.zero.unknown(walked.engine)
         if unknown is not None:
@@ -227,19 +206,30 @@ def _refuse_engine(walked: Walked, path: str, loading: bool) -> None:
                 advice="Use engine.save_checkpoint and engine.load_checkpoint.",
             )
     elif walked.engine is not None:
-        layout = _of_module(walked.engine, loading)
-        if layout is not None:
-            raise _refusal(path, layout)
+        parts = [("", walked.engine), *parts]
+    flat = {id(part.in_module) for part in walked.flat}
+    for prefix, part in parts:
+        if loading and _steps_masters(part):
+            raise _refusal(f'"{prefix[:-1]}" in {path}' if prefix else path, _MASTERS)
+        for tensors in (parameters_of(part), buffers_of(part)):
+            for name, tensor in tensors.items():
+                if tensor is not None and _is_unusual(tensor) and id(tensor) not in flat:
+                    _refuse_parameter(tensor, f'{path}["{prefix}{name}"]', loading)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def _steps_masters(part: torch.nn.Module) -> bool:
+    """Return whether ``part`` is an engine of DeepSpeed.
+
+    Some of its optimizers leave no mark on parameters.
+    """
+    return _is_of(part, "deepspeed") and _is_of(getattr(part, "optimizer", None), "deepspeed")
 
 
 def _is_unusual(tensor: torch.Tensor) -> bool:
     if type(tensor) is DTensor:
         local = stored_local(tensor)
-        return type(local) not in _PLAIN or is_suspect(local) or is_suspect(tensor)
-    return type(tensor) not in _PLAIN or is_suspect(tensor)
+        return type(local) not in PLAIN_TYPES or is_suspect(local) or is_suspect(tensor)
+    return type(tensor) not in PLAIN_TYPES or is_suspect(tensor)
 
 
 def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
@@ -250,16 +240,6 @@ def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
     refuse_tensor(tensor, lambda: path, loading=loading)
 
 
-def _of_module(part: torch.nn.Module, loading: bool) -> _Layout | None:
-    if (
-        loading
-        and _is_of(part, "deepspeed")
-        and _is_of(getattr(part, "optimizer", None), "deepspeed")
-    ):
-        return _MASTERS  # an engine: also of optimizers that leave no mark on parameters
-    return None
-
-
 def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
     if isinstance(tensor, ShardedTensor):
         return _SHARDED_TENSOR
@@ -267,10 +247,8 @@ def _of_tensor(tensor: torch.Tensor, loading: bool) -> _Layout | None:
     if any(mark in own for mark in FLAT_PARAMETER_MARKS):
         return _FSDP1
     if any(mark in own for mark in _OF_ZERO3):
-        if loading:
-            return _ZERO3_LOADED
         gathered = tuple(tensor.shape) == tuple(own.get("ds_shape", ()))
-        return None if gathered else _ZERO3
+        return None if gathered and not loading else _ZERO3
     if loading and own.get("_hp_mapping") is not None:
         return _MASTERS
     if loading and own.get("main_param_sharded") and tensor.dtype in _SHORT:

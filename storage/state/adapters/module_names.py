@@ -108,6 +108,23 @@ class Walked:
             if parameter is not None
         ]
 
+    @cached_property
+    def by_owner(self) -> dict[int, list[FlatPart]]:
+        """Return :attr:`flat` by the id of the parameter that the optimizer has for them."""
+        found: dict[int, list[FlatPart]] = {}
+        for part in self.flat:
+            found.setdefault(id(part.owner), []).append(part)
+        return found
+
+    @cached_property
+    def keys(self) -> dict[int, list[str]]:
+        """Return the checkpoint names of each parameter, or of each of :attr:`flat`, by its id."""
+        found = {id(part): list(part.names) for part in self.flat}
+        for name, parameter in self.parameters:
+            if id(parameter) not in self.by_owner:
+                found.setdefault(id(parameter), []).append(self.names[name])
+        return found
+
 
 def module_state(walked: Walked) -> dict[str, object]:
     """Return the module's state dict without wrapper names, like torch's

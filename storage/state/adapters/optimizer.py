@@ -458,57 +458,31 @@ def _named_by_module(
 
     Parameters that are in no module are ignored. None if no single module has all others.
     """
+    modules = list(modules)
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    every = []
-    for walked in modules:
-        named = _names_in(walked)
-        if wanted <= named.ids:
-            return _grouped(optimizer, named)
-        every.append(named)
-    present = wanted.intersection(*[set[int]().union(*(named.ids for named in every))])
-    for named in every:
-        if present and present <= named.ids:
-            return _grouped(optimizer, named)
+    known = [walked.by_owner.keys() | walked.keys.keys() for walked in modules]
+    present = wanted.intersection(set[int]().union(*known))
+    for walked, ids in zip(modules, known, strict=True):
+        if present and present <= ids:
+            return _grouped(optimizer, walked, present)
     return None
 
 
-@dataclass(frozen=True)
-class _ModuleNames:
-    """Inputs for :class:`OptimizerParameters` from one module.
-
-    ``ids``: of its parameters, and of the optimizer's substitutes for them.
-    """
-
-    by_owner: Mapping[int, list[FlatPart]]
-    keys: dict[int, list[ParameterKey]]
-    ids: Set[int]
-
-
-def _names_in(walked: Walked) -> _ModuleNames:
-    keys: dict[int, list[ParameterKey]] = {}
-    by_owner: dict[int, list[FlatPart]] = {}
-    for part in walked.flat:
-        by_owner.setdefault(id(part.owner), []).append(part)
-        keys[id(part)] = list(part.names)
-    names = walked.names
-    for name, p in walked.parameters:
-        if id(p) not in by_owner:
-            keys.setdefault(id(p), []).append(names[name])
-    return _ModuleNames(by_owner, keys, by_owner.keys() | keys.keys())
-
-
-def _grouped(optimizer: torch.optim.Optimizer, named: _ModuleNames) -> OptimizerParameters:
+def _grouped(
+    optimizer: torch.optim.Optimizer, walked: Walked, present: Set[int]
+) -> OptimizerParameters:
+    keys: dict[int, list[ParameterKey]] = {i: list(names) for i, names in walked.keys.items()}
     orphans = []
     count = itertools.count()
     for number, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
             key = next(count)
-            if id(p) not in named.ids:
-                named.keys[id(p)] = [key]
+            if id(p) not in present:
+                keys[id(p)] = [key]
                 shape = list(p.shape)
                 orphans.append(f"parameter {position} of group {number} (shape {shape})")
     groups = [
-        [held for p in group["params"] for held in named.by_owner.get(id(p), [p])]
+        [held for p in group["params"] for held in walked.by_owner.get(id(p), [p])]
         for group in optimizer.param_groups
     ]
-    return OptimizerParameters(groups, named.by_owner, named.keys, orphans)
+    return OptimizerParameters(groups, walked.by_owner, keys, orphans)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,17 +39,6 @@ from .optimizer import (
 
 _log = logging.getLogger(__name__)
 _SCALING = "loss_scaler"
-
-
-@runtime_checkable
-class StatefulLike(Protocol):
-    """The interface shared by torch's modules, optimizers, schedulers and stateful data loaders."""
-
-    def state_dict(self) -> Mapping[str, object]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Restore the state."""
 
 
 class RNGState:
@@ -105,8 +94,8 @@ def has_state(value: object) -> bool:
         return False
     if isinstance(value, _GENERATORS):
         return True
-    # Equivalent to isinstance with StatefulLike, which takes twenty times as long: a trainer waits
-    # for every value of its state.
+    # A check by isinstance with a protocol takes twenty times as long: a trainer waits for every
+    # value of its state.
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -116,7 +105,7 @@ def fills_in_place(value: object) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-def present_state(value: object, path: str) -> object:
+def present_state(value: Any, path: str) -> object:
     """Return an object's state before a load, whose tensors the load fills, or None.
 
     Optimizers create their state from the stored one, unless it has a custom form. Random
@@ -135,7 +124,7 @@ def present_state(value: object, path: str) -> object:
     try:
         if isinstance(value, torch.optim.Optimizer):
             return present_layout(value)
-        return _stateful(value).state_dict()
+        return value.state_dict()
     except Exception as error:  # the user's code: it may have no state before it is loaded
         _log.info(
             "%s has no state before the load (%s): it is given tensors on the CPU", path, error
@@ -143,7 +132,7 @@ def present_state(value: object, path: str) -> object:
         return None
 
 
-def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool = False) -> object:
+def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = False) -> object:
     """Return the state of an object.
 
     ``modules``: all of the whole state, because an optimizer needs its own. Raises StateError for
@@ -169,7 +158,7 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
         return list(value.get_state())
     if isinstance(value, random.Random):
         return value.getstate()
-    state = _stateful(value).state_dict()
+    state = value.state_dict()
     if not isinstance(state, dict):
         raise StateError(
             f"{path} is a {type(value).__name__}, whose state_dict() is a {type(state).__name__}, "
@@ -178,7 +167,7 @@ def expand(value: object, modules: Sequence[Walked], path: str, *, loading: bool
     return state
 
 
-def restore(value: object, state: Any) -> None:
+def restore(value: Any, state: Any) -> None:
     """Restore an object's state, which must be acceptable to it."""
     zero = zero_of(value)
     if isinstance(value, torch.nn.Module):
@@ -200,7 +189,7 @@ def restore(value: object, state: Any) -> None:
             exact_values(value),
             torch.inference_mode() if _has_inference(state) else contextlib.nullcontext(),
         ):
-            _stateful(value).load_state_dict(state)
+            value.load_state_dict(state)
 
 
 def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
@@ -229,10 +218,6 @@ def _forget_derived(parameters: Iterable[torch.Tensor]) -> None:
             _, *derived = local.__tensor_flatten__()[0]
             for name in derived:
                 setattr(local, name, None)
-
-
-def _stateful(value: object) -> StatefulLike:
-    return cast(StatefulLike, value)
 
 
 def _has_inference(state: object) -> bool:
