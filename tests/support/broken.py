@@ -55,7 +55,7 @@ class VisibleEarly(Healthy, trial="an_upload_is_invisible_until_it_commits", pro
     class upload(_MemoryUpload):
         async def write(self, start: int, data: Buffer) -> None:
             await super().write(start, data)
-            self._driver.place(self._key, bytes(self._open_content()))  # type: ignore[attr-defined]
+            self._driver.place(self._key, bytes(self._content))  # type: ignore[attr-defined]
 
 
 class TornPut(Healthy, trial="a_reader_sees_the_old_or_the_new_object"):
@@ -157,9 +157,10 @@ class CommitsHoles(Healthy, trial="an_incomplete_upload_does_not_commit"):
 
     class upload(_MemoryUpload):
         async def commit(self, nbytes: int | None = None) -> None:
-            content = self._open_content()
-            self._content = None
-            await self._driver.put(self._key, bytes(content))
+            self._written.check_open()
+            content = bytes(self._content)
+            await self.abort()
+            await self._driver.put(self._key, content)
 
 
 class EndsAsDeclared(CommitsHoles, trial="an_upload_may_end_early", probe="shorter"):
@@ -171,11 +172,12 @@ class EndsAnywhere(Healthy, trial="an_upload_that_lacks_its_end_does_not_commit"
 
     class upload(_MemoryUpload):
         async def commit(self, nbytes: int | None = None) -> None:
-            content = self._open_content()
+            self._written.check_open()
             if nbytes is None:
                 self._written.check_complete()
-            self._content = None
-            await self._driver.put(self._key, bytes(content[:nbytes]))
+            content = bytes(self._content[:nbytes])
+            await self.abort()
+            await self._driver.put(self._key, content)
 
 
 class Appends(Healthy, trial="parts_from_any_address_make_the_object"):
@@ -204,9 +206,8 @@ class Borrows(Healthy, trial="a_written_part_belongs_to_the_upload"):
             self._borrowed.append((start, data))
 
         async def commit(self, nbytes: int | None = None) -> None:
-            content = self._open_content()
             for start, data in self._borrowed:
-                content[start : start + len(data)] = data
+                self._content[start : start + len(data)] = data
             await super().commit(nbytes)
 
 
