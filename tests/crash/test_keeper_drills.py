@@ -13,7 +13,7 @@ import time
 
 import pytest
 from support.kept_job import Accident, Job
-from support.kept_runs import Found, KeptRun, expected_losses, trainers_of, wait_until
+from support.kept_runs import KeptRun, trainers_of, wait_until
 
 import holdfast
 
@@ -22,15 +22,6 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly(40)]
 HOSTS = ("a", "b", "c", "d")
 SLOWLY = "20KiB"
 """Rate of reading from other keepers. At this rate, encoding or rebuilding a step takes seconds."""
-
-
-def check(found: Found, step: int, steps: int) -> None:
-    """Check that the job has resumed from ``step`` in memory, and has reached the losses of an
-    undisturbed run."""
-    assert found.code == 0, found.stderr
-    assert (found.resumed["step"], found.resumed["tier"]) == (step, "memory"), found.stderr
-    expected = expected_losses(steps)
-    assert found.losses == {at: expected[at] for at in range(step + 1, steps + 1)}
 
 
 def protected_at(run: KeptRun, step: int, hosts: tuple[str, ...], **options: str) -> None:
@@ -47,7 +38,7 @@ def test_a_host_is_lost_while_a_step_is_being_protected(run: KeptRun) -> None:
     assert run.train(slow, 3).resumed["step"] == 4
     assert run.status_of("a")["protected_step"] == 4
     run.lose("b")
-    check(run.train(Job(8, hosts=("a", "new", "c")), 3), 4, 8)
+    run.train(Job(8, hosts=("a", "new", "c")), 3).check(4, "memory", 8)
 
 
 def test_another_host_is_lost_while_one_is_rebuilt(run: KeptRun) -> None:
@@ -63,7 +54,7 @@ def test_another_host_is_lost_while_one_is_rebuilt(run: KeptRun) -> None:
     os.kill(trainers_of(process)[3], signal.SIGKILL)
     process.communicate(timeout=200)
     assert process.returncode != 0
-    check(run.train(Job(8, hosts=("a", "new", "c", "newer"), protect="pq"), 4), 5, 8)
+    run.train(Job(8, hosts=("a", "new", "c", "newer"), protect="pq"), 4).check(5, "memory", 8)
 
 
 def test_keepers_cannot_reach_each_other(run: KeptRun) -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.kept_job import Accident, Job
-from support.kept_runs import Found, KeptRun, expected_losses, wait_until
+from support.kept_runs import KeptRun, wait_until
 
 import holdfast
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.timeout(300)
 
 HOSTS = ("a", "b", "c", "d")
 DELAY_S = 0.12
-
-
-def check(found: Found, step: int, tier: str, steps: int) -> None:
-    """Check that the job resumed from ``step`` and reached the losses of an undisturbed run."""
-    assert found.code == 0, found.stderr
-    assert (found.resumed["step"], found.resumed["tier"]) == (step, tier), found.stderr
-    expected = expected_losses(steps)
-    assert found.losses == {at: expected[at] for at in range(step + 1, steps + 1)}
 
 
 def killed_at(step: int, **options: object) -> Job:
@@ -48,7 +40,7 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
     assert run.steps() == [4]
     run.lose("b")
     found = run.train(Job(9, every=4, hosts=("a", "new", "c"), guards=True), 3)
-    check(found, 5, "memory", 9)
+    found.check(5, "memory", 9)
     assert run.status_of("new")["counters"]["rebuilt"] == 1
     assert run.steps() == [4, 8]
     assert run.status_of("a")["protected_step"] == 9
@@ -77,7 +69,7 @@ def test_a_spare_host_has_the_lost_images_before_the_job_restarts(run: KeptRun) 
         (held,) = run.status_of("new")["generations"]
         assert (held["step"], held["ranks"], held["agreed"]) == (5, [1], True)
         found = run.train(Job(9, hosts=("a", "new", "c"), guards=True), 3)
-        check(found, 5, "memory", 9)
+        found.check(5, "memory", 9)
         assert run.status_of("new")["counters"]["rebuilt"] == 1
         assert found.resumed["tiers"]["parity"] == 0
         run.end_keepers()
@@ -102,7 +94,7 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
     run.train(killed_at(3, hosts=HOSTS[:3]), 3)
     run.lose("b")
     found = run.train(Job(5, hosts=("a", "new", "c"), patience_s=4, rate="20KiB"), 3)
-    check(found, 3, "memory", 5)
+    found.check(3, "memory", 5)
     assert found.resumed["seconds"] > 4  # else it took no longer than they wait in any case
 
 
@@ -125,7 +117,7 @@ def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
     """A job resumes on fewer hosts, and reads images from the keeper of the unused host."""
     run.train(killed_at(5, hosts=HOSTS[:2]), 4)
     found = run.train(Job(8, hosts=("a",)), 2)
-    check(found, 5, "memory", 8)
+    found.check(5, "memory", 8)
     assert found.resumed["tiers"]["peer"] > 0
 
 
@@ -144,7 +136,7 @@ def test_a_resume_waits_for_a_host_that_does_not_answer(run: KeptRun, ranks: int
         assert not (out / "resumed 0").exists()
         os.kill(pid, signal.SIGCONT)
         found = training.result()
-    check(found, 5, "memory", 8)
+    found.check(5, "memory", 8)
     assert "waiting for these keepers" in found.stderr
 
 
@@ -174,7 +166,7 @@ def test_a_resume_does_not_wait_for_a_host_whose_images_can_be_rebuilt(run: Kept
     run.train(killed_at(5, every=4, hosts=HOSTS[:3]), 3)
     with run.stopped_keeper("b"):
         found = run.train(Job(6, every=4, hosts=("a", "c")), 2)
-    check(found, 5, "memory", 6)
+    found.check(5, "memory", 6)
     assert "waiting for these keepers" not in found.stderr
 
 

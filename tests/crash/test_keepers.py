@@ -15,19 +15,12 @@ from pathlib import Path
 
 import pytest
 from support.kept_job import POINTS, Accident, Job
-from support.kept_runs import Found, KeptRun, expected_losses, wait_until
+from support.kept_runs import KeptRun, wait_until
 
 from holdfast.storage.arenas.client import status_of
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def check_losses(found: Found, steps: int) -> None:
-    """Check that the losses after the resumed step equal the losses of an undisturbed run."""
-    expected = expected_losses(steps)
-    begun = found.resumed["step"] or 0
-    assert found.losses == {step: expected[step] for step in range(begun + 1, steps + 1)}
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.drill), 2])
@@ -37,7 +30,7 @@ def test_all_trainers_are_killed_between_two_steps(run: KeptRun, world: int) -> 
     assert run.steps() == [4]
     found = run.train(Job(9, every=4), world)
     assert found.resumed == {"step": 6, "tier": "memory"}
-    check_losses(found, 9)
+    found.check_losses(9)
 
 
 @pytest.mark.nightly(13)
@@ -50,7 +43,7 @@ def test_a_trainer_is_killed_while_a_step_is_captured(run: KeptRun, point: str) 
     run.train(Job(5, accident=Accident(5, f"kill before {point}")))
     found = run.train(Job(9))
     assert found.resumed == {"step": 4, "tier": "memory"}
-    check_losses(found, 9)
+    found.check_losses(9)
     assert found.counters is not None
     assert found.counters["kept"] == 5
     assert len(run.status_of()["generations"]) <= 3
@@ -80,13 +73,13 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_sealed_is_lost(
     job = Job(9, every=100, accident=Accident(5, "kill keeper", rank=0), pause_s=1.0)
     found = run.train(job, world)
     assert found.code == 0
-    check_losses(found, 9)
+    found.check_losses(9)
     status = run.status_of()
     assert status["counters"]["agreed"] >= 1
     after = run.train(Job(11), world)
     assert after.resumed["tier"] == "memory"
     assert after.resumed["step"] >= 5
-    check_losses(after, 11)
+    after.check_losses(11)
 
 
 @pytest.mark.nightly(9)
@@ -102,7 +95,7 @@ def test_survivors_of_a_dead_rank_end_at_once(run: KeptRun) -> None:
     assert time.monotonic() - began_s < grace_s, stderr
     after = run.train(Job(9), 2)
     assert after.resumed["tier"] == "memory"
-    check_losses(after, 9)
+    after.check_losses(9)
 
 
 @pytest.mark.nightly(9)
@@ -134,7 +127,7 @@ def test_a_keeper_serves_ranks_of_another_pid_namespace(run: KeptRun) -> None:
         run.train(Job(6, starts=False, accident=Accident(4, "kill")), 2)
         found = run.train(Job(6, starts=False), 2)
         assert found.resumed == {"step": 4, "tier": "memory"}, found.stderr
-        check_losses(found, 6)
+        found.check_losses(6)
         assert run.status_of()["ranks"] == []
     finally:
         run.end_keepers()
@@ -151,7 +144,7 @@ def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRu
     assert found.counters["saved"] == 1
     assert found.counters["not_kept"] >= 1
     assert run.steps() == [8]
-    check_losses(found, 8)
+    found.check_losses(8)
 
 
 @pytest.mark.nightly(18)
@@ -166,7 +159,7 @@ def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted
     run.end_keepers()
     found = run.train(Job(9, **local))
     assert found.resumed == {"step": 6, "tier": "memory"}
-    check_losses(found, 9)
+    found.check_losses(9)
     (kept,) = nvme.iterdir()
     assert len(list(kept.iterdir())) == 2
 
@@ -194,7 +187,7 @@ def test_a_resume_waits_for_a_keeper_that_does_not_answer(
         return
     assert found.resumed == {"step": 6, "tier": "memory"}
     assert "waiting for these keepers" in found.stderr
-    check_losses(found, 9)
+    found.check_losses(9)
 
 
 @pytest.mark.nightly(20)
@@ -224,7 +217,7 @@ def test_steps_of_a_new_layout_are_kept_at_once(run: KeptRun) -> None:
     assert found.code == 0, found.stderr
     assert found.counters is not None
     assert (found.counters["kept"], found.counters["not_kept"]) == (8, 0)
-    check_losses(found, 8)
+    found.check_losses(8)
 
 
 @pytest.mark.nightly(40)
@@ -237,7 +230,7 @@ def test_a_new_layout_of_one_rank_holds_up_training_for_seconds_only(run: KeptRu
     assert found.counters["kept"] + found.counters["not_kept"] == 10
     assert found.counters["kept"] > 3, found.stderr  # some also after the save
     assert "is new, but not on all ranks" in found.stderr
-    check_losses(found, 11)
+    found.check_losses(11)
 
 
 @pytest.mark.drill
@@ -257,4 +250,4 @@ def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run:
     assert first.resumed["tier"] == "memory"
     assert begun >= 5
     assert found.resumed == {"step": 60, "tier": "memory"}
-    check_losses(found, 80)
+    found.check_losses(80)

@@ -47,6 +47,18 @@ class Found:
     stderr: str
     seconds: float
 
+    def check(self, step: int, tier: str, steps: int) -> None:
+        """Check that the job resumed from ``step`` and reached the losses of an undisturbed run."""
+        assert self.code == 0, self.stderr
+        assert (self.resumed["step"], self.resumed["tier"]) == (step, tier), self.stderr
+        self.check_losses(steps)
+
+    def check_losses(self, steps: int) -> None:
+        """Check that the losses after the resumed step equal the losses of an undisturbed run."""
+        expected = expected_losses(steps)
+        begun = self.resumed["step"] or 0
+        assert self.losses == {step: expected[step] for step in range(begun + 1, steps + 1)}
+
 
 @dataclass
 class KeptRun:

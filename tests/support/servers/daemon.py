@@ -22,6 +22,23 @@ DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") els
 in its own process."""
 
 
+def output_of(
+    program: str, command: Sequence[str | Path], environment: Mapping[str, str] = {}
+) -> str:
+    """Return the output of a server's ``program``. Raises RuntimeError if it fails."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{program} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}")
+    return done.stdout
+
+
 class Daemon:
     """A process that listens on ``port`` of the loopback. Its output goes to the file ``log``.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.servers.daemon import INSTALLED
+from support.servers.daemon import INSTALLED, output_of
 from support.servers.ports import free_port
 
 BOOT_S = 90.0
@@ -266,23 +266,10 @@ class Hadoop:
         path = [self._folder(name), root / "webroot", *sorted((root / "lib").glob("*.jar"))]
         return [*JAVA, *self.java, "-cp", os.pathsep.join(map(str, path)), program]
 
-    def run(
-        self, name: str, program: str, *words: str, environment: Mapping[str, str] | None = None
-    ) -> str:
+    def run(self, name: str, program: str, *words: str, environment: Mapping[str, str] = {}) -> str:
         """Return the output of a Java program. Raises RuntimeError if it fails."""
-        done = subprocess.run(
-            [*self._command(name, program), *words],
-            env={**os.environ, **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=BOOT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}"
-            )
-        return done.stdout
+        command = [*self._command(name, program), *words]
+        return output_of(f"{program} {words}", command, environment)
 
 
 _QUICK: dict[str, object] = {

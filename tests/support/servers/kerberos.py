@@ -7,16 +7,13 @@ outside of the folder is configured: every process that is to use the realm is s
 
 from __future__ import annotations
 
-import os
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support.servers.daemon import INSTALLED, Daemon
+from support.servers.daemon import INSTALLED, Daemon, output_of
 from support.servers.ports import free_port
 
 REALM = "HOLDFAST.TEST"
-BOOT_S = 30.0
 
 CLIENTS = """[libdefaults]
 default_realm = {realm}
@@ -112,25 +109,11 @@ class Kdc:
         return cache
 
     def _run(self, program: str, *words: str) -> None:
-        done = subprocess.run(
-            [self._program(program), *words],
-            env=self._server_environment(),
-            capture_output=True,
-            text=True,
-            timeout=BOOT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"{program} {words} failed:\n{done.stderr[-2000:]}{done.stdout[-500:]}"
-            )
+        command = [self._program(program), *words]
+        output_of(f"{program} {words}", command, self._server_environment())
 
     def _server_environment(self) -> dict[str, str]:
-        return {
-            **os.environ,
-            **self.environment(),
-            "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf"),
-        }
+        return {**self.environment(), "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf")}
 
     def _program(self, name: str) -> str:
         return str(self._root() / name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.servers.daemon import DIES_WITH_US, INSTALLED
+from support.servers.daemon import DIES_WITH_US, INSTALLED, output_of
 from support.servers.ports import free_port, listens
 
 BOOT_S = 90.0
@@ -210,7 +210,7 @@ class Radosgw:
         self.admin("osd", "new", osd)
         self.run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._spawn("osd", "ceph-osd", "-i", "0", "-f")
-        self._until("the object store", lambda: b" 1 up" in self.admin("osd", "stat"))
+        self._until("the object store", lambda: " 1 up" in self.admin("osd", "stat"))
         self.admin("osd", "pool", "create", "default.rgw.buckets.data", "32", "32")
         self.admin("osd", "pool", "application", "enable", "default.rgw.buckets.data", "rgw")
         keys = ("--access-key", self.access_key, "--secret-key", self.secret_key)
@@ -227,7 +227,7 @@ class Radosgw:
         """Kill the gateway, as a crash would."""
         self._end("rgw", signal.SIGKILL)
 
-    def rgw_admin(self, *words: str) -> bytes:
+    def rgw_admin(self, *words: str) -> str:
         """Run a command of radosgw-admin and return its output."""
         return self.run("radosgw-admin", "-n", "client.rgw", *words)
 
@@ -236,13 +236,13 @@ class Radosgw:
         for name in reversed(tuple(self._running)):
             self._end(name, signal.SIGTERM if name == "mon" else signal.SIGKILL)
 
-    def admin(self, *words: str) -> bytes:
+    def admin(self, *words: str) -> str:
         """Run a command of the cluster, a script for the host's own Python."""
         return self.run(
             str(self._ceph.programs / "ceph"), "--connect-timeout", "20", *words, script=True
         )
 
-    def run(self, program: str, *words: str, script: bool = False) -> bytes:
+    def run(self, program: str, *words: str, script: bool = False) -> str:
         """The output of a program of Ceph's. Raises RuntimeError if it fails."""
         command = [
             *(["/usr/bin/python3"] if script else []),
@@ -253,12 +253,7 @@ class Radosgw:
         ]
         if program == "monmaptool":
             command = [program, *words]
-        done = subprocess.run(
-            command, env=self._ceph.environment(), capture_output=True, timeout=BOOT_S, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{command} failed:\n{done.stderr.decode()[-2000:]}")
-        return done.stdout
+        return output_of(f"{program} {words}", command, self._ceph.environment())
 
     @property
     def _config(self) -> Path:
