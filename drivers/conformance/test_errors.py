@@ -54,16 +54,6 @@ async def test_a_key_below_an_object_is_not_found(place: Place, driver: Driver) 
 
 
 @trial()
-async def test_an_upload_that_is_over_says_so(place: Place, driver: Driver) -> None:
-    """After a commit, further writes and commits are rejected, and the object stays unchanged."""
-    upload = await begun(driver, "x", b"one")
-    await upload.commit()
-    for error in await refused(StorageError, upload.write(0, memoryview(b"two")), upload.commit()):
-        assert (error.uri, error.key) == (driver.uri, "x")
-    assert await driver.get("x") == b"one"
-
-
-@trial()
 async def test_a_closed_driver_says_so(place: Place, driver: Driver) -> None:
     """Closing twice is allowed. After close(), every operation raises StorageError and changes
     nothing."""

@@ -136,7 +136,8 @@ async def test_an_upload_is_invisible_until_it_commits(place: Place, driver: Dri
 
 @trial()
 async def test_an_aborted_upload_leaves_nothing(place: Place, driver: Driver) -> None:
-    """abort drops the written data, may be repeated, and is harmless after a commit."""
+    """abort drops the written data, may be repeated, and is harmless after a commit. An upload that
+    is over accepts no further writes and commits."""
     nbytes = place.part_nbytes + 1000
     upload = await begun(driver, "x", bytes(place.part_nbytes), nbytes)
     await upload.abort()
@@ -148,6 +149,9 @@ async def test_an_aborted_upload_leaves_nothing(place: Place, driver: Driver) ->
     upload = await begun(driver, "z", b"z")
     await upload.commit()
     await upload.abort()
+    for error in await refused(StorageError, upload.write(0, memoryview(b"y")), upload.commit()):
+        assert (error.uri, error.key) == (driver.uri, "z")
+    assert await driver.get("z") == b"z"
     await place.holds("z")
 
 
