@@ -2,7 +2,7 @@
 
 ``holdfast demo`` trains a language model, kills a rank in the middle of a save, and resumes with
 fewer ranks. ``run`` tells the story by its ``plan``, and ``train`` is the training script. ``torn``
-lists what a killed save leaves, and ``picture`` draws the losses.
+lists the leftovers of a killed save, and ``picture`` draws the losses.
 
 ``holdfast keeper demo`` loses hosts that keep steps in memory. ``keepers`` tells the story,
 ``train_kept`` is the training script, and ``hosts`` runs the keepers.

@@ -1,7 +1,6 @@
 """``holdfast keeper demo``: four hosts keep each step in memory and are lost in turn.
 
-After each accident a new job resumes. At the end, its losses must equal those of an uninterrupted
-run.
+After each accident a new job resumes. At the end, the losses must equal an uninterrupted run's.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .text import batch, part_of, read_text
 
 RATE = 2e-3
 RISING_STEPS = 8
-"""Steps in which the learning rate rises to :data:`RATE`."""
+"""Steps until the learning rate reaches :data:`RATE`."""
 
 
 @dataclass(frozen=True, slots=True)
