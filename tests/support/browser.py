@@ -75,7 +75,8 @@ class Browser:
             await tab.until("Page.loadEventFired")
             found = await tab.call("Runtime.evaluate", expression=ask, returnByValue=True)
             sizes = await tab.call("Page.getLayoutMetrics")
-            whole = {"x": 0, "y": 0, "scale": 1, **_size(sizes["cssContentSize"])}
+            size = sizes["cssContentSize"]
+            whole = {"x": 0, "y": 0, "scale": 1, "width": size["width"], "height": size["height"]}
             shot = await tab.call("Page.captureScreenshot", captureBeyondViewport=True, clip=whole)
         picture.write_bytes(base64.b64decode(shot["data"]))
         tab.seen.answer = found["result"].get("value", found)
@@ -89,10 +90,6 @@ class Browser:
                 address = (await answer.json(content_type=None))["webSocketDebuggerUrl"]
             async with session.ws_connect(address, max_msg_size=1 << 28) as line:
                 yield _Tab(line)
-
-
-def _size(found: dict[str, float]) -> dict[str, float]:
-    return {"width": found["width"], "height": found["height"]}
 
 
 class _Tab:

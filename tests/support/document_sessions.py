@@ -20,10 +20,12 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from support.documents import ROOT, Block, python_blocks
@@ -43,7 +45,7 @@ def main() -> None:
         blocks = python_blocks(text)
         here = folder / document.replace("/", "_")
         here.mkdir(parents=True)
-        problem = in_a_fork(_session_of(document, blocks, here), SESSION_S_MAX)
+        problem = in_a_fork(partial(session, document, blocks, here), SESSION_S_MAX)
         print(json.dumps([document, problem]), flush=True)
 
 
@@ -52,7 +54,6 @@ def warm_up() -> None:
     optimizer. There is no backward pass, whose threads a fork would not have."""
     import torch.distributed.checkpoint
     import torch.optim.swa_utils
-    import torchdata.stateful_dataloader  # noqa: F401
 
     for name in holdfast.__all__:
         getattr(holdfast, name)
@@ -61,47 +62,43 @@ def warm_up() -> None:
     torch.optim.AdamW([weight]).step()
 
 
-def _session_of(document: str, blocks: list[Block], here: Path) -> Callable[[], None]:
-    def session() -> None:
-        log = os.open(here / "output.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        empty = here / "cwd"
-        empty.mkdir()
-        os.chdir(empty)
-        # Frameworks warn of what is not ours; what Holdfast says is in the output.
-        warnings.simplefilter("default")
-        with keepers_below_a_folder():
-            run_blocks(document, blocks, here)
-
-    return session
+def session(document: str, blocks: list[Block], here: Path) -> None:
+    """Run a document's blocks in an empty folder, with the output in ``here``."""
+    log = os.open(here / "output.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    empty = here / "cwd"
+    empty.mkdir()
+    os.chdir(empty)
+    # Frameworks warn of what is not ours; what Holdfast says is in the output.
+    warnings.simplefilter("default")
+    with keepers_below_a_folder():
+        run_blocks(document, blocks, here)
 
 
 def run_blocks(document: str, blocks: list[Block], here: Path) -> None:
     """Run blocks in their order; each has the names of those before it. What a block raises, this
     raises; the line in the traceback is that of the document."""
 
-    def place(uri: str) -> str:
-        return _with_places(uri, here)
+    pattern = "|".join(re.escape(place) for place in PLACES)
+
+    def place(text: str) -> str:
+        """Put folders below ``here`` for the storage that ``text`` names."""
+        return re.sub(
+            rf"(?:^|(?<=[\"':]))({pattern})(?=[/\"'])",
+            lambda match: f"{here}/{re.sub(r'^.*//+', '', match[0]).strip('/')}",
+            text,
+        )
 
     names: dict[str, Any] = names_for(str(here))
-    prepare(document, place, names)
+    if document in _PREPARED:
+        _PREPARED[document](place, names)
     for block in blocks:
         if block.reason is None:
             program = here / f"{Path(document).stem}.md.py"
             program.write_text("\n" * (block.line - 1) + place(block.code), encoding="utf-8")
             for _ in range(block.times):
                 names = runpy.run_path(str(program), init_globals=names)
-
-
-def _with_places(text: str, here: Path) -> str:
-    """``text`` with folders below ``here`` for the storage that documents name."""
-    pattern = "|".join(re.escape(place) for place in PLACES)
-    return re.sub(
-        rf"(?:^|(?<=[\"':]))({pattern})(?=[/\"'])",
-        lambda match: f"{here}/{re.sub(r'^.*//+', '', match[0]).strip('/')}",
-        text,
-    )
 
 
 PLACES = (
@@ -163,24 +160,10 @@ def names_for(folder: str) -> dict[str, Any]:
         "place": lambda name, tensor: None,
         "writer": types.SimpleNamespace(add_scalar=lambda name, value, step: None),
         "ckpt": holdfast.Checkpointer(f"{folder}/run"),
-        "loader": _loader(),
+        "loader": StatefulDataLoader(list(range(8))),
         "order": torch.arange(64),
         "read_sample": int,
-        **_flat_parts(),
-        "Config": Config,
-        "config": Config(2, ["a"]),
-    }
-
-
-def _loader() -> object:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoader(list(range(8)))
-
-
-def _flat_parts() -> dict[str, Any]:
-    """Of a buffer of two parameters, whole; and one part of a tensor, as a box and as a range."""
-    return {
+        # A buffer of two parameters, whole; and one part of a tensor, as a box and as a range.
         "names": ["a", "b"],
         "shapes": [(4, 4), (8,)],
         "exp_avg": torch.ones(24),
@@ -188,13 +171,9 @@ def _flat_parts() -> dict[str, Any]:
         "tensor": torch.zeros(1024, 4096),
         "start": 0,
         "stop": 1024 * 4096,
+        "Config": Config,
+        "config": Config(2, ["a"]),
     }
-
-
-def prepare(page: str, place: Callable[[str], str], names: dict[str, Any]) -> None:
-    """Save what ``page`` takes to be there; ``place`` says which folder stands for a place."""
-    if page in _PREPARED:
-        _PREPARED[page](place, names)
 
 
 def _save_late(place: Callable[[str], str], names: dict[str, Any]) -> None:
@@ -271,6 +250,7 @@ _PREPARED: Mapping[str, Callable[[Callable[[str], str], dict[str, Any]], None]] 
     "docs/how-to/read-one-tensor.md": _save_llama,
     "docs/how-to/resume-in-another-layout.md": _save_step_500,
 }
+"""What a page takes to be there is saved by a function of the folder for a place, and names."""
 
 
 if __name__ == "__main__":

@@ -80,12 +80,8 @@ def exchanging_load(
         "read": reports[0].bytes_read,
         "received": reports[0].bytes_received,
         "wanted": reports[0].bytes_wanted,
-        "left": _shared_memories(),
+        "left": Path("/proc/self/maps").read_text().count("memfd:holdfast"),
     }
-
-
-def _shared_memories() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:holdfast")
 
 
 def _refused(*_: Any) -> int:
