@@ -250,7 +250,7 @@ _PREPARED: Mapping[str, Callable[[Callable[[str], str], dict[str, Any]], None]] 
     "docs/how-to/read-one-tensor.md": _save_llama,
     "docs/how-to/resume-in-another-layout.md": _save_step_500,
 }
-"""What a page takes to be there is saved by a function of the folder for a place, and names."""
+"""Functions that save the checkpoints that a page reads, given the folders for places, and names."""
 
 
 if __name__ == "__main__":
