@@ -41,15 +41,11 @@ class TensorChunks:
         """Copy a chunk into a new buffer; see :class:`.chunks.ChunkSource`."""
         buffer = self.pool.take()
         try:
-            await self.copy(chunk, buffer)
+            await self.copy_range(*self._layout.chunk_range(chunk), buffer)
         except BaseException:
             self.pool.give(buffer)
             raise
         return buffer
-
-    async def copy(self, chunk: int, buffer: HostBuffer) -> None:
-        """Copy ``chunk`` to the beginning of ``buffer``."""
-        await self.copy_range(*self._layout.chunk_range(chunk), buffer)
 
     async def copy_range(self, start: int, stop: int, buffer: HostBuffer) -> None:
         """Copy bytes [start, stop) of the image to the beginning of ``buffer``."""

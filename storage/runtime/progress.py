@@ -62,7 +62,14 @@ class ProgressReporter:
             self._changed.notify_all()
             if self._ended is None:
                 self._ended = Future()
-                self._has_thread = _is_started(self._run)
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="holdfast-progress", daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down; the end of the block reports
+            return
+        self._has_thread = True
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +78,9 @@ class ProgressReporter:
         ended = self._close(deliver=error is None)
         if ended is not None:
             ended.result()
-        self._surface(error)
+        # Unless the operation has failed for another reason.
+        if self._error is not None and (error is None or error.__cause__ is self._error):
+            raise self._error
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,11 +103,6 @@ class ProgressReporter:
             self._run()
         return self._ended
 
-    def _surface(self, error: BaseException | None) -> None:
-        """Raise the callback's error, unless the operation has failed for another reason."""
-        if self._error is not None and (error is None or error.__cause__ is self._error):
-            raise self._error
-
     def _raise_error(self) -> None:
         if isinstance(self._error, Exception):
             raise self._error
@@ -109,9 +113,10 @@ class ProgressReporter:
 
     def _run(self) -> None:
         assert self._ended is not None
+        assert self._callback is not None
         try:
             while (report := self._next()) is not None:
-                self._call(*report)
+                self._context.run(self._callback, *report)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, EVERY_S)
         except BaseException as error:
@@ -126,16 +131,3 @@ class ProgressReporter:
             report = self._latest
             self._latest = None
             return report
-
-    def _call(self, done_nbytes: int, total_nbytes: int) -> None:
-        assert self._callback is not None
-        self._context.run(self._callback, done_nbytes, total_nbytes)
-
-
-def _is_started(body: Callable[[], None]) -> bool:
-    """Start a thread that runs ``body``; return False if the interpreter is shutting down."""
-    try:
-        threading.Thread(target=body, name="holdfast-progress", daemon=True).start()
-    except RuntimeError:
-        return False
-    return True
