@@ -27,6 +27,20 @@ async def nothing(operation: str, key: str) -> None:
     """A hook that does nothing."""
 
 
+def dying_after(commits: int) -> Hook:
+    """Return a hook for ``before`` that fails once so many uploads are committed."""
+    done = 0
+
+    async def die(operation: str, key: str) -> None:
+        nonlocal done
+        if operation == "commit":
+            done += 1
+            if done > commits:
+                raise holdfast.StorageDownError("injected")
+
+    return die
+
+
 class HookedDriver(Layer):
     """Calls ``before`` and ``after`` around each operation that it passes on to ``inner``."""
 

@@ -27,7 +27,7 @@ from support.copies import (
     run,
     save,
 )
-from support.drivers import Fault, HookedDriver, age, contents
+from support.drivers import Fault, HookedDriver, age, contents, dying_after
 from support.inside import on_allocation
 from support.ordered import Ordered
 
@@ -249,17 +249,8 @@ def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
 
 def stopped(theirs: Driver, ours: MemoryDriver, committed: int) -> None:
     """A copy that dies when so many images are whole."""
-    done = 0
-
-    async def die(operation: str, key: str) -> None:
-        nonlocal done
-        if operation == "commit":
-            done += 1
-            if done > committed:
-                raise holdfast.StorageDownError("injected")
-
     with pytest.raises(holdfast.StorageDownError):
-        copied(theirs, HookedDriver(ours, before=die))
+        copied(theirs, HookedDriver(ours, before=dying_after(committed)))
 
 
 def test_a_copy_goes_on_where_it_stopped() -> None:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.bits import difference, fresh_uri, random_bits, saved
-from support.commands import run
+from support.commands import run, run_json
 from support.copies import flipped, images
 from support.drivers import HookedDriver, storage_at
 from support.given import Serve
@@ -262,7 +262,7 @@ def test_command(tmp_path: Path) -> None:
     assert lines[1].startswith(f"exported: file://{tmp_path}: 1 tensor in 1 file, 4.20 KiB, 0.")
     assert difference({"w": tensor.bfloat16()}, model_in(tmp_path)) is None
     assert "the folder already has a model or a checkpoint" in run(*chosen, status=2).stderr
-    found = json.loads(run(*chosen, "--overwrite", "--json").stdout)
+    found = run_json(*chosen, "--overwrite")
     assert (found["files"], found["tensors"], found["tied"]) == (
         ["model.safetensors"],
         1,

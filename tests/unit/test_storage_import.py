@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bits import difference, fresh_uri, random_bits, saved
-from support.commands import run
-from support.drivers import Hook, HookedDriver, contents
+from support.commands import run, run_json
+from support.drivers import Hook, HookedDriver, contents, dying_after
 from support.given import Serve
 from support.importing import imported, noted, objects_at
 
@@ -295,7 +295,7 @@ def test_command(tmp_path: Path) -> None:
     out = run(*asked).stdout
     assert out.startswith(f"imported: file://{dest}: 1 tensor of 1 file, 1.00 KiB, 0.")
     assert "a checkpoint already exists" in run(*asked, status=2).stderr
-    found = json.loads(run(*asked, "--overwrite", "--json").stdout)
+    found = run_json(*asked, "--overwrite")
     assert (found["files"], found["tensors"], found["nbytes"]) == ([PLAIN], 1, 1024)
     assert [(c.step, c.tensors) for c in holdfast.list_checkpoints(dest)] == [(3, 1)]
 
@@ -351,16 +351,7 @@ class Destination:
 
     def stopped(self, source: Path, images: int, **options: object) -> None:
         """An import that dies when so many images are whole."""
-        done = 0
-
-        async def die(operation: str, key: str) -> None:
-            nonlocal done
-            if operation == "commit":
-                done += 1
-                if done > images:
-                    raise holdfast.StorageDownError("injected")
-
-        self.before = die
+        self.before = dying_after(images)
         with pytest.raises(holdfast.StorageDownError):
             self.imported(source, **options)
         self.before = None

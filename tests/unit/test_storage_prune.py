@@ -220,7 +220,7 @@ def test_a_save_whose_folder_is_removed_says_so(tmp_path: Path, moment: str) -> 
     assert removed
 
 
-def test_a_checkpoint_that_was_saved_anew_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_was_saved_anew_is_kept() -> None:
     """What was looked at is deleted, or nothing."""
     root = saved(fresh_uri(), 1, 2, 3)
     report = holdfast.prune(root, keep_last=1, confirm=lambda plan: bool(saved(root, 1)))

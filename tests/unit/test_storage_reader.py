@@ -243,17 +243,6 @@ def test_part_is_built(uri: str, objects: dict[str, Any]) -> None:
             checkpoint.read_tree("modell")
 
 
-def test_only_the_part_is_read(tmp_path: Path) -> None:
-    """The bytes of other parts are not read."""
-    state = {"small": torch.rand(1000), "large": torch.rand(5_000_000)}
-    holdfast.save(tmp_path / "c", state)
-    reports: list[holdfast.LoadReport] = []
-    small = holdfast.load(tmp_path / "c", only="small", on_report=reports.append)
-    assert torch.equal(small, state["small"])
-    assert reports[0].bytes_wanted == 4000
-    assert reports[0].bytes_read < 1_200_000
-
-
 @pytest.mark.parametrize("only", ["model", ("model",)])
 def test_object_is_filled_with_a_part(uri: str, objects: dict[str, Any], only: Only) -> None:
     """Names outside the part are no difference. A tuple is replaced, since it cannot be filled."""

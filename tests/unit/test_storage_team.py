@@ -282,7 +282,7 @@ def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> Non
     assert store.num_keys() == kept(3)
 
 
-def test_a_store_that_goes_away_is_a_coordination_error(store: Any) -> None:
+def test_a_store_that_goes_away_is_a_coordination_error() -> None:
     """Its server died: every rank says so rather than raise what torch raises."""
 
     class Dead:
@@ -313,19 +313,23 @@ def saved(drivers: list[Any]) -> list[Any]:
     return as_ranks(len(drivers), act)
 
 
+class Full(MemoryDriver):
+    """Storage without room for an image."""
+
+    async def create(self, key: str, nbytes: int) -> Any:
+        raise holdfast.FullError("no room", key=key)
+
+
 @pytest.mark.nightly(3)
 def test_a_rank_that_fails_says_so_before_it_cleans_up() -> None:
     """Storage that is slow to delete does not keep the others waiting."""
 
-    class Failing(MemoryDriver):
-        async def create(self, key: str, nbytes: int) -> Any:
-            raise holdfast.FullError("no room", key=key)
-
+    class SlowToDelete(Full):
         async def delete(self, key: str) -> None:
             await asyncio.sleep(3)
             await super().delete(key)
 
-    (own, _), (told, took_s) = saved([Failing(), MemoryDriver()])
+    (own, _), (told, took_s) = saved([SlowToDelete(), MemoryDriver()])
     assert isinstance(own, holdfast.FullError)
     assert isinstance(told, errors.RankFailedError)
     assert took_s < 2
@@ -334,16 +338,12 @@ def test_a_rank_that_fails_says_so_before_it_cleans_up() -> None:
 def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() -> None:
     """The rank raises the first cause, not the vanished file."""
 
-    class Failing(MemoryDriver):
-        async def create(self, key: str, nbytes: int) -> Any:
-            raise holdfast.FullError("no room", key=key)
-
     class Vanishing(MemoryDriver):
         async def create(self, key: str, nbytes: int) -> Any:
             await asyncio.sleep(0.5)  # the other has failed by then, and told
             raise holdfast.NotFoundError("it is gone", key=key)
 
-    (own, _), (told, _) = saved([Failing(), Vanishing()])
+    (own, _), (told, _) = saved([Full(), Vanishing()])
     assert isinstance(own, holdfast.FullError)
     assert isinstance(told, errors.RankFailedError)
     assert told.rank == 0

@@ -338,7 +338,7 @@ def test_what_would_be_lost_is_exported(tmp_path: Path, ending: contextlib.ExitS
         assert ckpt.unsaved_steps == 1
 
 
-def test_what_was_exported_can_be_taken_back(tmp_path: Path) -> None:
+def test_what_was_exported_can_be_taken_back() -> None:
     """After export ends, the registry is empty and accepts the metrics again."""
     registry = CollectorRegistry()
     export_metrics(registry)()
