@@ -22,8 +22,8 @@ class _Entry(Generic[V]):
 class LruCache(Generic[V]):
     """Up to ``count`` values, by key. Thread-safe.
 
-    A lookup hashes its key once. An ``OrderedDict`` would do so twice, and hashing the layout of a
-    large state takes longer than the rest of the lookup.
+    A lookup hashes its key once. An ``OrderedDict`` would do so twice, and hashing the signature of
+    a large state takes longer than the rest of the lookup.
     """
 
     def __init__(self, count: int) -> None:

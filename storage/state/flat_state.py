@@ -5,12 +5,11 @@ Scope: data only. :mod:`.flattening.flatten` builds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from ...core.lru import LruCache
 from ...planner.layout import Layout
 from ..format.tree import Key, Tree, format_path
 from .adapters.module_names import Walked
@@ -21,9 +20,6 @@ MAPPINGS = (dict, Mapping)
 CONTAINERS = (dict, list, tuple, Mapping)
 DEPTH_MAX = 200
 """Maximum nesting of a state's containers. Deeper states are refused."""
-
-_layout_ids: LruCache[object] = LruCache(16)
-"""By the layouts of recent states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +61,8 @@ class FlatState:
     """Containers that represent composite tensors."""
     without_memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """For a load: the modules' tensors that have no memory yet, by name."""
-
-    @property
-    def layout_id(self) -> object:
-        """An object shared by recent states whose images are laid out alike, with any contents.
-
-        Takes a microsecond per tensor, to compare everything that a plan is made from.
-        """
-        tree = self.tree
-        rows: list[Sequence[object]] = [self.names, self.containers, self.layouts, self.alias]
-        key = (
-            *map(tuple, [*rows, self.shapes, self.dtypes]),
-            tuple((each.parent, repr(each.key), each.kind) for each in tree.containers),
-            tuple((value.container, repr(value.key)) for value in tree.values),
-            tuple((number, *placed.items()) for number, placed in tree.placements.items()),
-            repr((tree.tensor_keys, sorted(tree.arrays), tree.orders, tree.kinds)),
-        )
-        known = _layout_ids.get(key)
-        if known is None:
-            known = object()
-            _layout_ids.put(key, known)
-        return known
+    layout_id: object | None = None
+    """An object shared by states with the same signature; None for a state without a signature."""
 
     def path(self, row: int) -> str:
         """Return the place of the tensor in ``row``, as user code writes it: ``state["a"][0]``."""

@@ -83,10 +83,13 @@ def plan_save(
     """Return the plan of :func:`plan_image`, bound to the current tensors. Recent plans are
     cached."""
     key = (rank, flat.layout_id, agreed)  # these determine the plan
-    plan = _known.get(key)
+    plan = None
+    if flat.layout_id is not None:
+        plan = _known.get(key)
     if plan is None:
         plan = plan_image(flat, rank, agreed)
-        _known.put(key, plan)
+        if flat.layout_id is not None:
+            _known.put(key, plan)
     source = ImageSource(
         plan.layout, plan.held, flat.locals, plan.tensors.ndim[plan.held.tensor], lazy
     )

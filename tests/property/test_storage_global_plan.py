@@ -30,6 +30,7 @@ WORLD = 3
 MESHES = [(0, 1), (2,)]
 """Of tensors whose names begin with "p": each is held whole by all ranks of its mesh."""
 _numbers = itertools.count()
+_kin: dict[Any, object] = {}
 
 State = dict[str, int]
 """A value per name: what fills a tensor."""
@@ -39,13 +40,14 @@ states = st.dictionaries(names, values, max_size=4)
 
 
 def flat_of(state: State, rank: int) -> FlatState:
-    """Flatten a rank's state."""
+    """Flatten a rank's state; states with the same names count as laid out alike."""
     flat = flatten({name: torch.full((2,), float(value)) for name, value in state.items()})
     mesh = next(mesh for mesh in MESHES if rank in mesh)
     for row, name in enumerate(flat.names):
         if name in "pq":
             piece = Piece(Box((0,), (2,)), 0, (2,))
             flat.layouts[row] = MeshLayout((2,), (piece,), (2,), mesh, len(mesh))
+    flat.layout_id = _kin.setdefault((rank, tuple(state)), object())
     return flat
 
 

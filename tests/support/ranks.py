@@ -87,6 +87,7 @@ def save_cut(
             shape = flat.shapes[row] = tensors[name].shape
             lengths = mine[name].lengths
             flat.layouts[row] = MeshLayout(shape, (piece,), lengths, (rank,), len(boxes[name]))
+        flat.layout_id = None  # it is laid out as no other is now
         flats.append(flat)
     save_flats(driver, flats)
 

@@ -158,6 +158,7 @@ def replicated(state: dict[str, torch.Tensor]) -> FlatState:
         origin = (0,) * len(shape)
         piece = Piece(Box(origin, shape), 0, shape)
         flat.layouts[row] = MeshLayout(shape, (piece,), shape, (0, 1), 2)
+    flat.layout_id = None
     return flat
 
 

@@ -129,6 +129,7 @@ def test_a_state_of_parts_is_recognised() -> None:
     first, again, other = (
         flatten({"w": flat(0, stop), "v": flat(stop, 60)}).layout_id for stop in (20, 20, 21)
     )
+    assert first is not None
     assert first is again
     assert first is not other
 

@@ -352,11 +352,13 @@ def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() ->
 
 def test_what_was_agreed_on_holds_for_one_size_of_the_job() -> None:
     """A job of more ranks with the same layouts makes a new plan."""
+    kin = object()
     memory: GlobalPlans = LruCache(8)
 
     def holders(world: int) -> list[Any]:
         async def act(team: StoreTeam) -> Any:
             flat = flatten({"x": torch.ones(3)})
+            flat.layout_id = kin
             async with team.session():
                 plan = await agree(
                     team, "memory://", flat, lambda rows: fingerprints(flat, rows), memory

@@ -142,7 +142,7 @@ async def agree(
     DTensor.
     """
     key = (flat.layout_id, team.rank, team.world)
-    plan = plans.get(key)
+    plan = None if flat.layout_id is None else plans.get(key)
     held = None
     if plan is None:
         held = statement_of(flat, team.rank, team.world, team.host)
@@ -166,7 +166,8 @@ async def agree(
     plan = await _new_plan(
         team, flat, label_names(held.labels), digests, set(comparison.labels), leader
     )
-    plans.put(key, plan)
+    if flat.layout_id is not None:
+        plans.put(key, plan)
     return plan
 
 

@@ -37,7 +37,7 @@ async def run_memory_step(rank: int, world: int, job: SaveJob) -> None:
     global_plan = None
     if world > 1:
         global_plan = job.plans.get((job.flat.layout_id, rank, world))
-        if global_plan is None:
+        if job.flat.layout_id is None or global_plan is None:
             raise SaveError(
                 "the ranks have no agreed plan for a state of this layout",
                 rank=rank,

@@ -167,8 +167,9 @@ def begin_memory_step(
     with recording(recorder), announcing_errors(team or Team()):
         world = current_world()
         save.flatten(state, step, world)
-        if team is None and world > 1:
-            is_new = _plans.get((save.job.flat.layout_id, rank, world)) is None
+        layout_id = save.job.flat.layout_id
+        if team is None and world > 1 and layout_id is not None:
+            is_new = _plans.get((layout_id, rank, world)) is None
         if is_new and meets:
             # A thread of its own: a rank that meets nobody must not seem to be in another call than
             # the others.

@@ -46,6 +46,7 @@ def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> Fla
         if isinstance(path[depth], int)
     }
     _make_lists(flat.tree, lists)
+    flat.layout_id = None  # identifies the state before its lists were made
     return flat
 
 

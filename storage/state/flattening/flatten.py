@@ -5,48 +5,88 @@ Flattening reads no tensor data and does no I/O. It refuses anything that cannot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ...format.tree import format_path
+from ....core.lru import LruCache
+from ....planner.layout import Layout
+from ...format.tree import ROOT, Tree, Value, format_path
 from ..adapters.foreign import refuse_stale
 from ..adapters.module_names import Walked
 from ..adapters.tensors import TENSOR_TYPES
 from ..filling.memoryless import find_without_memory
-from ..flat_state import CONTAINERS, DEPTH_MAX, MAPPINGS, FlatState
+from ..flat_state import CONTAINERS, DEPTH_MAX, MAPPINGS, FlatState, Subtree
 from .default import Default
 from .placeholders import find_placeholders
+from .signature import NoSignatureError, SignatureScan
 from .walk import Walker
 
 _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Types that contain no modules."""
 
+KnownStates = LruCache[FlatState]
+"""Recently flattened states without their contents, by signature."""
 
-def flatten(state: object, *, loading: bool = False, default: Default | None = None) -> FlatState:
+_KNOWN = KnownStates(8)
+
+
+def flatten(
+    state: object,
+    *,
+    loading: bool = False,
+    default: Default | None = None,
+    known_states: KnownStates = _KNOWN,
+) -> FlatState:
     """Flatten ``state``: a dict, list or tuple, or an object with a state.
 
     With ``loading``, only modules are expanded; other objects with a state become subtrees
-    unchanged. ``default`` converts values that cannot be stored as they are. Raises StateError,
-    naming the path, for anything that cannot be saved.
+    unchanged. ``default`` converts values that cannot be stored as they are. A state laid out like
+    one of ``known_states`` (by default, those of this process) is not walked again. Raises
+    StateError, naming the path, for anything that cannot be saved.
     """
-    flat = FlatState(modules=[Walked(module) for module in _modules(state)])
-    walker = Walker(flat, loading, default)
+    modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
+    scan = SignatureScan(modules)
+    signature = None if loading else _signature(scan, state)
+    if signature is not None:
+        known = known_states.get(signature)
+        if known is not None:
+            return filled(known, scan, modules() if scan.opened else [])
+    flat = FlatState(modules=modules())
+    walker = Walker(flat, loading, scan.opened, default)
     walker.walk(state)
     if loading:
         _refuse_stale(flat)
         flat.without_memory = find_without_memory(flat, walker.on_meta)
     else:
         flat.placeholders = find_placeholders(flat)
+    if signature is not None:
+        flat.layout_id = _LayoutId(scan.layouts)
+        known_states.put(signature, emptied(flat))
     return flat
+
+
+def _signature(scan: SignatureScan, state: object) -> Hashable | None:
+    try:
+        return scan.signature_of(state)
+    except NoSignatureError:
+        return None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _LayoutId:
+    """Identifies a signature. Keeps the layouts alive that the signature refers to by id."""
+
+    layouts: list[Layout]
 
 
 def _refuse_stale(flat: FlatState) -> None:
     owners = [subtree.owner for subtree in flat.subtrees]
     for subtree in flat.subtrees:
         if isinstance(subtree.owner, torch.nn.Module):
-            keys = flat.keys_to(subtree)
-            refuse_stale(subtree.owner, owners, format_path(keys) if keys else "the state")
+            refuse_stale(subtree.owner, owners, format_path(flat.keys_to(subtree)))
 
 
 def _modules(state: object) -> Iterator[torch.nn.Module]:
@@ -61,3 +101,51 @@ def _modules(state: object) -> Iterator[torch.nn.Module]:
             seen.add(id(node))
             items = node.values() if isinstance(node, MAPPINGS) else node
             left += [(item, depth + 1) for item in items if type(item) not in _LEAVES][::-1]
+
+
+def emptied(flat: FlatState) -> FlatState:
+    """Return the parts of ``flat`` that its signature determines: no tensors, values or objects."""
+    subtrees = [Subtree(s.parent, s.key, None, None) for s in flat.subtrees]
+    return _copied(flat, [None] * len(flat.tree.values), subtrees)
+
+
+def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
+    """Return a state with the signature of ``known`` and the contents found by ``scan``."""
+    opened = zip(known.subtrees, scan.opened, strict=True)
+    subtrees = [Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened]
+    flat = _copied(known, scan.values, subtrees)
+    flat.locals = scan.locals
+    flat.origins = scan.origins
+    flat.nodes = scan.nodes
+    flat.modules = modules
+    return flat
+
+
+def _copied(flat: FlatState, values: Sequence[object], subtrees: list[Subtree]) -> FlatState:
+    return FlatState(
+        names=list(flat.names),
+        containers=list(flat.containers),
+        shapes=list(flat.shapes),
+        dtypes=list(flat.dtypes),
+        layouts=list(flat.layouts),
+        alias=list(flat.alias),
+        tree=_with_values(flat.tree, values),
+        subtrees=subtrees,
+        placeholders=flat.placeholders,
+        layout_id=flat.layout_id,
+    )
+
+
+def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
+    return Tree(
+        containers=list(tree.containers),
+        tensor_keys={c: dict(keys) for c, keys in tree.tensor_keys.items()},
+        arrays=set(tree.arrays),
+        orders={c: list(runs) for c, runs in tree.orders.items()},
+        kinds=dict(tree.kinds),
+        placements=dict(tree.placements),
+        values=[
+            Value(value.container, value.key, [([ROOT], encoded)])
+            for value, encoded in zip(tree.values, values, strict=True)
+        ],
+    )

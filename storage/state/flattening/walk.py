@@ -57,7 +57,17 @@ class Walker:
     names of all tensors in that container.
     """
 
-    def __init__(self, flat: FlatState, loading: bool, default: Default | None) -> None:
+    def __init__(
+        self,
+        flat: FlatState,
+        loading: bool,
+        opened: Sequence[tuple[object, object]],
+        default: Default | None,
+    ) -> None:
+        """Prepare a walk.
+
+        ``opened``: the first objects with a state, in order, with their states if known already.
+        """
         self.on_meta: list[tuple[int, str]] = []
         """Rows of modules' tensors on the meta device, with their paths."""
         self._flat = flat
@@ -65,6 +75,7 @@ class Walker:
         self._tree.containers = []
         self._loading = loading
         self._verb = "filled" if loading else "saved"
+        self._opened = iter(opened)
         self._default = default
         self._converting = 0  # depth of nested conversions in progress
         self._adapters = Adapters()
@@ -223,8 +234,10 @@ class Walker:
 
     def _open(self, item: object, number: int, key: Key) -> object:
         """Return the state of an object, to be flattened in the object's place."""
-        where = self._path(key) if number >= 0 else "the state"
-        state = expand(item, self._flat.modules, where, loading=self._loading)
+        owner, state = next(self._opened, (None, None))
+        if owner is not item:
+            where = self._path(key) if number >= 0 else "the state"
+            state = expand(item, self._flat.modules, where, loading=self._loading)
         self._flat.subtrees.append(Subtree(number, key, item, state))
         return state
 

@@ -174,7 +174,7 @@ def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
         origin = (0,) * len(shape)
         piece = Piece(Box(origin, shape), 0, shape)
         layouts[row] = MeshLayout(shape, (piece,), shape, (rank,), world)
-        job.flat = replace(job.flat, layouts=layouts)
+        job.flat = replace(job.flat, layouts=layouts, layout_id=None)
     return job
 
 
