@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Self
 
 from ..errors import StorageError
 from .contract import Buffer, Driver, ObjectInfo, Upload, check_key
 from .options import Option
 from .ranges import Ranges
-from .tasks import Tasks, to_the_end
+from .tasks import GRACE_S, Tasks, to_the_end
 from .uri import Uri
 
 __all__ = ["AsyncDriver", "AsyncUpload"]
@@ -38,11 +38,15 @@ class AsyncDriver(Driver):
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def __init__(
-        self, uri: Uri, *, errors: Callable[[str, str, str], AbstractContextManager[Any]]
+        self,
+        uri: Uri,
+        *,
+        errors: Callable[[str, str, str], AbstractContextManager[Any]] = lambda *_: nullcontext(),
+        grace_s: float = GRACE_S,
     ) -> None:
-        """Do no I/O. ``errors`` is described in :class:`Tasks`."""
+        """Do no I/O. ``errors`` and ``grace_s`` are described in :class:`Tasks`."""
         self.uri = uri.root
-        self.tasks = Tasks(uri=self.uri, errors=errors)
+        self.tasks = Tasks(uri=self.uri, errors=errors, grace_s=grace_s)
         self._errors = errors
         self._uploads: set[AsyncUpload] = set()
 

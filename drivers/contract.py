@@ -18,11 +18,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NoReturn
 
 from ..core.aio import to_the_end
 from ..core.units import ceil_div
-from ..errors import DamagedError, StorageDownError, UriError
+from ..errors import DamagedError, StorageDownError, StorageError, UriError
 from .pieces import cut
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Driver",
     "ObjectInfo",
     "PartOrder",
+    "ReadOnly",
     "TakePiece",
     "Traits",
     "Upload",
@@ -351,3 +352,22 @@ def check_small(nbytes: int, uri: str, key: str) -> None:
             uri=uri,
             key=key,
         )
+
+
+class ReadOnly:
+    """Mixin for drivers that can only read. Rejects every writing method with a StorageError whose
+    message is ``reading_only``. List it before the driver base class."""
+
+    uri: str
+    reading_only: ClassVar[str]
+
+    async def _refuse(self, key: str, *_: object, **how: object) -> NoReturn:
+        check_key(key, uri=self.uri)
+        raise StorageError(self.reading_only, uri=self.uri, key=key, advice="Save to another URI.")
+
+    create = put = delete = _refuse
+
+    async def delete_all(self, prefix: str) -> NoReturn:
+        await self._refuse(prefix)
+
+    sweep = delete_all

@@ -30,16 +30,8 @@ __all__ = [
     "url",
 ]
 
-_SWITCH = {
-    "on": True,
-    "true": True,
-    "yes": True,
-    "1": True,
-    "off": False,
-    "false": False,
-    "no": False,
-    "0": False,
-}
+_ON = ("on", "true", "yes", "1")
+_OFF = ("off", "false", "no", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,7 @@ class Option:
         parse = self.parse
         if isinstance(parse, or_off):
             parse = parse.parse
-        if isinstance(parse, size | duration):
+        if isinstance(parse, _Quantity):
             return parse.text(value)
         return str(value)
 
@@ -112,59 +104,45 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 @dataclass(frozen=True, slots=True)
-class size:
-    """Parser for a size in bytes from ``least`` to ``most``: ``32MiB``, ``500 MB``, ``4096``."""
+class _Quantity:
+    """Parser for a quantity from ``least`` to ``most``."""
 
-    least: int
-    most: int
+    what: str
+    example: str
+    read: Callable[[str], Any]
+    text: Callable[[Any], str]
+    """Returns text that parses to a value."""
+    least: float
+    most: float
 
-    def __call__(self, text: str) -> int:
+    def __call__(self, text: str) -> Any:
         try:
-            value = parse_size(text)
-        except ValueError:
-            value = -1
-        if not self.least <= value <= self.most:
-            raise ValueError(
-                f"must be a size from {self.text(self.least)} to {self.text(self.most)}, "
-                "such as 32MiB"
-            )
-        return value
-
-    def text(self, value: int) -> str:
-        """Return text that parses to ``value``."""
-        return exact_size_text(value)
-
-
-@dataclass(frozen=True, slots=True)
-class duration:
-    """Parser for a duration in seconds from ``least_s`` to ``most_s``: ``30``, ``1.5s``, ``2min``,
-    ``1h``."""
-
-    least_s: float
-    most_s: float
-
-    def __call__(self, text: str) -> float:
-        try:
-            value = parse_duration(text)
+            value = self.read(text)
         except ValueError:
             value = math.nan
-        if not self.least_s <= value <= self.most_s:
+        if not self.least <= value <= self.most:
             raise ValueError(
-                f"must be a duration from {self.text(self.least_s)} to "
-                f"{self.text(self.most_s)}, such as 30s"
+                f"must be a {self.what} from {self.text(self.least)} to {self.text(self.most)}, "
+                f"such as {self.example}"
             )
         return value
 
-    def text(self, value: float) -> str:
-        """Return text that parses to ``value``."""
-        return duration_text(value)
+
+def size(least: int, most: int) -> Callable[[str], int]:
+    """Return a parser for a size in bytes: ``32MiB``, ``500 MB``, ``4096``."""
+    return _Quantity("size", "32MiB", parse_size, exact_size_text, least, most)
+
+
+def duration(least_s: float, most_s: float) -> Callable[[str], float]:
+    """Return a parser for a duration in seconds: ``30``, ``1.5s``, ``2min``, ``1h``."""
+    return _Quantity("duration", "30s", parse_duration, duration_text, least_s, most_s)
 
 
 def switch(text: str) -> bool:
     """Parse ``on`` or ``off``. Also accepts true/false, yes/no and 1/0."""
-    if text.lower() not in _SWITCH:
+    if text.lower() not in (*_ON, *_OFF):
         raise ValueError("must be on or off")
-    return _SWITCH[text.lower()]
+    return text.lower() in _ON
 
 
 def url(text: str) -> str:

@@ -33,7 +33,6 @@ from ..contract import Buffer, ObjectInfo, TakePiece, Traits, check_small
 from ..options import Option, duration, integer, option_values, size, switch
 from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
-from ..tasks import Tasks
 from ..uri import Uri, root_key
 from .authentication import VARIABLE, Token, service_address, token_of, tokens, url_form
 from .client import Client, pieces, whole_reader
@@ -100,9 +99,8 @@ class HdfsDriver(AsyncDriver):
     def __init__(self, uri: Uri, options: Mapping[str, Any]) -> None:
         """Take a value for each of OPTIONS. Raises UriError if they do not identify a file
         system."""
-        super().__init__(uri, errors=_translated)
-        # No grace: a cancelled call leaves its thread at once.
-        self.tasks = Tasks(uri=self.uri, errors=_translated, grace_s=0.0)
+        # The client translates errors. No grace: a cancelled call leaves its thread at once.
+        super().__init__(uri, grace_s=0.0)
         authority, _, path = uri.location.partition("/")
         root = "/" + unquote(path)
         namenodes = [address for address in options["namenodes"].split(",") if address]
@@ -283,11 +281,6 @@ class HdfsDriver(AsyncDriver):
 
     async def _disconnect(self) -> None:
         self._client.close()
-
-
-def _translated(doing: str, uri: str, key: str) -> contextlib.AbstractContextManager[None]:
-    """Translate nothing: the client has done so."""
-    return contextlib.nullcontext()
 
 
 def _properties(

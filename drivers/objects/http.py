@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
 
 from ...errors import StorageError
-from ..contract import ObjectInfo, check_key
+from ..contract import ObjectInfo, ReadOnly, check_key
 from ..options import Option
-from ..read_only import ReadOnly
 from ..uri import Uri
 from .driver import ObjectDriver
 from .options import COMMON_OPTIONS, Requests

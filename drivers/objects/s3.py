@@ -243,17 +243,8 @@ class S3Driver(ObjectDriver):
 
         return provide
 
-    async def _call(
-        self,
-        doing: str,
-        key: str,
-        method: str,
-        *args: Any,
-        requests: Requests = Requests.READING,
-        **kwargs: Any,
-    ) -> Any:
-        call = partial(super()._call, doing, key, method, *args, requests=requests, **kwargs)
-        return await self._with_renewal(call)
+    async def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._with_renewal(partial(super()._call, *args, **kwargs))
 
     async def create(self, key: str, nbytes: int) -> Upload:
         return await self._with_renewal(partial(super().create, key, nbytes))

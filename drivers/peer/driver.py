@@ -23,10 +23,18 @@ from urllib.parse import quote_from_bytes, urlsplit
 
 from ...core.aio import to_the_end
 from ...errors import DamagedError, HoldfastError, StorageDownError, StorageError, UriError
-from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, check_key, check_small
+from ..contract import (
+    Buffer,
+    Driver,
+    ObjectInfo,
+    ReadOnly,
+    TakePiece,
+    Traits,
+    check_key,
+    check_small,
+)
 from ..options import Option, duration, integer, option_values, switch
 from ..pieces import Rooms, piece_ends
-from ..read_only import ReadOnly
 from ..threads import Threads
 from ..uri import Uri, root_key
 from .connections import Connections, Request, failures, refusal
@@ -139,11 +147,8 @@ class PeerDriver(ReadOnly, Driver):
 
         def get(request: Request) -> bytes:
             with self._answer(request, "get", key, "GET", target) as response:
-                nbytes = self._nbytes(response, key)
-                check_small(nbytes, self.uri, key)
-                data = bytearray(nbytes)
-                request.fill(response, memoryview(data))
-            return bytes(data)
+                check_small(self._nbytes(response, key), self.uri, key)
+                return bytes(self._body(request, response, key))
 
         return await self._run("get", key, get)
 
@@ -165,9 +170,7 @@ class PeerDriver(ReadOnly, Driver):
                 nbytes = self._nbytes(response, prefix)
                 if nbytes > LIST_NBYTES_MAX:
                     raise self._senseless(f"a list of {nbytes:,} bytes", prefix)
-                data = bytearray(nbytes)
-                request.fill(response, memoryview(data))
-            return data
+                return self._body(request, response, prefix)
 
         for line in (await self._run("list", prefix, list_all)).splitlines():
             info = self._info(line)
@@ -253,6 +256,11 @@ class PeerDriver(ReadOnly, Driver):
         if not text.isdecimal() or len(text) > 18:
             raise self._senseless("an answer without a length", key)
         return int(text)
+
+    def _body(self, request: Request, response: HTTPResponse, key: str) -> bytearray:
+        data = bytearray(self._nbytes(response, key))
+        request.fill(response, memoryview(data))
+        return data
 
     def _info(self, line: bytearray) -> ObjectInfo:
         """Parse one line of a listing. Raises StorageError if it is malformed or not below the

@@ -11,12 +11,12 @@ from ...drivers.contract import (
     Buffer,
     Driver,
     ObjectInfo,
+    ReadOnly,
     Traits,
     check_key,
     check_small,
 )
 from ...drivers.options import Option
-from ...drivers.read_only import ReadOnly
 from ...errors import DamagedError, NotFoundError, StorageError
 from ..arenas.label import Label
 from ..arenas.memory import Memory
