@@ -12,12 +12,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
 from .box import Box, flat_to_boxes, row_strides
-from .columns import Ints, flat_boxes, padded
+from .columns import Bools, Ints, flat_boxes, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,11 @@ class FlatLayout:
         return 1
 
 
-class Regions(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Regions:
     """Boxes. Dimensions beyond a tensor's own are padded: offset 0, length 1.
 
-    ``row``            (n,) index of the layout; ascending
+    ``tensor``         (n,) number of the tensor; of its layout, where :func:`regions_of` made them
     ``offsets``        (n, D) first element of the box in the global tensor
     ``lengths``        (n, D)
     ``local_start``    (n,) element of the local tensor at which it begins, in row-major order
@@ -189,26 +190,41 @@ class Regions(NamedTuple):
                        :class:`Piece`
     """
 
-    row: Ints
+    tensor: Ints
     offsets: Ints
     lengths: Ints
     local_start: Ints
     local_shape: Ints
 
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def take(self, rows: Ints | Bools) -> Self:
+        """Return the boxes in these rows."""
+        columns = {name: column[rows] for name, column in self._columns().items()}
+        return replace(self, **columns)
+
+    def extended(self, other: Self) -> Self:
+        """Return these boxes followed by those of ``other``, which must agree in all else."""
+        theirs = other._columns()
+        pairs = {name: (column, theirs[name]) for name, column in self._columns().items()}
+        columns = {name: np.concatenate(pair) for name, pair in pairs.items()}
+        return replace(self, **columns)
+
+    def _columns(self) -> dict[str, Ints]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
 
 def regions_of(layouts: Sequence[Layout], ndim: int) -> Regions:
     """Return the boxes of ``layouts``, for tensors of at most ``ndim`` dimensions.
 
-    They are ordered by row, and within a row by position in the local tensor.
+    They are ordered by layout, and within it by position in the local tensor.
     """
     flat = [row for row, layout in enumerate(layouts) if layout.flat_range is not None]
     if not flat:
         return _of_pieces(layouts, ndim)
-    ranges = _of_ranges(layouts, flat, ndim)
-    pieces = _of_pieces(layouts, ndim)
-    both = [np.concatenate(pair) for pair in zip(pieces, ranges, strict=True)]
-    order = np.argsort(both[0], kind="stable")
-    return Regions(*(column[order] for column in both))
+    both = _of_pieces(layouts, ndim).extended(_of_ranges(layouts, flat, ndim))
+    return both.take(np.argsort(both.tensor, kind="stable"))
 
 
 def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
@@ -219,7 +235,7 @@ def _of_pieces(layouts: Sequence[Layout], ndim: int) -> Regions:
         for piece in layout.pieces
     ]
     return Regions(
-        row=np.array([row for row, _ in held], np.int64),
+        tensor=np.array([row for row, _ in held], np.int64),
         offsets=padded([piece.box.offsets for _, piece in held], ndim, 0),
         lengths=padded([piece.box.lengths for _, piece in held], ndim, 1),
         local_start=np.array([piece.local_start for _, piece in held], np.int64),
@@ -233,7 +249,7 @@ def _of_ranges(layouts: Sequence[Layout], rows: Sequence[int], ndim: int) -> Reg
     start, stop = np.array(found, np.int64).T
     at, offsets, lengths, begin = flat_boxes(shape, start, stop)
     return Regions(
-        row=np.array(rows, np.int64)[at],
+        tensor=np.array(rows, np.int64)[at],
         offsets=offsets,
         lengths=lengths,
         local_start=begin - start[at],

@@ -17,6 +17,7 @@ from ..core.units import round_up
 from .box import Box, flat_to_boxes, intersect, row_strides
 from .columns import Ints, contiguous, cut, flat_starts, ranges, strides, union, volumes, widen
 from .image import BLOCK_NBYTES, CHUNK_NBYTES
+from .layout import Regions
 from .table import ShardTable, TensorTable
 
 # Pairs of a target and a shard of its tensor examined at once; limits the memory of planning.
@@ -24,28 +25,14 @@ PAIRS_PER_BATCH = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
-    """Boxes that one rank wants. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+class Targets(Regions):
+    """Boxes that one rank wants.
 
     ``tensor``          (n,) row in the checkpoint's TensorTable; not an alias
-    ``offsets``         (n, D) first element of the box in the global tensor
-    ``lengths``         (n, D)
-    ``local_start``     (n,) element of the caller's local tensor, in row-major order, at which the
-                        box begins
-    ``local_shape``     (n, D) shape of the array whose row-major strides it has there, see
-                        :class:`.layout.Piece`
-    ``buffer``          (n,) index of that local tensor
+    ``buffer``          (n,) index of the caller's local tensor
     """
 
-    tensor: Ints
-    offsets: Ints
-    lengths: Ints
-    local_start: Ints
-    local_shape: Ints
     buffer: Ints
-
-    def __len__(self) -> int:
-        return len(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,28 +6,24 @@ This takes no message. Shares are even, or those that ``balance.py`` computed fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .balance import SHARE_UNIT, Group
 from .box import flat_to_boxes
-from .columns import Bools, Ints, flat_starts, volumes
+from .columns import Ints, flat_starts, volumes
+from .layout import Regions
 
 # Cuts fall on whole rows of a tensor if a row is at most this fraction of a holder's even share.
 GRANULES_PER_SHARE = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Holdings:
-    """Boxes that one rank holds. Dimensions beyond a tensor's own are padded: offset 0, length 1.
+class Holdings(Regions):
+    """Boxes that one rank holds.
 
     ``tensor``          (n,) index of the rank's local tensor
-    ``offsets``         (n, D) first element of the box in the global tensor
-    ``lengths``         (n, D)
-    ``local_start``     (n,) element of the local tensor at which it begins, in row-major order
-    ``local_shape``     (n, D) shape of the array whose row-major strides it has there, see
-                        :class:`.layout.Piece`
     ``itemsize``        (n,) bytes per element
     ``group``           (n,) index into ``groups``
     ``groups``          ranks, ascending, that hold the same bytes
@@ -35,41 +31,15 @@ class Holdings:
                         key have different offsets
     """
 
-    tensor: Ints
-    offsets: Ints
-    lengths: Ints
-    local_start: Ints
-    local_shape: Ints
     itemsize: Ints
     group: Ints
     groups: tuple[tuple[int, ...], ...]
     order: Ints
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
     @property
     def nbytes(self) -> Ints:
         """Bytes of each box, (n,)."""
         return volumes(self.lengths) * self.itemsize
-
-    def take(self, rows: Ints | Bools) -> Holdings:
-        columns = {name: column[rows] for name, column in self._columns().items()}
-        return replace(self, **columns)  # type: ignore[arg-type]
-
-    def extended(self, other: Holdings) -> Holdings:
-        """Return these boxes followed by those of ``other``, which must have the same groups."""
-        theirs = other._columns()
-        pairs = {name: (column, theirs[name]) for name, column in self._columns().items()}
-        columns = {name: np.concatenate(pair) for name, pair in pairs.items()}
-        return replace(self, **columns)  # type: ignore[arg-type]
-
-    def _columns(self) -> dict[str, Ints]:
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name != "groups"
-        }
 
 
 def divide(

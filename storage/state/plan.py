@@ -182,7 +182,7 @@ def _holdings(
         for row, layout in zip(rows.tolist(), layouts, strict=True)
     ]
     regions = regions_of(layouts, width)
-    of_row = rows[regions.row]
+    of_row = rows[regions.tensor]
     sort_keys: Sequence[str] = flat.names  # all ranks order their holdings alike
     if len(set(flat.names)) < len(flat.names):  # several parts of one name
         sort_keys = [label(flat, row) for row in range(len(flat.names))]
@@ -193,7 +193,7 @@ def _holdings(
         local_start=regions.local_start,
         local_shape=regions.local_shape,
         itemsize=tensors.itemsize[of_row],
-        group=np.array(group, np.int64)[regions.row],
+        group=np.array(group, np.int64)[regions.tensor],
         groups=tuple(groups.numbers),
         order=_order(sort_keys, of_row, len(groups.numbers)),
     )

@@ -70,7 +70,7 @@ def test_columns_of_ranges_hold_the_boxes_of_each() -> None:
     """Many flat ranges as columns have the boxes that each layout has, in the same order."""
     layouts = [FlatLayout(shape, *ends) for shape in SHAPES for ends in all_ranges(shape)]
     regions = regions_of(layouts, 4)
-    columns = (regions.row, regions.offsets, regions.lengths, regions.local_start)
+    columns = (regions.tensor, regions.offsets, regions.lengths, regions.local_start)
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found == [
         (row, four(piece.box.offsets, 0), four(piece.box.lengths, 1), piece.local_start)
@@ -97,7 +97,7 @@ def test_boxes_and_ranges_keep_their_order() -> None:
     ]
     regions = regions_of(layouts, 2)
     assert [layout.is_empty for layout in layouts] == [False, False, False, True, True, False]
-    assert regions.row.tolist() == [0, 0, 0, 1, 2, 5]
+    assert regions.tensor.tolist() == [0, 0, 0, 1, 2, 5]
     assert regions.local_start.tolist() == [0, 1, 4, 0, 0, 0]
     assert regions.local_shape.tolist() == [[1, 1], [1, 3], [1, 1], [3, 3], [1, 3], [1, 1]]
 

@@ -174,7 +174,7 @@ class Wanted:
         held = [(row, part, n) for n, (row, part) in self.wishes.items() if part is not None]
         parts = regions_of([part for _, part, _ in held], width)
         ends = [(row, number) for row, _, number in held]
-        part_tensor, part_buffer = np.array(ends, np.int64).reshape(-1, 2)[parts.row].T
+        part_tensor, part_buffer = np.array(ends, np.int64).reshape(-1, 2)[parts.tensor].T
         return Targets(
             tensor=np.concatenate([tensor, part_tensor]),
             offsets=np.concatenate([zeros, parts.offsets]),
