@@ -178,22 +178,22 @@ def _resolved(uri: Uri, name: str, option: Option, setting: Setting | None) -> R
             raise ValueError("must not contain a password")
         return Resolved(option.parse(setting.text), setting.text, setting.source)
     except ValueError as error:
-        if setting.source == "the URI":
-            source = ""
-        else:
-            source = f", which {setting.source} sets,"
+        source = _set_by(setting.source, ",")
         raise UriError(f"option {name!r}{source} {error}", uri=uri.redacted) from error
+
+
+def _set_by(source: str, comma: str = "") -> str:
+    """Return a clause that names the source of an option; "" for the URI, which is shown."""
+    if source == "the URI":
+        return ""
+    return f", which {source} sets{comma}"
 
 
 def _unknown(
     uri: Uri, name: str, source: str, own: Mapping[str, Option], common: Mapping[str, Option]
 ) -> UriError:
-    if source == "the URI":
-        origin = ""
-    else:
-        origin = f", which {source} sets"
     return UriError(
-        f"{uri.scheme}:// has no option {name!r}{origin}",
+        f"{uri.scheme}:// has no option {name!r}{_set_by(source)}",
         uri=uri.redacted,
         advice=(
             f"Known options: {_listed(own)}; for every scheme: "

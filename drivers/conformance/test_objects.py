@@ -19,8 +19,12 @@ from holdfast.errors import DamagedError, ExistsError, NotFoundError
 @trial()
 async def test_traits_make_sense(place: Place) -> None:
     """Sizes and counts are positive, parts of the preferred size are aligned, and traits are
-    immutable."""
-    traits = place.open().traits
+    immutable. Opening and closing a driver leaves no trace, and its URI is safe to print."""
+    driver = place.open()
+    traits = driver.traits
+    assert redact(driver.uri) == driver.uri
+    await driver.close()
+    await place.holds()
     assert (
         min(traits.part_nbytes, traits.part_min_nbytes, traits.align_nbytes, traits.concurrency)
         >= 1
@@ -33,14 +37,6 @@ async def test_traits_make_sense(place: Place) -> None:
     assert place.open().traits == traits
     with pytest.raises(dataclasses.FrozenInstanceError):
         traits.concurrency = 1  # type: ignore[misc]  # that is the point
-
-
-@trial()
-async def test_opening_touches_nothing(place: Place, driver: Driver) -> None:
-    """Opening and closing a driver leaves no trace, and its URI is safe to print."""
-    assert redact(driver.uri) == driver.uri
-    await driver.close()
-    await place.holds()
 
 
 @trial()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -123,7 +123,13 @@ class HedgeLayer(Layer):
                 reads.append(asyncio.ensure_future(second()))
             won = await _first_success(reads)
         finally:
-            await _cancel_and_wait(reads)
+            # Even if cancelled meanwhile: an unfinished read may still write to a buffer.
+            running = [read for read in reads if not read.done()]
+            for read in running:
+                read.cancel()
+            cancelled = await wait_out(running)
+            if cancelled is not None:
+                raise cancelled
         return won.result()
 
 
@@ -137,14 +143,3 @@ async def _first_success(reads: list[asyncio.Future[T]]) -> asyncio.Future[T]:
                 return read
     reads[0].result()
     raise AssertionError("unreachable: a read that did not succeed raises")
-
-
-async def _cancel_and_wait(reads: Iterable[asyncio.Future[T]]) -> None:
-    """Cancel unfinished reads and wait for them, even if cancelled meanwhile: they may still write
-    to a buffer."""
-    running = [read for read in reads if not read.done()]
-    for read in running:
-        read.cancel()
-    cancelled = await wait_out(running)
-    if cancelled is not None:
-        raise cancelled

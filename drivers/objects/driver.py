@@ -14,6 +14,7 @@ import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import unquote
@@ -168,7 +169,7 @@ class ObjectDriver(Driver):
         twice."""
 
     async def _drop_unfinished(
-        self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
+        self, path: str, *, whole_key: bool = False, quiet_s: float = 0, began_within_s: float = inf
     ) -> None:
         """Drop unfinished uploads to ``path``, and unless ``whole_key`` also below it. Only affects
         uploads without activity for ``quiet_s`` that began within the last ``began_within_s``
@@ -255,9 +256,7 @@ class ObjectDriver(Driver):
         await self._connections.open(Requests.SENDING)
 
         def drop_unfinished(began_within_s: float) -> Awaitable[None]:
-            return self._drop_unfinished(
-                path, whole_key=True, quiet_s=0, began_within_s=began_within_s
-            )
+            return self._drop_unfinished(path, whole_key=True, began_within_s=began_within_s)
 
         target = Target(
             self.uri,
@@ -408,7 +407,7 @@ class ObjectDriver(Driver):
                 await self._delete_batch(prefix, batch)
 
         await side_by_side(*(lane() for _ in range(lanes)))
-        await self._drop_unfinished(path, whole_key=False, quiet_s=0, began_within_s=float("inf"))
+        await self._drop_unfinished(path)
 
     async def _delete_batch(self, prefix: str, keys: Sequence[str]) -> None:
         paths = [self._path(key) for key in keys]
@@ -443,10 +442,7 @@ class ObjectDriver(Driver):
     async def sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. An unfinished upload without activity for an hour, by the
         store's clock, counts as dead."""
-        path = self._path(prefix)
-        await self._drop_unfinished(
-            path, whole_key=False, quiet_s=SWEEP_QUIET_S, began_within_s=float("inf")
-        )
+        await self._drop_unfinished(self._path(prefix), quiet_s=SWEEP_QUIET_S)
 
     async def close(self) -> None:
         """See :meth:`Driver.close`. Aborts uploads that are neither committed nor aborted."""

@@ -339,13 +339,9 @@ class S3Driver(ObjectDriver):
         if (unfinished := self.__dict__.pop("_unfinished", None)) is not None:
             unfinished.client.close()
 
-    async def _drop_unfinished(
-        self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float
-    ) -> None:
+    async def _drop_unfinished(self, path: str, **which: Any) -> None:
         def drop() -> None:
-            self._unfinished.drop(
-                path, whole_key=whole_key, quiet_s=quiet_s, began_within_s=began_within_s
-            )
+            self._unfinished.drop(path, **which)
 
         await self._with_renewal(partial(self._threads.run, drop))
 

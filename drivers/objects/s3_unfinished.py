@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from math import inf
 from typing import Any
 
 from ...errors import StorageDownError, StorageError
@@ -55,7 +56,9 @@ class Unfinished:
     is_live: Callable[[str], bool] = lambda path: False
     """Returns whether this process is uploading to a path."""
 
-    def drop(self, path: str, *, whole_key: bool, quiet_s: float, began_within_s: float) -> int:
+    def drop(
+        self, path: str, *, whole_key: bool = False, quiet_s: float = 0, began_within_s: float = inf
+    ) -> int:
         """Drop unfinished uploads to ``path``, and unless ``whole_key`` also below it. Returns how
         many were dropped.
 
