@@ -59,7 +59,8 @@ async def test_an_object_comes_back(place: Place, driver: Driver) -> None:
 
 @trial(PROBE)
 async def test_stored_bytes_are_what_was_written(place: Place, driver: Driver) -> None:
-    """Once put or commit has returned, the probe finds exactly the written bytes."""
+    """Once put or commit has returned, the probe finds exactly the written bytes. An object stored
+    by other means can be read, whole and in ranges, with its size."""
     assert place.probe is not None
     small = bytes_of(1000)
     large = bytes_of(2 * place.part_nbytes + 1001)
@@ -68,12 +69,6 @@ async def test_stored_bytes_are_what_was_written(place: Place, driver: Driver) -
     await store(driver, "a/upload", large)
     assert place.probe.read("a/upload") == large
     await place.holds("a/put", "a/upload")
-
-
-@trial(PROBE)
-async def test_objects_made_by_other_means_are_read(place: Place, driver: Driver) -> None:
-    """An object stored by other means can be read, whole and in ranges, with its size."""
-    assert place.probe is not None
     content = bytes_of(100_003)
     place.probe.write("a/x", content)
     into = aligned(50_000, 1)

@@ -58,18 +58,16 @@ class Unfinished:
 
     def drop(
         self, path: str, *, whole_key: bool = False, quiet_s: float = 0, began_within_s: float = inf
-    ) -> int:
-        """Drop unfinished uploads to ``path``, and unless ``whole_key`` also below it. Returns how
-        many were dropped.
+    ) -> None:
+        """Drop unfinished uploads to ``path``, and unless ``whole_key`` also below it.
 
         Only affects uploads without activity for ``quiet_s`` that began in the last
         ``began_within_s`` seconds, by the store's clock. With a ``quiet_s``, spares uploads of this
         process, and all uploads if the store's dates are wrong. Raises StorageError.
         """
         deadline_s = time.monotonic() + self.limit_s
-        dropped = 0
         if self._place in KNOWN.no_upload_list:
-            return 0
+            return
         with self._failures(path):
             for now_s, upload in self._all(path, deadline_s):
                 if upload["Key"] != path and (
@@ -82,8 +80,6 @@ class Unfinished:
                 if quiet_s and not self._is_dead(upload, now_s, quiet_s, path):
                     continue
                 self._abort(upload)
-                dropped += 1
-        return dropped
 
     def _is_dead(self, upload: dict[str, Any], now_s: float, quiet_s: float, path: str) -> bool:
         """Return whether ``upload`` had no activity for ``quiet_s``, judged by the store's dates.
