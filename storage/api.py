@@ -29,7 +29,7 @@ from .runtime.buffers import release_pools
 from .runtime.engine import check_may_wait, interrupt
 from .runtime.progress import ProgressCallback
 from .state.capture.lazy import fence
-from .state.flattening.default import Default
+from .state.flattening.walk import Default
 
 __all__ = ["async_save", "fence", "load", "release_memory", "save"]
 

@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ..format.packed import Compression, checked_compression
 from ..format.part import Only
 from ..runtime.progress import ProgressCallback
-from ..state.flattening.default import Default
+from ..state.flattening.walk import Default
 from .loading.differences import Strict
 from .loading.load import Exchanging
 from .report import LoadReport

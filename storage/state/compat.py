@@ -108,7 +108,24 @@ class FlatPiece:
     is_regular: bool
 
 
-class FlatUnit:
+class Unit:
+    """A flat parameter of a framework.
+
+    ``flat``: this rank's part of it, as the optimizer holds it. ``framework``: the name of the
+    framework, and ``apart``: advice on how to keep parameters separate; both for errors.
+    """
+
+    flat: torch.Tensor
+    framework: str
+    apart: str
+
+    @property
+    def shows_whole(self) -> bool:
+        """True while the original parameters are gathered, as between forward and backward."""
+        return False
+
+
+class FlatUnit(Unit):
     """The flat parameter of a module wrapped by FSDP1.
 
     The attributes are described on ``FlatParameter`` in ``_flat_param.py`` of
@@ -120,7 +137,7 @@ class FlatUnit:
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self._handle = handle
-        self.flat: torch.nn.Parameter = handle.flat_param
+        self.flat = handle.flat_param
 
     @property
     def is_at_rest(self) -> bool:
@@ -132,7 +149,6 @@ class FlatUnit:
 
     @property
     def shows_whole(self) -> bool:
-        """True if the original parameters are gathered, as between forward and backward."""
         return self._handle._unsharded_flat_param_for_skipped_views is not None
 
     def reshard(self) -> None:

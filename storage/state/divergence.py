@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ...core.forks.renewal import new_lock
-from ..format.tree import Key
 from .dtypes import dtype_name
 from .flat_state import FlatState
 
@@ -34,25 +33,25 @@ def unexpected_rows(flat: FlatState, rows: Iterable[int]) -> list[int]:
     These are parameters, optimizer state, and tensors placed directly in the state, but not buffers
     or the state of other objects.
     """
-    own = _of_a_rank(flat)
+    owners = _owners(flat)
     prefixes = flat.tree.prefixes()
-    expected = {(s.parent, s.key) for s in flat.subtrees if _is_of_a_rank(s.owner)}
-    parameters = _parameters(flat)
+    generators = {(s.parent, s.key) for s in flat.subtrees if _is_of_a_rank(s.owner)}
+    parameters = {
+        id(walked.module): {walked.names[name] for name, _ in walked.parameters}
+        for walked in flat.modules
+    }
     found = []
     for row in sorted(rows):
         container = flat.containers[row]
         text = flat.names[row].removeprefix(prefixes[container])
-        if (
-            flat.layouts[row].holders is not None
-            or own[container]
-            or text.rpartition(".")[2] in _OF_A_RANK
-        ):
+        owner = owners[container]
+        of_a_rank = owner is not None and _is_of_a_rank(owner)
+        if flat.layouts[row].holders is not None or of_a_rank:
             continue
-        if (container, flat.tree.tensor_key(container, text)) in expected:
-            continue  # a generator, whose state is a tensor
-        if container in parameters and text not in parameters[container]:
+        if text.rpartition(".")[2] in _OF_A_RANK or text not in parameters.get(id(owner), {text}):
             continue
-        found.append(row)
+        if (container, flat.tree.tensor_key(container, text)) not in generators:
+            found.append(row)
     return found
 
 
@@ -94,29 +93,11 @@ def _is_of_a_rank(owner: object) -> bool:
     return not isinstance(owner, torch.nn.Module | torch.optim.Optimizer)
 
 
-def _of_a_rank(flat: FlatState) -> list[bool]:
-    """Return per container whether it belongs to an object with per-rank state, like a data
-    loader."""
-    opened: dict[tuple[int, Key], bool] = {
-        (s.parent, s.key): _is_of_a_rank(s.owner) for s in flat.subtrees
-    }
-    found: list[bool] = []
+def _owners(flat: FlatState) -> list[object]:
+    """Return the innermost object whose state holds each container; None for the user's own."""
+    opened = {(s.parent, s.key): s.owner for s in flat.subtrees}
+    found: list[object] = []
     for number, container in enumerate(flat.tree.containers):
-        inherited = number > 0 and found[container.parent]
+        inherited = found[container.parent] if number else None
         found.append(opened.get((container.parent, container.key), inherited))
-    return found
-
-
-def _parameters(flat: FlatState) -> dict[int, set[str]]:
-    """Return the parameter names of each container that is a module's state. The rest are
-    buffers."""
-    walked = {id(known.module): known for known in flat.modules}
-    owners = {
-        (s.parent, s.key): s.owner for s in flat.subtrees if isinstance(s.owner, torch.nn.Module)
-    }
-    found: dict[int, set[str]] = {}
-    for number, container in enumerate(flat.tree.containers):
-        known = walked.get(id(owners.get((container.parent, container.key))))
-        if known is not None:
-            found[number] = {known.names[name] for name, _ in known.parameters}
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -156,38 +156,37 @@ class ImageSource:
         begins = self._start[run]
         sizes = self._stop[run] - begins
         to = base + int(begins[0])
-        tracked = self._tracked_of(run)
+        tracked: list[tuple[int, int, int]] = []
         try:
-            if tracked:
-                gather_segments(self._segments(run, tracked, sizes.tolist()), to)
-            else:
+            if self._capture is None:
                 gather(self._plain[run], sizes, to)
+            else:
+                segments = self._segments(self._capture, run, sizes.tolist(), tracked)
+                gather_segments(segments, to)
         except (GoneError, OSError):
             return False
-        if tracked:
-            assert self._capture is not None
-            self._capture.check(list(tracked.values()))
+        if self._capture is not None:
+            self._capture.check(tracked)
         return True
 
-    def _tracked_of(self, run: slice) -> dict[int, tuple[int, int, int]]:
-        sizes = (self._stop[run] - self._start[run]).tolist()
-        return {
-            i: (self._rows[i], start, start + nbytes)
-            for i, nbytes in zip(range(run.start, run.stop), sizes, strict=True)
-            if (start := self._tracked_from[i]) is not None
-        }
-
     def _segments(
-        self, run: slice, tracked: Mapping[int, tuple[int, int, int]], sizes: Sequence[int]
+        self,
+        capture: LazyCapture,
+        run: slice,
+        sizes: Sequence[int],
+        tracked: list[tuple[int, int, int]],
     ) -> list[tuple[int, int]]:
-        assert self._capture is not None
+        """Return where to read the parts in ``run``, and add those to be checked to ``tracked``."""
         plain = self._plain[run].tolist()
         segments: list[tuple[int, int]] = []
         for i, address, nbytes in zip(range(run.start, run.stop), plain, sizes, strict=True):
-            if i in tracked:
-                segments += self._capture.segments(*tracked[i])
-            else:
+            start = self._tracked_from[i]
+            if start is None:
                 segments.append((address, nbytes))
+            else:
+                part = (self._rows[i], start, start + nbytes)
+                tracked.append(part)
+                segments += capture.segments(*part)
         return segments
 
     def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:

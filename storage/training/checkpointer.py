@@ -38,7 +38,7 @@ from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
 from ..state.capture.lazy import fence, hook_optimizers
-from ..state.flattening.default import Default
+from ..state.flattening.walk import Default
 from .decisions import Decision, Decisions
 from .keeper_option import KeeperOption, checked_keeper
 from .memory_level import MemoryLevel

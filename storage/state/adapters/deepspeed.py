@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..compat import FlatPiece
+from ..compat import FlatPiece, Unit
 from .flat_parts import FlatPart
 
 ParameterNames = Mapping[torch.nn.Parameter, Sequence[str]]
@@ -82,14 +82,14 @@ def _kind(of: type) -> tuple[str, str]:
     return (of.__module__, of.__qualname__)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Masters:
-    """This rank's part of a flat parameter; a :class:`.flat_parts.Unit`."""
+class _Masters(Unit):
+    """This rank's part of a flat parameter."""
 
-    flat: torch.Tensor
-    shows_whole: bool = False
-    framework: str = "DeepSpeed ZeRO"
-    apart: str = "Give these parameters groups of their own."
+    framework = "DeepSpeed ZeRO"
+    apart = "Give these parameters groups of their own."
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
 
 
 class Zero:

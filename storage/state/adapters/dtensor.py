@@ -85,8 +85,7 @@ class DTensorAdapter:
                     "evenly."
                 ),
             )
-        if hooked(tensor, local):
-            _check_hooks(tensor, local, layout, path)
+        check_layout(tensor, local, layout, path)
         return layout
 
     def recorded(self, tensor: DTensor) -> tuple[str, ...]:
@@ -155,15 +154,12 @@ _CHUNKS = "__create_chunk_list__"
 _WRITES = "__create_write_items__"
 
 
-def check_layout(tensor: DTensor, local: torch.Tensor, path: Callable[[], str]) -> None:
-    """Raise StateError if hooks of ``tensor`` or its part ``local`` contradict its placements."""
-    if hooked(tensor, local):
-        _check_hooks(tensor, local, layouts_on(tensor.device_mesh).of(tensor, path), path)
-
-
-def _check_hooks(
+def check_layout(
     tensor: DTensor, local: torch.Tensor, layout: MeshLayout, path: Callable[[], str]
 ) -> None:
+    """Raise StateError if hooks of ``tensor`` or its part ``local`` contradict ``layout``."""
+    if not hooked(tensor, local):
+        return
     implied = sorted((tuple(p.box.offsets), tuple(p.box.lengths)) for p in layout.pieces)
     reported = _reported_boxes(tensor, local)
     if reported != implied:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -26,6 +25,7 @@ from ..compat import (
     ActivationWrapper,
     FlatPiece,
     FlatUnit,
+    Unit,
     buffers_of,
     has_state_hooks,
     non_persistent_of,
@@ -36,26 +36,6 @@ from .shards import Shard
 
 Parts = Sequence[tuple[str, torch.nn.Module]]
 """Modules with the prefixes of their names."""
-
-
-class Unit(Protocol):
-    """A flat parameter of a framework."""
-
-    @property
-    def framework(self) -> str:
-        """Name of the framework, for errors."""
-
-    @property
-    def apart(self) -> str:
-        """Advice, for errors, on how to keep parameters separate."""
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """This rank's part of the flat parameter, as the optimizer holds it."""
-
-    @property
-    def shows_whole(self) -> bool:
-        """True while the original parameters are gathered, as between forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ....errors import StateError
 from ..compat import FLAT_PARAMETER_MARKS, ShardedTensor, buffers_of, parameters_of, stored_local
 from .deepspeed import zero_of
-from .dtensor import check_layout, hooked
+from .dtensor import check_layout, hooked, layouts_on
 from .module_names import Walked
 from .tensors import PLAIN_TYPES
 
@@ -236,7 +236,8 @@ def _refuse_parameter(tensor: torch.Tensor, path: str, loading: bool) -> None:
     if isinstance(tensor, DTensor):
         # Detaching, as a state dict does, creates a new local tensor without hooks. They must be
         # checked here.
-        check_layout(tensor, stored_local(tensor), lambda: path)
+        layout = layouts_on(tensor.device_mesh).of(tensor, lambda: path)
+        check_layout(tensor, stored_local(tensor), layout, lambda: path)
     refuse_tensor(tensor, lambda: path, loading=loading)
 
 

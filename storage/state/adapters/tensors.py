@@ -59,7 +59,6 @@ class _PlainAdapter:
         return None
 
 
-_PLAIN = _PlainAdapter()
 ADAPTERS: dict[type[TensorLike], Callable[[], TensorAdapter[Never]]] = {
     DTensor: DTensorAdapter,
     Shard: ShardAdapter,
@@ -70,32 +69,24 @@ TENSOR_TYPES: tuple[type, ...] = (*PLAIN_TYPES, *ADAPTERS)
 """All types that are recognized by the type alone."""
 
 
-class Adapters:
-    """The adapters of one walk."""
+class Adapters(dict[type, TensorAdapter[TensorLike]]):
+    """The adapters of one walk, by type of tensor."""
 
-    def __init__(self) -> None:
-        plain = cast(TensorAdapter[TensorLike], _PLAIN)
-        self._by_type: dict[type, TensorAdapter[TensorLike]] = dict.fromkeys(PLAIN_TYPES, plain)
-
-    def of(self, tensor: TensorLike) -> TensorAdapter[TensorLike]:
-        """Return the adapter for ``tensor``."""
-        kind = type(tensor)
-        adapter = self._by_type.get(kind)
-        if adapter is None:
-            known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
-            # This adapter instance only ever sees tensors of this type.
-            adapter = cast(TensorAdapter[TensorLike], next(known, _PlainAdapter)())
-            self._by_type[kind] = adapter
+    def __missing__(self, kind: type) -> TensorAdapter[TensorLike]:
+        known = (ADAPTERS[base] for base in kind.__mro__ if base in ADAPTERS)
+        # This adapter instance only ever sees tensors of this type.
+        adapter = cast(TensorAdapter[TensorLike], next(known, _PlainAdapter)())
+        self[kind] = adapter
         return adapter
 
 
 def local_of(tensor: TensorLike) -> torch.Tensor:
     """Return this rank's part of a tensor of any type."""
-    return Adapters().of(tensor).local(tensor)
+    return Adapters()[type(tensor)].local(tensor)
 
 
 def layout_of(tensor: TensorLike, path: Callable[[], str]) -> tuple[torch.Tensor, Layout]:
     """Return this rank's part of a tensor, and its layout. Raises StateError, naming ``path()``."""
-    adapter = Adapters().of(tensor)
+    adapter = Adapters()[type(tensor)]
     local = adapter.local(tensor)
     return local, adapter.layout(tensor, local, path)

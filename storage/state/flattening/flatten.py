@@ -19,10 +19,9 @@ from ..adapters.module_names import Walked
 from ..adapters.tensors import TENSOR_TYPES
 from ..filling.memoryless import find_without_memory
 from ..flat_state import CONTAINERS, DEPTH_MAX, MAPPINGS, FlatState, Subtree
-from .default import Default
 from .placeholders import find_placeholders
 from .signature import NoSignatureError, SignatureScan
-from .walk import Walker
+from .walk import Default, Walker
 
 _LEAVES = (*TENSOR_TYPES, int, float, str, bool, type(None))
 """Types that contain no modules."""

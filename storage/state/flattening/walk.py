@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +31,6 @@ from ..compat import ShardedTensor
 from ..dtypes import is_plain_array, numpy_to_torch, refusal
 from ..filling.memoryless import cannot_be_filled
 from ..flat_state import DEPTH_MAX, MAPPINGS, FlatState, Subtree
-from .default import Default, converted, lacks_form
 
 _log = logging.getLogger(__name__)
 _warned_of = set[str]()
@@ -48,6 +47,14 @@ _Inside = Literal["containers", "module", "object"]
 
 _Emitted = Literal["t", "v", "c", ""]
 """The form an item took: a (t)ensor, a (v)alue or a (c)ontainer; "" if stored elsewhere."""
+
+
+Default = Callable[[Any], object]
+"""Like the ``default`` of Python's ``json.dumps``: called with a value that cannot be stored as it
+is, returns a storable replacement, or raises TypeError."""
+
+_FORMS = (torch.Tensor, Shard, Mapping, list, tuple)
+_CONVERSIONS_MAX = 50
 
 
 class Walker:
@@ -253,9 +260,9 @@ class Walker:
         if megatron_kind(item):
             self._of_megatron(item, key)
             return ""
-        if self._default is not None and lacks_form(item):
+        if self._default is not None and _lacks_form(item):
             self._converting += 1
-            made = converted(item, self._default, self._path(key), self._converting)
+            made = _converted(item, self._default, self._path(key), self._converting)
             emitted = self._item(made, number, key, prefix)
             self._converting -= 1
             return emitted
@@ -321,7 +328,7 @@ class Walker:
     def _tensor(self, item: TensorLike, number: int, key: Key, prefix: str) -> None:
         if isinstance(item, torch.Tensor):
             refuse_tensor(item, lambda: self._path(key), loading=self._loading)
-        adapter = self._adapters.of(item)
+        adapter = self._adapters[type(item)]
         local = adapter.local(item)
         self._check_bytes(local, key)  # first: a wrapper around other tensors has its own shape
         layout = adapter.layout(item, local, lambda: self._path(key))
@@ -403,6 +410,50 @@ def _kind(container: object) -> str:
     if isinstance(container, MAPPINGS):
         return "dict"
     return "list" if isinstance(container, list) else "tuple"
+
+
+def _lacks_form(item: object) -> bool:
+    """Return whether ``item`` cannot be stored in any form. Tensors are checked later."""
+    if isinstance(item, np.ndarray):
+        return not is_plain_array(item)
+    if isinstance(item, ChainMap):
+        return True
+    if isinstance(item, tuple) and type(item) is not tuple and not isinstance(item, torch.Size):
+        return True  # a named tuple
+    if isinstance(item, _FORMS) or has_state(item) or is_in_parts(item):
+        return False
+    try:
+        encode_value(item, "")
+    except StateError:
+        return True
+    return False
+
+
+def _converted(item: object, default: Default, path: str, depth: int) -> object:
+    """Return the replacement that ``default`` makes of ``item``, which is at ``path`` and lacks a
+    form.
+
+    ``depth`` counts this conversion and the enclosing ones. Raises StateError if the replacement
+    cannot be stored either.
+    """
+    kind = type(item).__qualname__
+    if depth > _CONVERSIONS_MAX:
+        raise StateError(
+            f"{path[:200]}… is a {kind} nested in {_CONVERSIONS_MAX} conversions by default(), "
+            f"which seem to be circular"
+        )
+    try:
+        made = default(item)
+    except TypeError as error:
+        raise StateError(
+            f"{path} is a {kind}, which can neither be saved nor converted by default(): {error}"
+        ) from error
+    if _lacks_form(made):
+        raise StateError(
+            f"{path} is a {kind}, which default() has converted to a {type(made).__qualname__}, "
+            f"which cannot be saved either"
+        )
+    return made
 
 
 class TensorRows:
