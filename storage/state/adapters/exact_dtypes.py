@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..compat import is_initialized
+from .objects import held_by
 
 
 class _Opaque:
@@ -50,21 +51,11 @@ def _torch_optimizers(owner: object, seen: set[int]) -> Iterator[torch.optim.Opt
     Wrappers forward their state and have no hooks of their own.
     """
     seen.add(id(owner))
-    held = getattr(owner, "__dict__", {})
     if isinstance(owner, torch.optim.Optimizer) and is_initialized(owner):
         yield owner
-    for value in list(held.values()):
-        for each in _items(value):
-            if isinstance(each, torch.optim.Optimizer) and id(each) not in seen:
-                yield from _torch_optimizers(each, seen)
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, list | tuple):
-        return value
-    return [value]
+    for each in held_by(owner):
+        if isinstance(each, torch.optim.Optimizer) and id(each) not in seen:
+            yield from _torch_optimizers(each, seen)
 
 
 class _Around:

@@ -126,7 +126,7 @@ class _Reach:
     """
 
     def __init__(self, owner: object, modules: Sequence[Walked]) -> None:
-        held = list(_held(owner))
+        held = list(held_by(owner))
         self._optimizers = [o for o in held if isinstance(o, torch.optim.Optimizer)]
         self.has_optimizer = bool(self._optimizers)
         self._by_name: dict[str, torch.Tensor] = {}
@@ -167,7 +167,7 @@ class _Reach:
         return None
 
 
-def _held(owner: object) -> Iterator[object]:
+def held_by(owner: object) -> Iterator[object]:
     """Yield the attributes of ``owner``, and the items of lists and dicts among them."""
     for value in list(getattr(owner, "__dict__", {}).values()):
         if isinstance(value, Mapping):

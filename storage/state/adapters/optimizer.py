@@ -104,19 +104,25 @@ def optimizer_state(
     if named.orphans and optimizer not in _warned:
         _warned.add(optimizer)
         _log.warning("%s: %s", type(optimizer).__name__, _said_of_orphans(named.orphans))
-    numbered = _by_parameter(packed, optimizer, named, path)
-    names = dict(enumerate(named.keys[id(p)][0] for group in named.groups for p in group))
+    owners = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    held = {
+        number: [(named.keys[id(p)][0], p) for p in named.held_in(owner)]
+        for number, owner in enumerate(owners)
+    }
     state: dict[object, object] = {}
-    for key, entry in numbered["state"].items():
-        name = key
-        if type(key) is int and key in names:
-            name = names[key]
-        if name in state:
-            raise StateError(f'{path}["state"] has two entries that would both be named {name!r}')
-        state[name] = entry
+    for key, entry in packed["state"].items():
+        entries = [(key, entry)]
+        if type(key) is int and key in held:
+            entries = [(name, _entry_of(p, entry, path)) for name, p in held[key]]
+        for name, own in entries:
+            if name in state:
+                raise StateError(
+                    f'{path}["state"] has two entries that would both be named {name!r}'
+                )
+            state[name] = own
     groups = [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in numbered["param_groups"]
+        {**group, "params": [name for number in group["params"] for name, _ in held[number]]}
+        for group in packed["param_groups"]
     ]
     return {**packed, "state": state, "param_groups": groups}
 
@@ -130,31 +136,6 @@ def _said_of_orphans(orphans: Sequence[str]) -> str:
         f"all other parameters by name. If a layer was replaced after the optimizer was created, "
         f"the optimizer does not train the new layer: create it again, and load with strict=False"
     )
-
-
-def _by_parameter(
-    packed: _Packed, optimizer: torch.optim.Optimizer, named: OptimizerParameters, path: str
-) -> _Packed:
-    """Return ``packed`` with a number and an entry for each parameter of a checkpoint."""
-    if not named.by_owner:
-        return packed
-    owners = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = itertools.count()
-    held = {
-        number: {next(numbers): parameter for parameter in named.held_in(owner)}
-        for number, owner in enumerate(owners)
-    }
-    state: dict[object, object] = {}
-    for key, entry in packed["state"].items():
-        if type(key) is int and key in held:
-            state |= {number: _entry_of(p, entry, path) for number, p in held[key].items()}
-        else:
-            state[key] = entry
-    groups = [
-        {**group, "params": [n for number in group["params"] for n in held[number]]}
-        for group in packed["param_groups"]
-    ]
-    return cast(_Packed, {**packed, "state": state, "param_groups": groups})
 
 
 def _entry_of(parameter: Held, entry: object, path: str) -> object:

@@ -94,13 +94,6 @@ class Built:
         self._seen_by = viewers(manifest.tree, self._paths, rank)
         self._made: dict[int, torch.Tensor] = {}
         self.tensors: set[int] = set()
-        t = manifest.tensors  # lists, because they are read row by row
-        self._roots = [root if root >= 0 else row for row, root in enumerate(t.alias.tolist())]
-        self._width = t.shape.shape[1]
-        self._lengths = t.shape.ravel().tolist()
-        self._ndim = t.ndim.tolist()
-        self._codes = t.dtype.tolist()
-        self._dtypes: dict[int, torch.dtype] = {}
 
     def run(self, path: TypedPath) -> object:
         """Return the state at ``path``: a container with all its items, a tensor or a value.
@@ -166,31 +159,24 @@ class Built:
         self, make: Allocate, row: int, container: int, keys: tuple[Key, ...]
     ) -> TensorLike | InParts | None:
         """Return the tensor to fill from a stored one; None if the object has no place for it."""
-        root = self._roots[row]
+        root = self._m.tensors.stored_row(row)
         placements = self._m.tree.placements.get(container, {}).get(str(keys[-1]))
         own = bool(self._m.tensors.owner[row] >= 0)
-        made = make(Entry(keys, self._shape(root), self._dtype(root), placements, own))
+        made = make(Entry(keys, self._m.tensors.shape_of(root), self._dtype(root), placements, own))
         if made is not None:
             self.tensors.add(row)
             self._wanted.add_tensor(root, made, self._m.tensors.names[row])
         return made
 
-    def _shape(self, row: int) -> tuple[int, ...]:
-        first = row * self._width
-        return tuple(self._lengths[first : first + self._ndim[row]])
-
     def _dtype(self, row: int) -> torch.dtype:
-        code = self._codes[row]
-        if code not in self._dtypes:
-            self._dtypes[code] = dtype_of(*self._m.tensors.dtypes[code])
-        return self._dtypes[code]
+        return dtype_of(*self._m.tensors.dtypes[self._m.tensors.dtype[row]])
 
     def _new_tensor(self, row: int) -> torch.Tensor:
-        root = self._roots[row]
+        root = self._m.tensors.stored_row(row)
         made = self._made.get(root)
         if made is None:
             made = self._made[root] = empty(
-                self._shape(root), self._dtype(root), self._m.tensors.names[root]
+                self._m.tensors.shape_of(root), self._dtype(root), self._m.tensors.names[root]
             )
             self._wanted.add_whole(root, made)
         return made
