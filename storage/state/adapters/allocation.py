@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ....errors import MismatchError
 from ..compat import ShardedTensor, overlaps_itself
 from ..dtypes import dtype_name
-from .composite import inner_tensor, is_made_of
+from .composite import inner_tensors, is_made_of
 from .dtensor import mesh_layout
 from .multipart import InParts, parts_of
 from .shards import Shard
@@ -51,7 +51,7 @@ def value_at(present: object, keys: Sequence[object]) -> object:
         elif isinstance(present, list | tuple) and type(key) is int and key < len(present):
             present = present[key]
         elif is_made_of(present):
-            present = inner_tensor(present, key)
+            present = inner_tensors(present).get(key)
         else:
             return None
     return present

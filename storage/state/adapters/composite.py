@@ -25,7 +25,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ....errors import StateError
-from ...format.tree import Key
 from ...format.values import encode_value
 from ..compat import stored_local
 from .dtensor import layouts_on
@@ -57,20 +56,20 @@ def is_made_of(value: object) -> TypeGuard[torch.Tensor]:
     )
 
 
-def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Key, object]:
+def parts_by_name(tensor: torch.Tensor, path: str) -> dict[Any, object]:
     """Return the inner tensors of ``tensor`` and its description.
 
     Raises StateError for a context that cannot be described.
     """
-    names, context = _flattened(tensor)
+    made = _made(tensor)
+    _, context = made.__tensor_flatten__()
     described = {
-        "type": type(_made(tensor)).__qualname__,
+        "type": type(made).__qualname__,
         "shape": list(tensor.shape),
         "dtype": _described(tensor.dtype, path),
         "context": _described(context, path),
     }
-    parts: dict[Key, object] = {name: _inner(tensor, name, path) for name in names}
-    return {**parts, DESCRIPTION: json.dumps(described)}
+    return {**inner_tensors(tensor, path), DESCRIPTION: json.dumps(described)}
 
 
 def memories_of(tensor: TensorLike) -> Iterator[TensorLike]:
@@ -78,17 +77,16 @@ def memories_of(tensor: TensorLike) -> Iterator[TensorLike]:
     if not is_made_of(tensor):
         yield tensor
         return
-    names, _ = _flattened(tensor)
-    for name in names:
-        yield from memories_of(_inner(tensor, name))
+    for inner in inner_tensors(tensor).values():
+        yield from memories_of(inner)
 
 
-def inner_tensor(tensor: torch.Tensor, name: object) -> object:
-    """Return the inner tensor called ``name``, or None."""
-    names, _ = _flattened(tensor)
-    if name in names:
-        return _inner(tensor, str(name))
-    return None
+def inner_tensors(tensor: torch.Tensor, path: str = "a tensor") -> dict[object, Any]:
+    """Return the inner tensors by name; Shards if ranks hold parts of them."""
+    names, _ = _made(tensor).__tensor_flatten__()
+    if _is_block_scaled(tensor):
+        return {name: _inner_of_blocks(tensor, name, path) for name in names}
+    return {name: getattr(tensor, name) for name in names}
 
 
 def _made(tensor: torch.Tensor) -> Any:
@@ -96,13 +94,6 @@ def _made(tensor: torch.Tensor) -> Any:
     if _is_block_scaled(tensor):
         return stored_local(tensor)
     return tensor
-
-
-def _inner(tensor: torch.Tensor, name: str, path: str = "a tensor") -> Any:
-    """Return the inner tensor called ``name``; a Shard if ranks hold parts of it."""
-    if _is_block_scaled(tensor):
-        return _inner_of_blocks(tensor, name, path)
-    return getattr(tensor, name)
 
 
 def _is_block_scaled(value: object) -> TypeGuard[DTensor]:
@@ -150,11 +141,6 @@ def _offsets(tensor: DTensor, local: torch.Tensor, path: str) -> tuple[int, ...]
 def _parts(tensor: DTensor) -> int:
     sizes = zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placed in sizes if not isinstance(placed, Replicate))
-
-
-def _flattened(tensor: torch.Tensor) -> tuple[list[str], object]:
-    names, context = _made(tensor).__tensor_flatten__()
-    return names, context
 
 
 def _described(value: object, path: str) -> object:
