@@ -69,7 +69,7 @@ def fingerprint(flat: FlatState, row: int, lazy: LazyCapture | None = None) -> b
     hasher = xxhash.xxh3_128(f"{flat.dtypes[row]}{list(flat.shapes[row])}".encode())
     if tensor.numel() == 0:
         return hasher.digest()
-    if lazy is not None and lazy.has_in_host_memory(row):
+    if lazy is not None and row in lazy.host:
         _update_carefully(hasher, lazy, row, tensor.nbytes)
         return hasher.digest()
     if address_of(tensor) is not None:

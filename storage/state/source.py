@@ -87,7 +87,7 @@ class ImageSource:
         first = self._first[i]
         if self._capture is None or first is None or not self._is_lazy[i]:
             return None
-        if not self._capture.is_tracked_only(self._rows[i]):
+        if not self._capture.host.has_segments(self._rows[i]):
             return None
         return first * self._itemsize[i]
 
@@ -186,7 +186,7 @@ class ImageSource:
             else:
                 part = (self._rows[i], start, start + nbytes)
                 tracked.append(part)
-                segments += capture.segments(*part)
+                segments += capture.host.segments(*part)
         return segments
 
     def _copy_now(self, i: int, begin: int, end: int, to: torch.Tensor) -> None:

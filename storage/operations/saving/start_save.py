@@ -222,7 +222,7 @@ class _RunningSave:
             keeping = Keeping(self._by, self.handle, self._sealed)
         budget_nbytes = options.budget_nbytes
         if budget_nbytes is not None:
-            budget_nbytes = max(1, budget_nbytes - lazy.arena_nbytes)
+            budget_nbytes = max(1, budget_nbytes - lazy.host.arena_nbytes)
         self._job = SaveJob(
             flat,
             self._step,

@@ -137,25 +137,18 @@ class Zero:
 
         ``names``: the module's parameters with their checkpoint names.
         """
-        held = [
-            FlatPart(tuple(names[p]), unit, piece, p)
-            for unit, parameters in self._units()
-            for p, piece in self._pieces(parameters)
-        ]
-        if self._has_stage_3:
+        held = []
+        flattened = getattr(self.optimizer, self._books.parameters)
+        for flat, parameters in zip(self._flat(), flattened, strict=True):
+            unit = _Masters(flat)
+            for p, piece in self._pieces(parameters):
+                held.append(FlatPart(tuple(names[p]), unit, piece, p))
+        if self._has_stage_3:  # frozen parameters are partitioned, too, and have no masters
             frozen = names.keys() - {part.registered for part in held}
-            held += [self._frozen(p, names[p]) for p in names if p in frozen]
+            for p in [p for p in names if p in frozen]:
+                unit = _Masters(p.ds_tensor)  # type: ignore[attr-defined]  # set by DeepSpeed
+                held.append(FlatPart(tuple(names[p]), unit, _piece_of_stage_3(p, 0), p))
         return held
-
-    def _frozen(self, parameter: Any, names: Sequence[str]) -> FlatPart:
-        """Return the part of a partitioned parameter that has no master."""
-        piece = _piece_of_stage_3(parameter, 0)
-        return FlatPart(tuple(names), _Masters(parameter.ds_tensor), piece, parameter)
-
-    def _units(self) -> Iterator[tuple[_Masters, Sequence[Any]]]:
-        parameters = getattr(self.optimizer, self._books.parameters)
-        for flat, held in zip(self._flat(), parameters, strict=True):
-            yield _Masters(flat), held
 
     def _flat(self) -> list[torch.Tensor]:
         flat: list[torch.Tensor] = getattr(self.optimizer, self._books.masters)

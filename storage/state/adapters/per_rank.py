@@ -7,7 +7,7 @@ number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ ranks."""
 RANKS = "world"
 OF_RANKS = "of"
 """Keys of a stored PerRank: the number of ranks, and a dict of their values."""
-
-T = TypeVar("T")
 
 _NAMED = ("keep", "broadcast", "split", "merge")
 
@@ -122,30 +120,23 @@ def resharded(values: list[object], rule: Rule, rank: int, world: int) -> object
     return _joined(mine, "value")
 
 
-def _joined(values: Sequence[object], path: str) -> object:
+def _joined(values: Sequence[Any], path: str) -> object:
     first = values[0]
-    if (
-        isinstance(first, dict)
-        and _all_like(values, first)
-        and all(value.keys() == first.keys() for value in values)
-    ):
-        return {key: _joined([value[key] for value in values], f"{path}[{key!r}]") for key in first}
-    if isinstance(first, list | tuple) and _all_like(values, first):
-        return type(first)(item for value in values for item in value)
-    if isinstance(first, torch.Tensor) and first.ndim and _all_like(values, first):
-        return torch.cat(list(values))
-    if isinstance(first, np.ndarray) and first.ndim and _all_like(values, first):
-        return np.concatenate(list(values))
-    if _all_like(values, first) and all(bool(value == first) for value in values):
-        return first
+    if all(type(value) is type(first) for value in values):
+        if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+            return {key: _joined([v[key] for v in values], f"{path}[{key!r}]") for key in first}
+        if isinstance(first, list | tuple):
+            return type(first)(item for value in values for item in value)
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return torch.cat(list(values))
+        if isinstance(first, np.ndarray) and first.ndim:
+            return np.concatenate(list(values))
+        if all(bool(value == first) for value in values):
+            return first
     raise StateError(
         f"{path} of a PerRank differs between ranks, and cannot be joined",
         advice="Give a function as its rule: rule(values, rank, world).",
     )
-
-
-def _all_like(values: Sequence[object], first: T) -> TypeGuard[Sequence[T]]:
-    return all(type(value) is type(first) for value in values)
 
 
 def _cut(joined: object, part: int, parts: int) -> object:

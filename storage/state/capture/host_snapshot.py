@@ -151,22 +151,23 @@ class HostSnapshot:
         ``disarm``: these bytes will not be read again. Raises ChangedError.
         """
         with _changed(row):
-            if self.compares(row):
-                self._copy_blocks(row, start, stop, to)
-            else:
+            if self.has_segments(row):
                 gather_segments(self.segments(row, start, stop), to)
+            else:
+                self._copy_blocks(row, start, stop, to)
         self.check([(row, start, stop)], disarm=disarm)
 
-    def compares(self, row: int) -> bool:
-        """Return whether reads of ``row`` are compared with digests; then only :meth:`copy` may
-        read it."""
-        i = self._at[row]
-        return i in self._digests and i not in self._whole
+    def has_segments(self, row: int) -> bool:
+        """Return whether :meth:`segments` applies to ``row``: it is here, and not compared with
+        digests."""
+        i = self._at.get(row)
+        return i is not None and (i not in self._digests or i in self._whole)
 
     def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
 
-        The bytes are as of the snapshot only if a later :meth:`check` passes.
+        :meth:`has_segments` must hold for the row. The bytes are as of the snapshot only if a later
+        :meth:`check` passes.
         """
         i = self._at[row]
         if i in self._whole:

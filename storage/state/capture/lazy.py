@@ -108,13 +108,14 @@ class LazyCapture:
         self.waits = eager or _most_at_once(flat, rows)
         self._watched: dict[int, Watched] = {}
         self._cloned = set[int]()
-        self._host = HostSnapshot([], None)
+        self.host = HostSnapshot([], None)
+        """The contiguous rows in host memory."""
         self._device = DeviceSnapshot({})
         self._short_interval = contextlib.ExitStack()
         try:
             self._take(flat, rows, prove)
         except ChangedError as error:
-            self._host.close()
+            self.host.close()
             raise self._error(error.row) from None
         _active[id(self)] = self
         self._short_interval.enter_context(short_switch_interval())
@@ -137,8 +138,8 @@ class LazyCapture:
         clones = _clone(flat, at_once)
         self._cloned.update(at_once)
         regions = [self._region(flat, row, rows) for row in rows.host]
-        self._host = HostSnapshot(regions, write_tracker(), prove=prove)
-        self._host.confirm()
+        self.host = HostSnapshot(regions, write_tracker(), prove=prove)
+        self.host.confirm()
         watched = [row for row in rows.new if self._can_watch(row)]
         self._watched = {
             row: self._watch(row, originals.get(row, flat.locals[row])) for row in watched
@@ -146,11 +147,6 @@ class LazyCapture:
         for row, clone in clones.items():
             if not clone.is_still():
                 raise ChangedError(row)
-
-    @property
-    def arena_nbytes(self) -> int:
-        """Host memory that the copies of small tensors take, in bytes."""
-        return self._host.arena_nbytes
 
     def _region(self, flat: FlatState, row: int, rows: _Rows) -> Region:
         local = flat.locals[row]
@@ -172,25 +168,13 @@ class LazyCapture:
         self.read(row, start, stop, to.data_ptr())
         return None
 
-    def is_tracked_only(self, row: int) -> bool:
-        """Return whether :meth:`segments` applies to ``row``."""
-        return row in self._host and not self._host.compares(row)
-
-    def segments(self, row: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the (address, nbytes) pairs to read bytes [start, stop) of ``row`` from, in order.
-
-        :meth:`is_tracked_only` must hold for the row. The bytes are as of the call only if a later
-        :meth:`check` passes.
-        """
-        return self._host.segments(row, start, stop)
-
     def check(self, read: Sequence[tuple[int, int, int]]) -> None:
         """Raise SaveError if any (row, start, stop) in ``read`` has changed since the call.
 
         The checked bytes must not be read again.
         """
         try:
-            self._host.check(read)
+            self.host.check(read)
         except ChangedError as error:
             raise self._error(error.row) from None
 
@@ -214,7 +198,7 @@ class LazyCapture:
         ``disarm``: they will not be read again.
         """
         try:
-            self._host.copy(row, start, stop, to, disarm=disarm)
+            self.host.copy(row, start, stop, to, disarm=disarm)
         except ChangedError:
             raise self._error(row) from None
 
@@ -224,16 +208,12 @@ class LazyCapture:
         Other rows are read from the state's own tensors, which are clones already or stay constant
         until the call returns.
         """
-        return row not in self._cloned and (row in self._device or self.has_in_host_memory(row))
-
-    def has_in_host_memory(self, row: int) -> bool:
-        """Return whether ``row`` belongs to the host snapshot."""
-        return row in self._host
+        return row not in self._cloned and (row in self._device or row in self.host)
 
     def copied(self) -> None:
         """Record that everything is copied. Called by the engine."""
         assert self._flat is not None
-        self._host.end_copying()
+        self.host.end_copying()
         self._let_go(watching=bool(self._watched))
 
     def end(self) -> None:
@@ -241,7 +221,7 @@ class LazyCapture:
         if self._flat is None or self._changed is None:
             self._let_go(watching=False)
             return
-        self._host.watch_again()
+        self.host.watch_again()
         for row, local in enumerate(self._flat.locals):
             if local.nbytes > SMALL_NBYTES and row not in self._cloned and self._can_watch(row):
                 self._watched[row] = self._watch(row, local)
@@ -271,7 +251,7 @@ class LazyCapture:
             _end_watch(id(self))
 
     def _can_watch(self, row: int) -> bool:
-        return row in self._device or self._host.sees_writes(row)
+        return row in self._device or self.host.sees_writes(row)
 
     def _watch(self, row: int, local: torch.Tensor) -> Watched:
         """Return a watch entry for ``row``; :meth:`_can_watch` must hold for it."""
@@ -286,11 +266,11 @@ class LazyCapture:
         self._short_interval.close()
         with _lock:
             if watching:
-                _watches[id(self)] = Watch(self._watched, self._host, write_history)
+                _watches[id(self)] = Watch(self._watched, self.host, write_history)
             else:
-                self._host.close()
+                self.host.close()
         self._watched = {}
-        self._host = HostSnapshot([], None)
+        self.host = HostSnapshot([], None)
         self._device = DeviceSnapshot({})
         self._flat = None
         self._captured.set()

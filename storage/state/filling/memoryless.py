@@ -68,14 +68,11 @@ def cannot_be_filled(path: str) -> StateError:
 
 def _of_modules(flat: FlatState) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    prefixes = flat.tree.prefixes()
     for subtree in flat.subtrees:
         walked = next((each for each in flat.modules if each.module is subtree.owner), None)
         if walked is None or walked.flat:
             continue
-        prefix = ""
-        if subtree.parent >= 0:
-            prefix = f"{prefixes[subtree.parent]}{subtree.key}."
+        prefix = "".join(f"{key}." for key in flat.keys_to(subtree))
         for name, tensor in _of_module(walked):
             found[prefix + walked.names[name]] = tensor
     return found

@@ -297,7 +297,10 @@ def _takes(value: object, state: object) -> bool:
     if isinstance(value, np.random.RandomState):
         return _takes_numpy(state)
     if isinstance(value, np.random.Generator):
-        return _takes_bits(value.bit_generator, state)
+        bits = type(value.bit_generator)()
+        return isinstance(state, Mapping) and _runs(
+            functools.partial(setattr, bits, "state"), state
+        )
     if isinstance(value, random.Random):
         return _takes_python(state)
     if isinstance(value, torch.optim.Optimizer):
@@ -349,13 +352,6 @@ def _takes_numpy(state: object) -> bool:
     return isinstance(state, list | tuple) and _runs(
         np.random.RandomState().set_state, tuple(state)
     )
-
-
-def _takes_bits(generator: np.random.BitGenerator, state: object) -> bool:
-    def assign(given: Any) -> None:
-        type(generator)().state = given
-
-    return isinstance(state, Mapping) and _runs(assign, state)
 
 
 def _takes_python(state: object) -> bool:
