@@ -297,10 +297,8 @@ def _takes(value: object, state: object) -> bool:
     if isinstance(value, np.random.RandomState):
         return _takes_numpy(state)
     if isinstance(value, np.random.Generator):
-        bits = type(value.bit_generator)()
-        return isinstance(state, Mapping) and _runs(
-            functools.partial(setattr, bits, "state"), state
-        )
+        assign = functools.partial(setattr, type(value.bit_generator)(), "state")
+        return isinstance(state, Mapping) and _runs(assign, state)
     if isinstance(value, random.Random):
         return _takes_python(state)
     if isinstance(value, torch.optim.Optimizer):
