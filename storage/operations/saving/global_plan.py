@@ -39,7 +39,6 @@ from ...runtime.engine import offload
 from ...state.divergence import warn_divergent
 from ...state.fingerprint import label, unsure_rows
 from ...state.flat_state import FlatState
-from ...state.flattening.placeholders import reported_placeholders
 from ...state.plan import Agreed
 from ..rounds import (
     AGREE,
@@ -147,13 +146,12 @@ async def agree(
     if plan is None:
         held = statement_of(flat, team.rank, team.world, team.host)
     leader = PlanLeader()
-    placeholders = reported_placeholders(flat)
     statement = SaveStatement(
         uri,
         plan=None if plan is None else plan.followed(await offload(digests, plan.rows)),
         holdings=held,
         compression=compression,
-        placeholders=None if placeholders is None else dict(placeholders),
+        placeholders=dict(flat.placeholders) if flat.names else None,
     )
     verdict = await team.round(AGREE, statement, leader.agree)
     if plan is not None and verdict.plan:

@@ -37,7 +37,7 @@ from ...state.device import Queued, beside, devices_of, refuse_capture, refuse_f
 from ...state.fingerprint import fingerprints
 from ...state.flat_state import FlatState
 from ...state.flattening.flatten import flatten
-from ...state.flattening.placeholders import refuse_placeholders, reported_placeholders
+from ...state.flattening.placeholders import refuse_placeholders
 from ..call_errors import announcing_errors, printed_step
 from ..options import SaveOptions, UriLike
 from ..report import SaveReport
@@ -210,7 +210,7 @@ class _RunningSave:
         if options.allow_empty:
             flat.placeholders = {}
         elif world == 1:
-            refuse_placeholders([reported_placeholders(flat)])
+            refuse_placeholders([flat.placeholders if flat.names else None])
         devices = devices_of(flat.locals)
         if devices:
             refuse_forked_child()

@@ -88,12 +88,16 @@ class DTensorAdapter:
         check_layout(tensor, local, layout, path)
         return layout
 
-    def recorded(self, tensor: DTensor) -> tuple[str, ...]:
-        """Return a text per dimension of the mesh: ``R`` for Replicate, ``S0`` for Shard(0)."""
-        return tuple(
-            "R" if isinstance(placement, Replicate) else f"S{getattr(placement, 'dim', 0)}"
-            for placement in tensor.placements
-        )
+
+def recorded_placements(tensor: DTensor) -> tuple[str, ...]:
+    """Return the layout as recorded in a manifest, for a load that has to create the tensor.
+
+    One text per dimension of the mesh: ``R`` for Replicate, ``S0`` for Shard(0).
+    """
+    return tuple(
+        "R" if isinstance(placement, Replicate) else f"S{getattr(placement, 'dim', 0)}"
+        for placement in tensor.placements
+    )
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

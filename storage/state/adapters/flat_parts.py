@@ -13,7 +13,8 @@ and gathers nothing. :mod:`..compat` knows FSDP1's bookkeeping, and :mod:`.deeps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -212,7 +213,9 @@ class FlatStates:
         Raises MismatchError if its shape differs from the parameter's.
         """
         if not entry.shape:
-            return torch.empty((), dtype=entry.dtype, device=self._device(part, entry))
+            present = value_at(self._state.get(part.owner), entry.keys[2:])
+            device = present.device if isinstance(present, torch.Tensor) else torch.device("cpu")
+            return torch.empty((), dtype=entry.dtype, device=device)
         if entry.shape != part.shape:
             raise MismatchError(
                 f"{'.'.join(map(str, entry.keys))}: shape {list(entry.shape)} in the checkpoint; "
@@ -240,12 +243,6 @@ class FlatStates:
             self._whole[place] = whole
         return whole
 
-    def _device(self, part: FlatPart, entry: Entry) -> torch.device:
-        present = value_at(self._state.get(part.owner), entry.keys[2:])
-        if isinstance(present, torch.Tensor):
-            return present.device
-        return torch.device("cpu")
-
 
 def joined(states: Sequence[object], unit: Unit, path: str) -> object:
     """Join the states of parameters into the state of their flat parameter.
@@ -254,10 +251,10 @@ def joined(states: Sequence[object], unit: Unit, path: str) -> object:
     """
     first = states[0]
     if isinstance(first, Mapping):
-        keys = dict.fromkeys(key for state in _mappings(states) for key in state)
+        mappings = [state for state in states if isinstance(state, Mapping)]
         return {
-            key: joined([s[key] for s in _mappings(states) if key in s], unit, f'{path}["{key}"]')
-            for key in keys
+            key: joined([s[key] for s in mappings if key in s], unit, f'{path}["{key}"]')
+            for key in dict.fromkeys(itertools.chain.from_iterable(mappings))
         }
     if isinstance(first, _StatePart):
         return first.whole
@@ -268,10 +265,6 @@ def joined(states: Sequence[object], unit: Unit, path: str) -> object:
             advice=unit.apart,
         )
     return first
-
-
-def _mappings(states: Iterable[object]) -> list[Mapping[object, object]]:
-    return [state for state in states if isinstance(state, Mapping)]
 
 
 def _same(a: object, b: object) -> bool:

@@ -133,7 +133,3 @@ class ShardAdapter:
     ) -> MeshLayout | FlatLayout:
         """Return the layout that the caller declared."""
         return tensor.layout
-
-    def recorded(self, tensor: Shard) -> None:
-        """Record nothing: a load is given its own parts."""
-        return

@@ -41,12 +41,6 @@ class TensorAdapter(Protocol[T_contra]):
         Raises StateError, naming ``path()``, for a layout that cannot be saved.
         """
 
-    def recorded(self, tensor: T_contra) -> tuple[str, ...] | None:
-        """Return the layout as recorded in a manifest, for a load that has to create the tensor.
-
-        None if there is nothing to record.
-        """
-
 
 class _PlainAdapter:
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,9 +48,6 @@ class _PlainAdapter:
 
     def layout(self, tensor: torch.Tensor, local: torch.Tensor, path: Callable[[], str]) -> Layout:
         return local_layout(tensor.shape)
-
-    def recorded(self, tensor: torch.Tensor) -> None:
-        return None
 
 
 ADAPTERS: dict[type[TensorLike], Callable[[], TensorAdapter[Never]]] = {

@@ -84,7 +84,7 @@ class WriteTracker:
         pagemap = -1
         try:
             pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.ioctl(userfaultfd, _UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, _FEATURES, 0)))
+            _control(userfaultfd, _UFFDIO_API, 0xAA, _FEATURES, 0)
             tracker = cls(userfaultfd, pagemap)
             tracker._try_out()
         except OSError:
@@ -162,11 +162,8 @@ class WriteTracker:
         """
         size = stop - start
         # A no-op for a range that is registered already; fails for a range of another tracker.
-        register = bytearray(struct.pack("QQQQ", start, size, _MODE_WP, 0))
-        fcntl.ioctl(self._userfaultfd, _UFFDIO_REGISTER, register)
-        fcntl.ioctl(
-            self._userfaultfd, _UFFDIO_WRITEPROTECT, bytearray(struct.pack("QQQ", start, size, 1))
-        )
+        _control(self._userfaultfd, _UFFDIO_REGISTER, start, size, _MODE_WP, 0)
+        _control(self._userfaultfd, _UFFDIO_WRITEPROTECT, start, size, 1)
 
     def is_clean(self, start: int, stop: int) -> bool:
         """Return whether every page of the range is still the armed one and was not written to
@@ -197,27 +194,28 @@ class WriteTracker:
         """Return the first run of pages of these categories; see PAGEMAP_SCAN for the masks."""
         found = (ctypes.c_uint64 * 3)()
         at = ctypes.addressof(found)
-        asked = bytearray(
-            struct.pack("12Q", 96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0)
-        )
+        asked = (96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0)
         try:
-            count = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, asked)
+            count = _control(self._pagemap, _PAGEMAP_SCAN, *asked)
         except OSError:
             return None
         return (found[0], found[1]) if count == 1 else None
 
     def disarm(self, start: int, stop: int) -> None:
         """Clear all marks in the range, wherever it is still mapped."""
-        asked = bytearray(struct.pack("QQQ", start, stop - start, 0))
+        size = stop - start
         try:
-            fcntl.ioctl(self._userfaultfd, _UFFDIO_WRITEPROTECT, asked)
+            _control(self._userfaultfd, _UFFDIO_WRITEPROTECT, start, size, 0)
         except OSError:  # it stops at memory that replaced a registered range
             with contextlib.suppress(OSError):  # all of it is gone
-                fcntl.ioctl(
-                    self._userfaultfd,
-                    _UFFDIO_UNREGISTER,
-                    bytearray(struct.pack("QQ", start, stop - start)),
-                )
+                _control(self._userfaultfd, _UFFDIO_UNREGISTER, start, size)
+
+
+def _control(descriptor: int, request: int, *words: int) -> int:
+    """Call an ioctl whose argument consists of 64-bit ``words``. Raises OSError."""
+    argument = bytearray(struct.pack(f"{len(words)}Q", *words))
+    result: int = fcntl.ioctl(descriptor, request, argument)
+    return result
 
 
 def merged(ranges: Iterable[Range], gap_nbytes: int = 0) -> list[Range]:

@@ -46,15 +46,11 @@ def find_placeholders(flat: FlatState) -> dict[str, str]:
     return found
 
 
-def reported_placeholders(flat: FlatState) -> Placeholders | None:
-    """Return this rank's report on ``flat`` to the others; None if it has no tensors."""
-    if not flat.names:
-        return None
-    return flat.placeholders
-
-
 def refuse_placeholders(reported: Sequence[Placeholders | None]) -> None:
-    """Raise StateError for a placeholder reported by every rank that has tensors."""
+    """Raise StateError for a placeholder reported by every rank that has tensors.
+
+    A rank without any reports None.
+    """
     found = [of_rank for of_rank in reported if of_rank is not None]
     if not found:
         return

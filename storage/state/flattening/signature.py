@@ -139,7 +139,7 @@ class SignatureScan:
             self._laid_out(part)
 
     def _laid_out(self, item: TensorLike) -> None:
-        adapter = self._adapters.of(item)
+        adapter = self._adapters[type(item)]
         local = adapter.local(item)
         if type(local) not in PLAIN_TYPES:
             raise NoSignatureError

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ....errors import StateError
 from ....planner.layout import Layout, local_layout
@@ -21,6 +22,7 @@ from ...format.kinds import kind_of
 from ...format.tree import ROOT, Container, Key, Value, format_path
 from ...format.values import encode_value
 from ..adapters.composite import is_made_of, parts_by_name
+from ..adapters.dtensor import recorded_placements
 from ..adapters.foreign import is_suspect, refuse_object, refuse_tensor
 from ..adapters.megatron import KeyedParts, ObjectData, keyed_parts_of, megatron_kind, misplaced
 from ..adapters.multipart import InParts, is_in_parts, parts_of
@@ -97,7 +99,9 @@ class Walker:
         """Walk over all of ``state``, once. Raises StateError."""
         if has_state(state):
             if self._loading and not fills_in_place(state):
-                self._only(state)
+                self._tree.containers = [Container(-1, None, "dict")]
+                self._flat.nodes.append({})
+                self._add_given(state, -1, None, "the state")
                 return
             self._inside = _inside(state)
             state = self._open(state, -1, None)
@@ -228,10 +232,7 @@ class Walker:
         if not has_state(item):
             return self._stateless(item, number, key, prefix)
         if self._loading and not fills_in_place(item):
-            refuse_object(item, self._flat.modules, self._path(key), loading=True)
-            self._flat.subtrees.append(
-                Subtree(number, self._key(key), item, None, present_state(item, self._path(key)))
-            )
+            self._add_given(item, number, self._key(key), self._path(key))
             return "c"
         outside = self._inside
         self._inside = _inside(item)
@@ -248,12 +249,11 @@ class Walker:
         self._flat.subtrees.append(Subtree(number, key, item, state))
         return state
 
-    def _only(self, item: object) -> None:
-        """Add a state that is itself an object to be given its stored state."""
-        refuse_object(item, self._flat.modules, "the state", loading=True)
-        self._tree.containers = [Container(-1, None, "dict")]
-        self._flat.nodes.append({})
-        self._flat.subtrees.append(Subtree(-1, None, item, None, present_state(item, "the state")))
+    def _add_given(self, item: object, number: int, key: Key, path: str) -> None:
+        """Add an object that is to be given its stored state."""
+        refuse_object(item, self._flat.modules, path, loading=True)
+        present = present_state(item, path)
+        self._flat.subtrees.append(Subtree(number, key, item, None, present))
 
     def _stateless(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
         """Add an item like :meth:`_item`, if it is no object with a state."""
@@ -332,10 +332,9 @@ class Walker:
         local = adapter.local(item)
         self._check_bytes(local, key)  # first: a wrapper around other tensors has its own shape
         layout = adapter.layout(item, local, lambda: self._path(key))
-        if self._inside == "object":
-            recorded = adapter.recorded(item)
-            if recorded is not None:
-                self._tree.placements.setdefault(number, {})[str(key)] = recorded
+        if self._inside == "object" and isinstance(item, DTensor):
+            recorded = recorded_placements(item)
+            self._tree.placements.setdefault(number, {})[str(key)] = recorded
         self._add(local, layout, item, number, key, prefix)
 
     def _in_parts(self, item: ShardedTensor | InParts, number: int, key: Key, prefix: str) -> None:
