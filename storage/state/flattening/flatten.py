@@ -85,7 +85,8 @@ def _refuse_stale(flat: FlatState) -> None:
     owners = [subtree.owner for subtree in flat.subtrees]
     for subtree in flat.subtrees:
         if isinstance(subtree.owner, torch.nn.Module):
-            refuse_stale(subtree.owner, owners, format_path(flat.keys_to(subtree)))
+            keys = flat.keys_to(subtree)
+            refuse_stale(subtree.owner, owners, format_path(keys) if keys else "the state")
 
 
 def _modules(state: object) -> Iterator[torch.nn.Module]:
