@@ -11,17 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.kept_job import Accident, Job
 from support.kept_runs import KeptRun, wait_until
 
-import holdfast
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 from holdfast.storage.keeper.process import TOKEN_VARIABLE
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 HOSTS = ("a", "b", "c", "d")
 DELAY_S = 0.12
@@ -44,8 +42,7 @@ def test_a_host_is_lost_and_an_empty_one_takes_its_place(run: KeptRun) -> None:
     assert run.status_of("new")["counters"]["rebuilt"] == 1
     assert run.steps() == [4, 8]
     assert run.status_of("a")["protected_step"] == 9
-    with holdfast.open(run.uri / "step-00000008") as checkpoint:
-        checkpoint.verify()
+    run.verify()
 
 
 @pytest.mark.nightly(33)
@@ -79,13 +76,12 @@ def test_a_spare_host_has_the_lost_images_before_the_job_restarts(run: KeptRun) 
 @pytest.mark.nightly(8)
 def test_trainers_and_keepers_are_told_to_end_at_once(run: KeptRun) -> None:
     """When all get SIGTERM together, as from a scheduler, the current step is durable."""
-    accident = Accident(3, "sigterm to all")
+    accident = Accident(3, "sigterm")
     found = run.train(Job(30, hosts=HOSTS[:2], accident=accident, pause_s=0.05), 2)
     assert found.code != 0
     (step,) = run.steps()
     assert step in range(3, 7)  # one rank gets the signal a step or two earlier
-    with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
-        checkpoint.verify()
+    run.verify()
 
 
 @pytest.mark.nightly(30)
@@ -128,14 +124,7 @@ def test_a_resume_waits_for_a_host_that_does_not_answer(run: KeptRun, ranks: int
     run.train(Job(5, every=4, hosts=HOSTS[:2], protect="off", accident=Accident(5, "kill")), 2)
     assert run.steps() == [4]
     job = Job(8, every=4, hosts=HOSTS[:ranks], protect="off", deadline_s=2.0)
-    with run.stopped_keeper("b") as pid, ThreadPoolExecutor(1) as pool:
-        out = run.folder / "job 2"
-        training = pool.submit(run.train, job, 2)
-        wait_until((out / "resuming 0").exists, 60)
-        time.sleep(8)
-        assert not (out / "resumed 0").exists()
-        os.kill(pid, signal.SIGCONT)
-        found = training.result()
+    found = run.train_beside_stopped_keeper(job, 2, "b", until="resuming", pause_s=8)
     found.check(5, "memory", 8)
     assert "waiting for these keepers" in found.stderr
 
@@ -145,15 +134,9 @@ def test_all_ranks_join_once_the_last_keeper_answers(run: KeptRun) -> None:
     """They agree on the step, although only one of them waits for its keeper."""
     run.train(Job(2, hosts=HOSTS[:2], accident=Accident(2, "kill")), 2)
     job = Job(100, hosts=HOSTS[:2], deadline_s=2.0, pause_s=0.1, gives_up_after="0")
-    with run.stopped_keeper("b") as pid, ThreadPoolExecutor(1) as pool:
-        out = run.folder / "job 2"
-        training = pool.submit(run.train, job, 2)
-        wait_until((out / "resumed 0").exists, 60)
-        os.kill(pid, signal.SIGCONT)
-        found = training.result()
+    found = run.train_beside_stopped_keeper(job, 2, "b", until="resumed")
     assert found.code == 0, found.stderr
     assert "1 ranks have no keeper, including rank 1" in found.resumed["problem"]
-    assert found.counters is not None
     assert found.counters["kept"] > 0
     assert found.counters["not_kept"] > 0
     assert found.counters["kept"] + found.counters["not_kept"] == 100 - (found.resumed["step"] or 0)
@@ -182,9 +165,7 @@ def test_a_keeper_dies_while_it_writes_to_storage(run: KeptRun, name: str) -> No
     os.kill(run.status_of(name)["pid"], signal.SIGKILL)
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 0, stderr
-    for step in run.steps():
-        with holdfast.open(run.uri / f"step-{step:08d}") as checkpoint:
-            checkpoint.verify()
+    run.verify()
     assert run.steps() == [4, 8], stderr
 
 
@@ -194,3 +175,48 @@ def test_hosts_that_are_too_few_for_what_is_asked_are_refused_by_name(run: KeptR
     found = run.train(Job(3, hosts=HOSTS[:2], protect="pq"), 2)
     assert found.code != 0
     assert "2 hosts cannot guard against the loss of 2: 3 or more are needed" in found.stderr
+
+
+@pytest.mark.nightly(40)
+def test_keepers_cannot_reach_each_other(run: KeptRun) -> None:
+    """Training goes on, and steps are protected and durable again once the network is back."""
+    probe = subprocess.run(["unshare", "--net", "ip", "link", "set", "lo", "up"], check=False)
+    if os.geteuid() or probe.returncode:
+        pytest.skip("this user may not create network namespaces")
+    job = Job(81, every=40, hosts=HOSTS[:3], pause_s=0.2, waits=False)
+    process, out = run.begin(job, 3, isolated=True)
+    wait_until(lambda: (run.status_of("a")["protected_step"] or 0) >= 5, 120)
+    network = ["nsenter", "--net", "--target", str(process.pid), "ip", "route"]
+    cut = [("unreachable", f"127.0.0.{number}/32", "table", "local") for number in (2, 3, 4)]
+    for route in cut:
+        subprocess.run([*network, "add", *route], check=True)
+    before = len((out / "losses 0").read_text().splitlines())
+    time.sleep(8)
+    during = len((out / "losses 0").read_text().splitlines())
+    for route in cut:
+        subprocess.run([*network, "del", *route], check=True)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert during > before + 5  # nobody waited for the network
+    assert run.steps() == [40, 80], stderr
+    assert run.status_of("a")["protected_step"] > during
+
+
+@pytest.mark.nightly(40)
+def test_storage_is_away(run: KeptRun) -> None:
+    """Keepers retry until it is back. Meanwhile, steps stay in memory."""
+    process, out = run.begin(Job(60, every=4, hosts=HOSTS[:2], pause_s=0.3), 2)
+    wait_until(lambda: 4 in run.steps(), 120)
+    away = run.uri.with_name("away")
+    os.rename(run.uri, away)
+    run.uri.touch()  # so that nobody makes a new folder
+    time.sleep(5)
+    assert process.poll() is None
+    run.uri.unlink()
+    os.rename(away, run.uri)
+    began = len((out / "losses 0").read_text().splitlines())
+    wait_until(lambda: (run.steps() or [0])[-1] > began, 120)  # type: ignore[operator]
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert run.steps()[-1] == 60, stderr
+    run.verify()

@@ -42,8 +42,6 @@ class Members:
     lost: Collection[int] = ()
     before: _Hook | None = None
     """Called before each pull."""
-    after: Callable[[Block, int, memoryview], None] | None = None
-    """Given what was pulled, and from where in the block."""
     largest: int = 0
     """Bytes of the largest pull."""
     in_flight: int = 0
@@ -72,8 +70,6 @@ class Members:
             await asyncio.sleep(0)
             into[:] = self._bytes(member, lane, block)[start : start + len(into)]
             self.pulled_nbytes += len(into)
-            if self.after is not None:
-                self.after(block, start, into)
         finally:
             self.in_flight -= 1
             self._now_nbytes -= len(into)

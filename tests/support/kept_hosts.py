@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -80,26 +80,17 @@ class KeptHosts:
         """Return the inventories of the running keepers."""
         return [Stock(host.host, host.keeper.inventory()) for host in self.hosts.values()]
 
-    async def enter(
-        self, chosen: int | None = None, seen: Mapping[str, Mapping[str, str]] = {}
-    ) -> None:
-        """Enter the next epoch on all hosts.
-
-        ``seen`` overrides, by host, the addresses at which a keeper sees the others.
-        """
+    async def enter(self, chosen: int | None = None) -> None:
+        """Enter the next epoch on all hosts."""
         met = meeting(self.stocks(), self.world, GuardOption(self.mode))
         assert met.problem == ""
         for host in self.hosts.values():
-            addresses = seen.get(host.name, {})
-            named = tuple(
-                replace(one, address=addresses.get(one.name, one.address)) for one in met.hosts
-            )
             for arena in host.arenas.values():
-                assert await arena.enter(Enter(self.epoch, chosen, named, met.groups))
+                assert await arena.enter(Enter(self.epoch, chosen, met.hosts, met.groups))
                 await arena.release()
         self.epoch += 1
 
-    async def step(self, step: int, kind: type[Event] | None = Agreed) -> list[Told]:
+    async def step(self, step: int, kind: type[Event] = Agreed) -> list[Told]:
         """Capture a step on every rank, and wait until each sees ``kind`` or the step is voided.
 
         Return the events of each rank.
@@ -109,8 +100,7 @@ class KeptHosts:
             for rank, arena in host.arenas.items():
                 told.append(Told())
                 await capture(arena, step, told[-1], rank)
-        if kind is not None:
-            await asyncio.gather(*(one.until((kind, Voided)) for one in told))
+        await asyncio.gather(*(one.until((kind, Voided)) for one in told))
         return told
 
     def choices(self, struck: Collection[DamagedImage] = ()) -> tuple[list[Choice], list[str]]:

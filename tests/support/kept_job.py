@@ -43,8 +43,8 @@ class Accident:
 
     ``kill``: once the step is agreed. ``kill before POINT``, one of :data:`POINTS`: during its
     capture. ``die``: at once, while the others compute for a minute. ``stop keeper`` and ``kill
-    keeper``: send that signal to the keeper. ``sigterm``: send it to this process; ``sigterm to
-    all``: to the keeper too.
+    keeper``: send that signal to the keeper. ``sigterm``: send it to the keeper and to
+    this process.
     """
 
     step: int
@@ -279,9 +279,8 @@ def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
         if dist.is_initialized() and accident.rank == -1:
             dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    if accident.what == "sigterm to all":
+    if accident.what == "sigterm":
         os.kill(keeper_pid(uri), signal.SIGTERM)
-    if accident.what.startswith("sigterm"):
         os.kill(os.getpid(), signal.SIGTERM)
     if accident.what in ("kill keeper", "stop keeper"):
         wait_for(handle)

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.storage.arenas.arena import Arena, Capture, FillingSlot
 from holdfast.storage.arenas.folder import KeeperFolder
-from holdfast.storage.arenas.messages import VERSION, Enter, Event, Hello
+from holdfast.storage.arenas.messages import VERSION, Agreed, Enter, Event, Hello
 from holdfast.storage.arenas.sockets import Line, listening
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
@@ -131,3 +131,18 @@ async def capture(arena: Arena, step: int, told: Told, rank: int = 0) -> Filling
     captured = Capture(plan.layout, True, 1.0, draft.encode())
     assert await arena.captured(slot, step, captured, told.take), arena.problem
     return slot
+
+
+async def capture_until(arena: Arena, step: int, kind: type[Event]) -> Told:
+    """Capture a step, wait for an event of a kind, and return all events."""
+    told = Told()
+    await capture(arena, step, told)
+    await told.until(kind)
+    return told
+
+
+async def two_steps(arena: Arena) -> None:
+    """Have the keeper agree on the steps 1 and 2 of epoch 3."""
+    assert await arena.enter(Enter(3, None))
+    for step in (1, 2):
+        await capture_until(arena, step, Agreed)

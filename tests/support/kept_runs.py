@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +39,12 @@ TESTS = Path(__file__).parents[1]
 @dataclass(frozen=True)
 class Found:
     """What a job left. ``resumed``: step and tier; ``losses``: by step, as rank 0 has written them;
-    ``counters`` of rank 0, None where it was killed; ``seconds`` from its beginning to its end."""
+    ``counters`` of rank 0, empty where it was killed; ``seconds`` from its beginning to its end."""
 
     code: int
     resumed: dict[str, Any]
     losses: dict[int, float]
-    counters: dict[str, Any] | None
+    counters: dict[str, Any]
     stderr: str
     seconds: float
 
@@ -82,13 +83,11 @@ class KeptRun:
             _, stderr = process.communicate(timeout=110)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the job hangs: {_ended(process)}") from error
-        counters = out / "counters 0"
-        resumed = out / "resumed 0"
         return Found(
             process.returncode,
-            json.loads(resumed.read_text()) if resumed.exists() else {},
+            _read_json(out / "resumed 0"),
             _losses(out / "losses 0"),
-            json.loads(counters.read_text()) if counters.exists() else None,
+            _read_json(out / "counters 0"),
             stderr,
             time.monotonic() - began_s,
         )
@@ -158,9 +157,29 @@ class KeptRun:
             os.kill(int(self.keeper_of(host).lock.read_text()), signal.SIGKILL)
             shutil.rmtree(self.base / host)
 
+    def train_beside_stopped_keeper(
+        self, job: Job, world: int = 1, host: str = "", *, until: str, pause_s: float = 0
+    ) -> Found:
+        """Train while a host's keeper is stopped. It resumes once rank 0 is ``until``, "resuming" or
+        "resumed", and has not resumed within ``pause_s`` after that."""
+        out = self.folder / f"job {self.jobs + 1}"
+        with self.stopped_keeper(host) as pid, ThreadPoolExecutor(1) as pool:
+            training = pool.submit(self.train, job, world)
+            wait_until((out / f"{until} 0").exists, 60)
+            time.sleep(pause_s)
+            assert (out / "resumed 0").exists() == (until == "resumed")
+            os.kill(pid, signal.SIGCONT)
+            return training.result()
+
     def steps(self) -> list[int | None]:
-        """Those that are in storage."""
+        """Return the steps in storage."""
         return [c.step for c in holdfast.list_checkpoints(self.uri)]
+
+    def verify(self) -> None:
+        """Verify all checkpoints in storage."""
+        for step in self.steps():
+            with holdfast.open(self.uri / f"step-{step:08d}") as checkpoint:
+                checkpoint.verify()
 
     def end_keepers(self) -> None:
         """End all keepers, however they are."""
@@ -210,6 +229,14 @@ def keepers_below_a_folder() -> Iterator[None]:
             _end_keepers(Path(base))
 
 
+def keep(run: holdfast.Checkpointer, step: int, state: Mapping[str, object]) -> holdfast.SaveHandle:
+    """Take a step, and wait until it is kept in memory, and in storage if it is due there."""
+    handle = run.step(step, state)
+    assert handle is not None
+    handle.wait(60)
+    return handle
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[KeptRun]:
     """A run whose keepers are its own, and are ended at the end. The path of a socket is short, so
@@ -237,6 +264,10 @@ def expected_losses(steps: int) -> dict[int, float]:
     """The losses of an undisturbed run."""
     state = kept_job.new_state(Job(steps, numel=16), 0)
     return {step: kept_job.take_step(state, step) for step in range(1, steps + 1)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _losses(path: Path) -> dict[int, float]:

@@ -39,7 +39,6 @@ FILES = frozenset(
         "unit/test_driver_threads.py",
         "unit/test_english.py",
         "unit/test_errors.py",
-        "unit/test_galois.py",
         "unit/test_layer_kinds.py",
         "unit/test_layer_retry.py",
         "unit/test_objects_failures.py",

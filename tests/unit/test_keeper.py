@@ -24,6 +24,7 @@ from support.kept_memory import (
     RUN,
     Told,
     capture,
+    capture_until,
     entered,
     kept,
     pinned,
@@ -73,23 +74,19 @@ from holdfast.storage.keeper.options import RATE_VARIABLE, KeeperOptions
 from holdfast.storage.keeper.trainers import PROGRESS_S
 
 NBYTES = 100_000
+HELLO = Hello(VERSION, RUN, 0, 1, "here")
 
 
-@asynchronous
-async def test_a_step_is_sealed_agreed_and_flushed(tmp_path: Path) -> None:
-    """The trainer hears of each stage, and storage then holds the captured state."""
-    told = Told()
-    async with entered() as (_, arena):
-        await capture(arena, 5, told)
-        assert await arena.flush(Flush(5, str(tmp_path / "c")))
-        await told.until(Durable)
-    assert [type(event) for event in told.events] == [Sealed, Agreed, Durable]
-    loaded = holdfast.load(tmp_path / "c")
-    assert isinstance(loaded, dict)
-    assert (loaded["w0"] == 5).all()
-    with holdfast.open(tmp_path / "c") as checkpoint:
-        assert checkpoint.step == 5
-        checkpoint.verify()
+def lines() -> list[Line]:
+    """Return the two ends of a connection."""
+    return [Line(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+
+
+async def problem_of(folder: KeeperFolder, hello: Hello = HELLO) -> str:
+    """Return why a keeper does not take a trainer."""
+    arena = Arena(folder, hello, DEADLINE_S)
+    assert not await arena.open()
+    return arena.problem
 
 
 @asynchronous
@@ -124,9 +121,7 @@ async def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
 async def test_a_stranger_is_refused_with_the_reason(hello: Hello, said: str) -> None:
     """The keeper counts the refusal, and serves the next trainer."""
     async with kept() as (keeper, folder):
-        arena = Arena(folder, hello, DEADLINE_S)
-        assert not await arena.open()
-        assert said in arena.problem
+        assert said in await problem_of(folder, hello)
         assert keeper.status().counters.refused == 1
         async with trainer(folder) as other:
             assert await other.enter(Enter(0, None))
@@ -255,9 +250,7 @@ async def test_of_two_checkpointers_of_a_process_the_later_one_keeps_the_keeper(
             assert earlier._reopening is None
             assert await earlier.fill(1, NBYTES) is None
             assert earlier.problem.startswith("another Checkpointer of this process")
-            told = Told()
-            await capture(later, 1, told)
-            await told.until(Agreed)
+            await capture_until(later, 1, Agreed)
         assert len(list(keeper._trainers)) == 1
 
 
@@ -268,9 +261,7 @@ async def test_processes_that_nothing_identifies_are_refused_by_name(
     """Linux before 6.9 gives processes of other PID namespaces the number 0."""
     async with kept() as (_, folder):
         monkeypatch.setattr(Line, "peer_identity", lambda self, pidfd: 0)
-        arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
-        assert not await arena.open()
-        assert "shareProcessNamespace" in arena.problem
+        assert "shareProcessNamespace" in await problem_of(folder)
 
 
 @asynchronous
@@ -356,7 +347,7 @@ async def test_where_no_keeper_listens_that_is_said_at_once() -> None:
     """Opening fails at once if no keeper listens, not after the deadline."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         folder = KeeperFolder.of(RUN, Path(base))
-        arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 1000.0)
+        arena = Arena(folder, HELLO, 1000.0)
         assert not await arena.open()
         assert "no keeper listens at" in arena.problem
         assert arena.is_silent  # a service that is about to start may hold steps
@@ -388,7 +379,7 @@ async def test_a_keeper_may_take_longer_to_start_than_to_answer() -> None:
 
             welcoming = asyncio.Event()
             answering = asyncio.ensure_future(answer())
-            arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), 0.3, start)
+            arena = Arena(folder, HELLO, 0.3, start)
             assert await arena.open(), arena.problem
             await arena.close()
             welcoming.clear()
@@ -402,9 +393,7 @@ async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.Mon
     """Anybody who can create a socket there could read the state."""
     async with kept() as (_, folder):
         monkeypatch.setattr(Line, "peer_uid", property(lambda self: os.getuid() + 1))
-        arena = Arena(folder, Hello(VERSION, RUN, 0, 1, "here"), DEADLINE_S)
-        assert not await arena.open()
-        assert "another user" in arena.problem
+        assert "another user" in await problem_of(folder)
 
 
 @asynchronous
@@ -418,9 +407,7 @@ async def test_a_running_keeper_applies_the_options_of_a_restarted_trainer(tmp_p
             assert await arena.open(), arena.problem
             fixed = arena.fixed
             await arena.enter(Enter(0, None))
-            told = Told()
-            await capture(arena, next(steps), told)
-            await told.until(Agreed)
+            await capture_until(arena, next(steps), Agreed)
             await arena.close()
             return fixed
 
@@ -480,7 +467,7 @@ async def test_large_messages_arrive_with_their_descriptors() -> None:
 @asynchronous
 async def test_a_queued_descriptor_is_that_of_the_file_that_was_given() -> None:
     """A queued descriptor refers to the same file, even if its number is reused meanwhile."""
-    ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = lines()
     sent = [asyncio.ensure_future(ours.send(b"before"))]
     await asyncio.sleep(0)
     while sent[-1].done():
@@ -511,9 +498,7 @@ async def test_a_keeper_with_less_memory_loads_the_newest_images(
     given = {"local": tmp_path.as_uri(), "local_every": 1}
     async with entered(**given) as (_, arena):
         for step in (1, 2):
-            told = Told()
-            await capture(arena, step, told)
-            await told.until(Local)
+            await capture_until(arena, step, Local)
     nbytes = planned(1).layout.nbytes
     budget_nbytes = nbytes if what == "budget" else None
     if what == "system":
@@ -548,7 +533,7 @@ async def test_memory_that_cannot_be_mapped_costs_one_step(monkeypatch: pytest.M
 @asynchronous
 async def test_descriptors_of_an_answer_that_nobody_waits_for_any_more_are_closed() -> None:
     """Descriptors of an answer that arrives just as its wait is cancelled are closed."""
-    ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = lines()
     client = KeeperClient(ours, DEADLINE_S, lambda event, fds: None)
     asking = asyncio.ensure_future(client.ask(Fill(1, NBYTES, 1.0), Filled))
     number, _ = decode((await theirs.receive()).data)
@@ -570,12 +555,12 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
         async with trainer(folder) as rank:
             await rank.enter(Enter(0, None))
             ending = asyncio.ensure_future(keeper.finish(1000.0))
-            told = Told()
-            await capture(rank, 1, told)
+            told = await capture_until(rank, 1, Agreed)
             assert await rank.flush(Flush(1, str(tmp_path / "c")))
             await told.until(Durable)
             assert not ending.done()
         await ending  # which is not so long
+    assert [type(event) for event in told.events] == [Sealed, Agreed, Durable]
     with holdfast.open(tmp_path / "c") as checkpoint:
         checkpoint.verify()
 
@@ -585,14 +570,13 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
 @asynchronous
 async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> None:
     """A trainer that connects early waits while the starting keeper makes progress."""
-    ours, theirs = map(Line, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = lines()
     keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
     keeper.run_later(keeper.attend(theirs))
     client = KeeperClient(ours, 3 * PROGRESS_S, lambda event, fds: None)
     heard: list[float] = []
-    hello = Hello(VERSION, RUN, 0, 1, "here")
     asking = asyncio.ensure_future(
-        client.ask(hello, Welcome, goes_on=lambda: heard.append(time.monotonic()))
+        client.ask(HELLO, Welcome, goes_on=lambda: heard.append(time.monotonic()))
     )
     for _ in range(8):
         await asyncio.sleep(PROGRESS_S)
@@ -612,10 +596,9 @@ async def test_trainers_are_let_in_once_the_keeper_has_what_it_begins_with() -> 
 async def test_a_stale_connection_replaces_no_newer_one() -> None:
     """A stale connection does not replace a newer one of the same trainer."""
     keeper = Keeper(KeeperOptions(RUN, "here"), "keeper")
-    hello = Hello(VERSION, RUN, 0, 1, "here")
     lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     clients = [KeeperClient(Line(of), DEADLINE_S, lambda *_: None) for of, _ in lines]
-    asking = [asyncio.ensure_future(client.ask(hello, Welcome)) for client in clients]
+    asking = [asyncio.ensure_future(client.ask(HELLO, Welcome)) for client in clients]
     await asyncio.sleep(0.1)
     asking[0].cancel()
     await clients[0].close()

@@ -7,39 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.clock import in_virtual_time
 
 from holdfast.planner.parity import Mode
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
-from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import (
     Enter,
-    Event,
     GenerationEntry,
     Inventory,
     ParityEntry,
-    Voided,
     decode,
     encode,
 )
-from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
 from holdfast.storage.keeper.decisions.standing import FlushEnd, Report, Standing
 from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
-from holdfast.storage.keeper.parity.guards import Guards
 from holdfast.storage.keeper.reporting import Reporting
-from holdfast.storage.keeper.status import Counters
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.keeper_inventory import GuardOption, kept_in_memory, meeting
+from holdfast.storage.training.keeper_inventory import (
+    GuardOption,
+    Unheard,
+    awaited,
+    kept_in_memory,
+    meeting,
+)
 
 SIZE = 100
 A, B = 1, 2
@@ -108,16 +107,6 @@ def test_a_step_that_is_over_gets_no_slot() -> None:
     granted(generations, A, 7)
 
 
-def test_only_the_client_that_fills_a_slot_can_drop_it() -> None:
-    """A slot is filled with the step it was granted for, and dropped once."""
-    generations = entered(A, B)
-    slot = granted(generations, A, 1, 2)
-    assert generations.is_filling(slot, A, id(1))
-    assert not generations.is_filling(slot, A, id(2))
-    assert not generations.is_filling(slot, B, id(1))
-    assert [generations.dropped(slot, client) for client in (B, A, A)] == [False, True, False]
-
-
 def test_too_little_memory_is_refused_with_the_sum() -> None:
     """Before the first step, a keeper checks that three images of each rank fit."""
     generations = entered(A, B, budget=6 * SIZE - 1)
@@ -161,29 +150,20 @@ def vote(rank: int, step: int = 7, world: int = 2, plan: str = "plan", **equal: 
 
 
 @pytest.mark.parametrize(
-    ("votes", "outcome"),
+    "votes",
     [
-        ([vote(0), vote(0), vote(1)], Outcome.AGREED),
-        (
-            [vote(0, world=3, x="1"), vote(1, world=3, x="1", y="2"), vote(2, world=3, y="2")],
-            Outcome.AGREED,
-        ),
-        ([vote(0), vote(1, plan="other")], Outcome.VOID),
-        ([vote(0, x="1"), vote(1, x="2")], Outcome.VOID),
-        ([vote(0), vote(0, plan="other")], Outcome.VOID),
-        ([vote(0), vote(1, world=3)], Outcome.VOID),
-        ([vote(0), vote(2)], Outcome.VOID),
-        ([vote(0), vote(-1)], Outcome.VOID),
+        [vote(0), vote(0, plan="other")],
+        [vote(0), vote(1, world=3)],
+        [vote(0), vote(2)],
+        [vote(0), vote(-1)],
     ],
 )
-def test_a_generation_is_agreed_if_the_votes_of_all_ranks_match(
-    votes: list[Vote], outcome: Outcome
-) -> None:
+def test_votes_that_cannot_be_of_one_job_void_a_generation(votes: list[Vote]) -> None:
     """The order of votes does not matter, and a late vote gets the same outcome."""
     for order in (votes, votes[::-1]):
         ballot = Ballot()
-        assert [ballot.cast(one) for one in order][-1] is outcome
-        assert ballot.cast(vote(1)) is outcome
+        assert [ballot.cast(one) for one in order][-1] is Outcome.VOID
+        assert ballot.cast(vote(1)) is Outcome.VOID
 
 
 def test_old_generations_without_an_outcome_are_forgotten() -> None:
@@ -277,15 +257,6 @@ def test_the_newest_agreed_generation_is_not_forgotten() -> None:
     assert lead.standing() == standing
 
 
-def test_reports_of_strangers_and_of_other_epochs_say_nothing() -> None:
-    """Only keepers of the current epoch have votes."""
-    lead = leader()
-    standing = lead.standing()
-    lead.hear(Report("c", 0, (vote(1, 1),)))
-    lead.hear(Report("a", 1, (vote(0, 1),)))
-    assert lead.standing() == standing
-
-
 def test_a_flush_that_has_ended_is_not_wanted_again() -> None:
     """A report that was in flight when the flush ended does not repeat it."""
     lead = leader()
@@ -338,32 +309,6 @@ async def test_a_late_answer_of_a_dead_leader_is_ignored() -> None:
     await keeper.questions.get()
     assert keeper.followed == ["y/1", "z/1"]
     await keeper.close()
-
-
-@in_virtual_time
-async def test_a_step_that_a_rank_of_this_keeper_has_skipped_is_void() -> None:
-    """The keeper decides that alone: it reports votes once all its ranks have voted."""
-    generations, told = Generations(10_000), list[Event]()
-    pool: Any = SimpleNamespace(generations=generations, images=lambda id: [])
-
-    async def tell(event: Event) -> None:
-        told.append(event)
-
-    guards = Guards("run", "", lambda: None)
-    agreement = Agreement("b", pool, guards, Counters(), tell, lambda work: work.close())
-    agreement.reporting.hosts = HOSTS
-    for rank, client in ((1, A), (2, B)):
-        assert generations.enter(client, rank, 0, None) is None
-    slot = generations.fill(A, 1, 1, SIZE, 3)
-    assert isinstance(slot, Grant)
-    generations.captured(slot.slot)
-    generations.sealed(slot.slot)
-    sealed = Label("run", id(1), 1, 3, SIZE, 0, 1, 1, 0.0)
-    await agreement.vote(sealed)
-    assert told == []  # rank 2 may still capture it
-    assert isinstance(generations.fill(B, 2, 2, SIZE, 3), Grant)
-    await agreement.vote(sealed)
-    assert [type(event) for event in told] == [Voided]
 
 
 # The choice of a restart.
@@ -440,6 +385,81 @@ def test_damage_in_two_lanes_is_one_loss_in_each() -> None:
     (choice,), _ = chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 3, "b")])
     assert [(lost.rank, lost.lost) for lost in choice.rebuilt] == [(0, (0,)), (3, (1,))]
     assert chosen(stocks, "abc", damaged=[(id(5), 0, "a"), (id(5), 2, "b")])[0] == []
+
+
+# The keepers that a restart waits for.
+
+
+BEGUN = Epochs().with_next(0, None)
+
+
+def stocks(
+    agreed: int, protected: int | None, mode: Mode = "xor", encoding: Collection[str] = ()
+) -> dict[str, Stock]:
+    """Return the keepers of a job of one rank per host, with their images of steps ``protected``
+    and ``agreed``. Those named in ``encoding`` have parity of the latter, too."""
+    hosts = tuple(KeeperHost(name, name, f"{name}:1", ranks=(i,)) for i, name in enumerate(NAMES))
+    group = GuardedGroup(mode, tuple(NAMES), tuple(host.ranks for host in hosts))
+    found = {}
+    for member, host in enumerate(hosts):
+        steps = sorted({agreed, *([] if protected is None else [protected])})
+        guarded = [step for step in steps if step == protected or host.name in encoding]
+        inventory = Inventory(
+            0,
+            tuple(GenerationEntry(GenerationId(0, step), 4, host.ranks, True) for step in steps),
+            tuple(ParityEntry(GenerationId(0, step), 4, group, member) for step in guarded),
+            hosts,
+        )
+        found[host.name] = Stock(host, inventory)
+    return found
+
+
+def waits(
+    known: dict[str, Stock],
+    silent: str = "",
+    unreachable: str = "",
+    gone: str = "",
+    stored: int = 0,
+) -> bool:
+    """Return whether a restart waits, if these hosts do not answer."""
+    heard = [stock for name, stock in known.items() if name not in silent + unreachable + gone]
+    unheard = [Unheard(known[name].host, True) for name in silent]
+    unheard += [Unheard(known[name].host, False) for name in unreachable]
+    kept, _ = kept_in_memory(heard, [], len(heard), stored, BEGUN)
+    newest = kept[0].generation.step if kept else stored
+    return awaited(heard, unheard, newest, BEGUN, in_memory=bool(kept))
+
+
+def test_nobody_is_waited_for_if_a_lost_host_can_be_made_up_for() -> None:
+    """The usual loss of a host delays nothing, whether its address refuses or swallows requests."""
+    for known in (stocks(5, 5), stocks(6, 5), stocks(6, 5, encoding="ab")):
+        assert not waits(known)
+        assert not waits(known, gone="d")
+        assert not waits(known, unreachable="d")
+    assert not waits(stocks(5, 5), silent="d")
+    assert not waits(stocks(5, None), gone="d")
+    assert not waits(stocks(5, None), unreachable="d", stored=5)
+
+
+def test_a_host_that_may_have_the_newest_step_is_waited_for() -> None:
+    """A host that accepts connections is not lost. One that cannot be reached is waited for if
+    parity of an encoded step cannot replace it, or if memory has no other step."""
+    assert waits(stocks(6, 5), silent="d")
+    assert waits(stocks(5, 5), unreachable="cd")
+    assert waits(stocks(5, None), unreachable="d")
+    assert waits(stocks(5, None), silent="d", stored=4)
+    assert not waits(stocks(5, 5), unreachable="cd", stored=5)
+    assert not waits(stocks(5, None), silent="d", gone="c", stored=4)  # it would not help
+
+
+def test_a_host_whose_contents_nobody_knows_is_waited_for() -> None:
+    """Unless the run has never had a keeper, so that there is nothing to lose."""
+    own = Unheard(KeeperHost("of rank 0", ""), True)
+    fresh = Stock(KeeperHost("new", "new"), Inventory(-1, ()))
+    for heard in ([], [fresh]):
+        assert awaited(heard, [own], -1, BEGUN, in_memory=False)
+        assert not awaited(heard, [own], -1, Epochs(), in_memory=False)
+    assert not awaited([fresh], [], -1, BEGUN, in_memory=False)
 
 
 # Size.

@@ -1,4 +1,4 @@
-"""Keepers of several hosts: agreement, protection of each other's images, and lost hosts.
+"""Keepers of several hosts: agreement, protection of each other's images, lost hosts, and bit flips.
 
 These are real keepers that serve each other over HTTP within one process.
 """
@@ -6,6 +6,7 @@ These are real keepers that serve each other over HTTP within one process.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -17,24 +18,42 @@ import pytest
 import torch
 from support.drivers import asynchronous
 from support.kept_hosts import TOKEN, KeptHosts, kept_hosts
-from support.kept_memory import Told, pinned, state_of
+from support.kept_memory import RUN, Told, pinned, state_of
 from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
-from holdfast.storage.arenas.label import GenerationId
+from holdfast.storage.arenas.hosts import KeeperHost
+from holdfast.storage.arenas.label import GenerationId, Label
+from holdfast.storage.arenas.memory import sealed_bytes
 from holdfast.storage.arenas.messages import (
     Agreed,
     Done,
     Durable,
     Flush,
     FlushFailed,
+    Inventory,
     Protected,
     Rebuild,
 )
-from holdfast.storage.keeper import slot_memory
+from holdfast.storage.arenas.sockets import connected, listening
+from holdfast.storage.keeper import reading, slot_memory
+from holdfast.storage.keeper.decisions.choice import Choice
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.standing import Report
+from holdfast.storage.keeper.slot_memory import PooledSlot
+from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
+from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.ranks.messages import codec
+from holdfast.storage.runtime import engine
+from holdfast.storage.training.keeper_inventory import (
+    DamagedImage,
+    GuardOption,
+    InMemory,
+    Unheard,
+    asked,
+    silent_among,
+)
+from holdfast.storage.training.memory_level import MemoryLevel
 
 
 async def until(holds: Callable[[], bool], what: str) -> None:
@@ -80,34 +99,6 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     with holdfast.open(tmp_path / "c") as checkpoint:
         checkpoint.verify()
-
-
-@pytest.mark.nightly(3)
-@pytest.mark.parametrize(
-    ("mode", "count", "lost"),
-    [("copy", 2, "a"), ("xor", 3, "b"), ("pq", 4, "bd")],
-)
-@asynchronous
-async def test_lost_hosts_are_made_up_for(mode: str, count: int, lost: str) -> None:
-    """Images of lost hosts are rebuilt byte for byte on the others; the job resumes protected."""
-    async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
-        await job.step(1, Protected)
-        newest = GenerationId(0, 1)
-        images = [await job.image(newest, rank, "abcd"[rank]) for rank in range(count)]
-        for name in lost:
-            await job.lose(name)
-        for name in lost:
-            await job.add(f"new-{name}", ["abcd".index(name)])
-        (choice,), problems = job.choices()
-        assert problems == []
-        assert choice.generation == newest
-        assert {one.rank for one in choice.rebuilt} == {"abcd".index(name) for name in lost}
-        assert await job.rebuild(choice) == []
-        for rank, (name, *_) in enumerate(choice.holders):
-            assert await job.image(newest, rank, name) == images[rank]
-        await job.enter(1)
-        await job.step(2, Protected)
-        assert {h.keeper.status().protected for h in job.hosts.values()} == {GenerationId(1, 2)}
 
 
 @pytest.mark.parametrize(("mode", "count"), [("pq", 4), ("xor", 3)])
@@ -272,3 +263,170 @@ async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_
         assert isinstance(event, FlushFailed)
         assert event.text.startswith("some images of this step are no longer in memory")
         assert pinned(job.hosts["b"].keeper.pool.generations) == []
+
+
+@asynchronous
+async def test_keepers_that_do_not_answer_are_told_from_those_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refused connection is the end of a keeper; a connection without an answer is not."""
+    monkeypatch.setattr(reading, "ASK_S", 0.5)
+    async with kept_hosts("off", [0], [1]) as job:
+        await job.step(1)
+        own = job.stocks()[0]
+        statement = InMemory(own.inventory, own.host)
+        found, unheard = await asked([statement], GuardOption())
+        assert ([stock.host.domain for stock in found], unheard) == (["b"], [])
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            at = f"127.0.0.1:{mute.getsockname()[1]}"
+            hosts = (own.host, KeeperHost("b", "b", at, ranks=(1,)))
+            statement = InMemory(Inventory(0, (), (), hosts), own.host)
+            found, unheard = await asked([statement], GuardOption())
+            assert (found, unheard) == ([], [Unheard(hosts[1], True)])
+        assert await asked([statement], GuardOption()) == ([], [])
+        silent = [statement, InMemory(silent="b"), InMemory(silent=own.host.name)]
+        assert await asked(silent, GuardOption()) == ([], [])
+        assert silent_among(silent) == [Unheard(hosts[1], True)]
+
+
+def test_connecting_to_a_keeper_that_hangs_never_blocks(tmp_path: Path) -> None:
+    """Its queue of connections fills up; the event loop must not wait for that."""
+    path = str(tmp_path / "socket")
+    lines = []
+    with listening(path):
+        try:
+            while len(lines) < 10_000:
+                lines.append(connected(path))
+        except BlockingIOError:
+            pass
+    assert 0 < len(lines) < 10_000
+    for line in lines:
+        line.close()
+
+
+# Bit flips in memory.
+
+
+HOSTS = "abcd"
+NEWEST = GenerationId(0, 2)
+
+
+def slot_of(job: KeptHosts, name: str, rank: int) -> PooledSlot:
+    """Find the slot with the newest image of a rank."""
+    slots = job.hosts[name].keeper.pool.slots.values()
+    labels = [(slot, slot.label) for slot in slots if slot.label is not None]
+    (slot,) = (s for s, label in labels if (label.generation, label.rank) == (NEWEST, rank))
+    return slot
+
+
+def flip_image(job: KeptHosts, name: str) -> None:
+    """Flip a bit in the newest image of the host's own rank."""
+    slot_of(job, name, HOSTS.index(name)).memory.view[4096] ^= 1
+
+
+def flip_label(job: KeptHosts, name: str) -> None:
+    """Flip a bit in the label of that image, as trainers of this host read it."""
+    slot = slot_of(job, name, HOSTS.index(name))
+    assert slot.label is not None
+    data = bytearray(slot.label.encode())
+    data[len(data) // 2] ^= 1
+    slot.label_fd = sealed_bytes(bytes(data))
+
+
+def flip_parity(job: KeptHosts, name: str) -> None:
+    """Flip a bit in each parity block of the newest step on the host."""
+    for parity in job.hosts[name].keeper._guards._held[NEWEST].parities:
+        if parity.memory is not None:
+            parity.memory.view[17] ^= 1
+
+
+async def loaded(job: KeptHosts, choice: Choice, name: str) -> set[DamagedImage]:
+    """Load on one host, check the values, and return the images that are struck instead."""
+    level = MemoryLevel(holdfast.Keeper(starts=False), "memory://run/")
+    level._run = RUN
+    level._arena = next(iter(job.hosts[name].arenas.values()))
+    ranks = range(job.world)
+    into = {key: torch.zeros_like(x) for rank in ranks for key, x in state_of(0, rank).items()}
+    hosts = [stock.host for stock in job.stocks()]
+    try:
+        await asyncio.to_thread(level.load, choice, hosts, into, LoadOptions(), set())
+    except holdfast.DamagedError:
+        assert level._damaged
+        return set(level._damaged)
+    for rank in ranks:
+        for key, wanted in state_of(choice.generation.step, rank).items():
+            assert torch.equal(into[key], wanted)
+    return set()
+
+
+@pytest.mark.parametrize(
+    ("flip", "mode", "name"),
+    [
+        (flip_image, "copy", "b"),
+        (flip_image, "xor", "b"),
+        (flip_label, "xor", "b"),
+        (flip_image, "pq", "d"),
+    ],
+)
+def test_a_bit_flip_on_one_host_is_repaired_from_parity(
+    mode: str, name: str, flip: Callable[[KeptHosts, str], None]
+) -> None:
+    """The keeper is alive and still has the image, but does not count as a holder."""
+    count = {"copy": 2, "xor": 3, "pq": 4}[mode]
+
+    async def body() -> None:
+        async with kept_hosts(mode, *([rank] for rank in range(count))) as job:
+            await job.step(1, Protected)
+            await job.step(2, Protected)
+            flip(job, name)
+            (choice, *_), _ = job.choices()
+            assert choice.generation == NEWEST
+            struck = await loaded(job, choice, name)
+            assert struck != set()
+            (repaired, *_), _ = job.choices(struck)
+            assert repaired.generation == NEWEST
+            assert await job.rebuild(repaired) == []
+            for reader in (name, HOSTS[0]):
+                assert await loaded(job, repaired, reader) == set()
+
+    engine.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_keeper_repairs_its_own_damaged_image() -> None:
+    """It repairs in place, for existing mappings. A failed rebuild leaves the image as it is."""
+
+    async def body() -> None:
+        async with kept_hosts("xor", [0], [1], [2]) as job:
+            await job.step(1, Protected)
+            await job.step(2, Protected)
+            image = await job.image(NEWEST, 0, "a")
+            request = Rebuild(NEWEST, 0, job.group(), (0,), tuple(s.host for s in job.stocks()))
+            arena, keeper = job.hosts["a"].arenas[0], job.hosts["a"].keeper
+            assert await arena.rebuild(request)
+            assert keeper.status().counters.rebuilt == 0
+            held = slot_of(job, "a", 0)
+            mapped = held.memory.view
+            flip_image(job, "a")
+            flip_label(job, "a")
+            assert await arena.rebuild(request)
+            assert keeper.status().counters.rebuilt == 1
+            assert await job.image(NEWEST, 0, "a") == image == bytes(mapped)
+            assert pinned(keeper.pool.generations) == []
+            flip_image(job, "a")
+            flip_parity(job, "b")
+            flip_parity(job, "c")
+            assert not await arena.rebuild(request)
+            assert "does not match its label" in arena.problem
+            assert await job.image(NEWEST, 0, "a") != image
+
+    engine.run(asyncio.wait_for(body(), 60))
+
+
+def test_an_image_that_a_peer_cannot_provide_is_named_by_its_own_key() -> None:
+    """The resume can then exclude it, if it is missing there or truncated."""
+    label = Label(RUN, NEWEST, 1, 3, 16, 16, 16, 16, 0.0, digests=bytes(16))
+    nowhere = holdfast.drivers.memory.MemoryDriver("memory://nowhere")
+    driver = TiersDriver("memory://run/", b"{}", [PeerImage(label, nowhere, "b")])
+    with pytest.raises(holdfast.DamagedError, match="the keeper b cannot provide it") as raised:
+        engine.run(driver.read(label.key, 0, memoryview(bytearray(16))))
+    assert raised.value.key == label.key

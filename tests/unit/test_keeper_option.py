@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kept_runs import keepers_below_a_folder
+from support.kept_runs import keep, keepers_below_a_folder
 
 import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
-from holdfast.storage.arenas.client import status_of, stop
+from holdfast.storage.arenas.client import status_of
 from holdfast.storage.arenas.folder import (
     KEEPER_DIR_VARIABLE,
     KeeperFolder,
@@ -318,18 +318,15 @@ def test_a_folder_of_keepers_that_others_can_write_to_does_not_stop_the_job(
 
 def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> None:
     """And training goes on."""
-    with tempfile.TemporaryDirectory(prefix="hk") as base, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KEEPER_DIR_VARIABLE, base)
-        keeper = holdfast.Keeper(deadline_s=ANSWERS_S)
-        with holdfast.Checkpointer(tmp_path, keeper=keeper, grace_s=None) as run_:
-            assert run_.step(1, {"x": object()}) is None
-            handle = run_.step(2, {"x": 3})
-            assert handle is not None
-            handle.agreed.wait(ANSWERS_S)
-            run_.wait()
-            assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
-        for folder in keeper_folders():
-            stop(folder)
+    keeper = holdfast.Keeper(deadline_s=ANSWERS_S)
+    with (
+        keepers_below_a_folder(),
+        holdfast.Checkpointer(tmp_path, keeper=keeper, grace_s=None) as run_,
+    ):
+        assert run_.step(1, {"x": object()}) is None
+        keep(run_, 2, {"x": 3})
+        run_.wait()
+        assert (run_.counters.kept, run_.counters.not_kept) == (1, 1)
 
 
 def test_a_reason_that_lasts_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -360,9 +357,7 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
                 if stored and step == 1:
                     run_.save(step, state(step))
                     continue
-                handle = run_.step(step, state(step))
-                assert handle is not None
-                handle.agreed.wait(ANSWERS_S)
+                keep(run_, step, state(step))
         (folder,) = keeper_folders()
         before = status_of(folder)
         assert before is not None
@@ -396,9 +391,7 @@ def test_a_resume_waits_for_a_service_that_is_being_restarted(tmp_path: Path) ->
     state = {"w": torch.arange(1000.0)}
     with keepers_below_a_folder():
         with holdfast.Checkpointer(tmp_path, keeper="auto", grace_s=None) as run_:
-            handle = run_.step(3, state)
-            assert handle is not None
-            handle.wait(ANSWERS_S)
+            keep(run_, 3, state)
         (folder,) = keeper_folders()
         hidden = f"{folder.socket}.hidden"
         os.rename(folder.socket, hidden)
@@ -429,9 +422,7 @@ def test_going_back_reaches_steps_in_memory(
     with keepers_below_a_folder():
         with holdfast.Checkpointer(tmp_path, every=3, keeper=keeper, grace_s=None) as run_:
             for at in range(1, 7):
-                handle = run_.step(at, {"w": torch.full((100,), float(at))})
-                assert handle is not None
-                handle.wait(ANSWERS_S)
+                keep(run_, at, {"w": torch.full((100,), float(at))})
         into = {"w": torch.zeros(100)}
         with holdfast.Checkpointer(tmp_path, every=3, keeper=keeper, grace_s=None) as run_:
             assert run_.resume(into, **wanted) == step
@@ -444,8 +435,6 @@ def test_going_back_reaches_steps_in_memory(
             assert run_.resume(into) == step
             with pytest.raises(holdfast.UsageError, match="no checkpoint of step 5"):
                 run_.resume(into, step=5 if step != 5 else 55)
-        for folder in keeper_folders():
-            stop(folder)
 
 
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:

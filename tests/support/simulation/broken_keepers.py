@@ -366,12 +366,9 @@ async def newest_pieces(self: Any, name: str, number: int) -> Any:
 
 def looks_once(self: Hosts, job: Any) -> Any:
     """Choose by the first answers of all keepers."""
-    statements = yield from self.look(job)
+    stocks, others, unheard = yield from self.answers(job)
     for host in self.hosts.values():
         self.note_protected(host.keeper)
-    others, unheard = yield from self.asked(statements)
-    unheard += memory_survey.silent_among(statements)
-    stocks = memory_survey.stocks_of(statements)
     promised = [one for one in (self.agreed, self.guarded) if one is not None]
     return stocks, others, unheard, promised
 

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from random import Random
 
 from holdfast.storage.arenas.hosts import KeeperHost
@@ -202,6 +203,15 @@ class Hosts(Promises):
         unheard += memory_survey.silent_among(statements)
         return memory_survey.stocks_of(statements), others, unheard, promised
 
+    def answers(
+        self, job: Job
+    ) -> Generator[None, None, tuple[list[Stock], list[Stock], list[Unheard]]]:
+        """Ask all keepers once, those of the job first."""
+        statements = yield from self.look(job)
+        others, unheard = yield from self.asked(statements)
+        unheard += memory_survey.silent_among(statements)
+        return memory_survey.stocks_of(statements), others, unheard
+
     def look(self, job: Job) -> Generator[None, None, list[InMemory]]:
         """Ask the keepers of the job, which offer their images from now on. A keeper that sleeps
         does not answer."""
@@ -329,10 +339,7 @@ class Hosts(Promises):
                 self.count("what can be made again cannot be now")
                 loads.impeded = True
             while True:
-                statements = yield from self.look(job)
-                stocks = memory_survey.stocks_of(statements)
-                others, unheard = yield from self.asked(statements)
-                unheard += memory_survey.silent_among(statements)
+                stocks, others, unheard = yield from self.answers(job)
                 found = self.choices(job, loads, stocks, others, unheard, newest)
                 if found is not None:
                     kept = found
@@ -780,15 +787,14 @@ class Hosts(Promises):
                 self.loop.pass_time()
 
 
-def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
-    """Run the schedule of a seed on several hosts, and count its events. Raises Violation."""
-    world = Hosts(seed, log)
+def run_seed(
+    seed: int, log: Callable[[str], None] | None = None, *, alone: bool = False
+) -> Counter[str]:
+    """Run the schedule of a seed, on several hosts or a single one, and count its events. Raises
+    Violation."""
+    world = Hosts(seed, log, alone=alone)
     world.run()
     return world.counts
 
 
-def run_alone(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
-    """Run the schedule of a seed on a single host, and count its events. Raises Violation."""
-    world = Hosts(seed, log, alone=True)
-    world.run()
-    return world.counts
+run_alone = partial(run_seed, alone=True)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from holdfast.errors import CoordinationError, DamagedError, NotFoundError, StorageError
 from holdfast.planner.parity import parity_of
@@ -355,16 +356,19 @@ def _spared_memory(nbytes: int) -> Memory:
     return Memory(nbytes)
 
 
-_STORAGE = {
-    "opened_for": _opened_for,
-    "begin": _begin,
-    "write_part": write_part,
-    "commit_attempt": _commit,
-    "give_up": _give_up,
-}
 _OWN: list[tuple[Any, dict[str, Any]]] = [
     (agreement, {"Reporting": Wire}),
-    (flush, {**_STORAGE, "peers_of": _peers_of}),
+    (
+        flush,
+        {
+            "opened_for": _opened_for,
+            "begin": _begin,
+            "write_part": write_part,
+            "commit_attempt": _commit,
+            "give_up": _give_up,
+            "peers_of": _peers_of,
+        },
+    ),
     (Label, {"fragment": _fragment_of}),
     (
         guards,
@@ -383,13 +387,7 @@ _OWN: list[tuple[Any, dict[str, Any]]] = [
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Run the real code of keepers on the simulated surroundings during the body."""
-    before = [(module, {name: vars(module)[name] for name in own}) for module, own in _OWN]
-    try:
-        for module, own in _OWN:
-            for name, value in own.items():
-                setattr(module, name, value)
+    with contextlib.ExitStack() as stack:
+        for owner, own in _OWN:
+            stack.enter_context(mock.patch.multiple(owner, **own))
         yield
-    finally:
-        for module, own in before:
-            for name, value in own.items():
-                setattr(module, name, value)
