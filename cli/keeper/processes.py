@@ -15,6 +15,7 @@ from ...storage.arenas import client
 from ...storage.arenas.folder import KeeperFolder, keeper_folders
 from ...storage.arenas.messages import VERSION
 from ...storage.keeper.descriptor_store import DescriptorStore
+from ...storage.keeper.detached import UPGRADE
 from ...storage.keeper.process import keep
 from ...storage.keeper.succession import TAKE_OVER_S, RunningError
 from ...storage.operations.location import Place
@@ -177,7 +178,7 @@ def _upgrade(status: dict[str, Any]) -> str:
     elif status["ranks"] and status.get("version") != VERSION:
         problem = "ranks train with it, and could not use the new version; end the training first"
     else:
-        engine.run(launch({"run": run}, folder, takes_over=True))
+        engine.run(launch({"run": run}, folder, UPGRADE))
         found = _successor(folder, pid)
         if found is None:
             problem = f"it was not replaced; {folder.log} tells why"

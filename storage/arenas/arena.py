@@ -487,7 +487,8 @@ class Arena:
         self._slots.clear()
         self._sealed.clear()
         try:
-            if not await self.enter(self._enters):
+            # Before an epoch begins, it only has to answer: a resume looks at it again.
+            if self._enters.epoch >= 0 and not await self.enter(self._enters):
                 return False
             # Oldest first: once a rank has handed over a step, no earlier one is expected of it.
             for number, (generation, label_fd) in sorted(sealed.items(), key=lambda one: one[1]):

@@ -158,10 +158,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """First message of a keeper that is to succeed this one. Requests that this one exits, and
-    hands over its images and the lock of the run."""
+    """First message of a keeper that is to succeed this one. Requests that this one hands over its
+    images and the lock of the run, and exits once the successor has sent :class:`Done`. ``always``:
+    also if both speak the same version."""
 
     version: int
+    always: bool = False
 
 
 @dataclass(frozen=True, slots=True)

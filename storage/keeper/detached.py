@@ -10,10 +10,12 @@ import subprocess
 import sys
 
 TAKE_OVER = "--take-over"
+UPGRADE = "--upgrade"
 
 
 def main(arguments: list[str]) -> None:
-    """Start a keeper with these ``arguments``: its options as JSON, and perhaps TAKE_OVER."""
+    """Start a keeper with these ``arguments``: its options as JSON, and perhaps TAKE_OVER
+    or UPGRADE."""
     subprocess.Popen(
         [sys.executable, "-m", "holdfast.storage.keeper.process", *arguments],
         stdin=subprocess.DEVNULL,

@@ -28,7 +28,6 @@ from ..arenas.memory import Memory, read_sealed, sealed_bytes
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import offload
 from .agreement import Agreement
-from .decisions.choice import Stock
 from .decisions.slots import Grant, Reason, Refusal
 from .descriptor_store import DescriptorStore
 from .flushing.local_level import LocalLevel
@@ -72,6 +71,7 @@ class Keeper:
         self._generations = self.pool.generations
         self._trainers = Trainers(self._gone, self._back)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._sealing = set[asyncio.Task[Any]]()
         self._counters = Counters()
         self._began_s = time.time()
         self._used_s = time.monotonic()
@@ -124,15 +124,17 @@ class Keeper:
         }
 
     async def recall(self, estate: Estate | None = None) -> None:
-        """Restore the images of the previous keeper and of the local level. Trainers that connect
-        meanwhile wait until :meth:`welcomes`."""
+        """Restore the images of the previous keeper and of the local level, once. Trainers that
+        connect meanwhile wait until :meth:`welcomes`."""
+        if self._startup.over.is_set():
+            return
         if estate is not None:
             estate.recall(self.pool, self.options.run)
         if self._store is not None:
             self._store.recall(self.pool, self.options.run)
             self.keep_over()
         for local in self._locals:
-            async for image in local.read(self._startup.moved):
+            async for image in local.read(self.pool.has, self._startup.moved):
                 slot = await PooledSlot.sealed(image.label, image.memory)
                 if self.pool.recall(slot, outlived=False):  # only agreed ones are written there
                     self._generations.agreed(image.label.generation)
@@ -191,6 +193,7 @@ class Keeper:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
+        self._sealing.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("a task of the keeper has failed", exc_info=task.exception())
 
@@ -236,7 +239,7 @@ class Keeper:
             self.ended.set()
         elif isinstance(message, messages.TakeOver):
             ranks = [trainer.rank for trainer in self._trainers]
-            is_free = not self.ended.is_set()
+            is_free = self._startup.over.is_set() and not self.ended.is_set()
             if await self.succession.accepts(line, number, message, ranks, is_free=is_free):
                 self.ended.set()
         else:
@@ -330,6 +333,9 @@ class Keeper:
     async def _fill(self, trainer: Trainer, message: messages.Fill, fds: Sequence[int]) -> _Reply:
         if not 0 <= message.within_s < math.inf:
             raise ValueError(f"memory is wanted within {message.within_s} s")
+        if self.succession.is_pending:
+            text = "another keeper is about to take over"
+            return self._refuse(trainer, Refusal(Reason.NO_FREE_SLOT, text)), []
         grant = self._generations.fill(
             trainer.number, trainer.rank, message.step, message.nbytes, trainer.world
         )
@@ -406,7 +412,9 @@ class Keeper:
         )
         check_sizes(label)
         self._generations.captured(message.slot)
-        self.run_later(self._seal(trainer, message.slot, slot, label))
+        sealing = asyncio.ensure_future(self._seal(trainer, message.slot, slot, label))
+        self._sealing.add(sealing)
+        self._keep(sealing)
         return messages.Done(), []
 
     async def _seal(self, trainer: Trainer, number: int, slot: PooledSlot, draft: Label) -> None:
@@ -441,10 +449,6 @@ class Keeper:
             self._guards.inventory(),
             self.reporting.hosts,
         )
-
-    def own_stock(self) -> Stock:
-        """Return this keeper with its inventory."""
-        return Stock(self.host, self.inventory())
 
     async def _look_up(
         self, trainer: Trainer, message: messages.LookUp, fds: Sequence[int]
@@ -571,11 +575,13 @@ class Keeper:
         """Wait, for ``grace_s`` at most, until all tasks are done and all trainers are gone.
         Trainers may be stopped at the same time, and still save. With a successor, they look for
         that at once."""
-        if self.succession.is_pending:
-            for trainer in self._trainers:
-                trainer.line.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
+                if self.succession.is_pending:
+                    while self._sealing:
+                        await asyncio.wait(self._sealing)
+                    for trainer in self._trainers:
+                        trainer.line.close()
                 while self._tasks:
                     await asyncio.wait(self._tasks)
 

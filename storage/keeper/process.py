@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from ..arenas.numa import reset_policy
 from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
 from .descriptor_store import DescriptorStore
-from .detached import TAKE_OVER
+from .detached import UPGRADE
 from .keeper import Keeper
 from .options import KeeperOptions, ServeOptions, confine, new_token
 from .rebuilding import SPARE_LOOK_S, Spare
@@ -47,6 +47,7 @@ GRACE_S = 30.0
 FILES_MAX = 1 << 16
 """Open files that a keeper asks for, if the system allows them."""
 _LOOK_S = 1.0
+_ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ async def keep(
                 advice="Name CPUs that this process may use.",
             ) from error
         _raise_file_limit()
-        reset_policy()  # the rank that started this process may be bound to one node
+        if not is_service:
+            reset_policy()  # the rank that started this process may be bound to one node
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(CPU_THREADS, "holdfast-cpu"))
         name, port = folder.read_identity()
@@ -111,21 +113,28 @@ async def keep(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, keeper.ended.set)
         try:
-            async with contextlib.AsyncExitStack() as serving:
-                async with _accepting(keeper, folder):
-                    if store is not None:  # early: a service manager does not wait for long
-                        store.say_ready()
-                    await keeper.recall(estate)
-                    await serving.enter_async_context(_served(keeper, folder, port))
-                    keeper.welcomes()
-                    where = os.getpid(), folder.path
-                    _log.info("keeper of run %s, process %d, %s", options.run, *where)
-                    job = [KeeperHost("", "", one, token, keeper.host.tls) for one in spare_of]
-                    async with _preparing(keeper, job):
-                        await _until_ended(keeper)
-                await keeper.finish(GRACE_S)  # still together with the other keepers
-                await keeper.reporting.close()
-            await keeper.succession.hand_over(keeper.pool, keeper.options, lock)
+            is_over = False
+            while not is_over:
+                async with contextlib.AsyncExitStack() as serving:
+                    async with _accepting(keeper, folder):
+                        if store is not None:  # early: a service manager does not wait for long
+                            store.say_ready()
+                        await keeper.recall(estate)
+                        await serving.enter_async_context(_served(keeper, folder, port))
+                        keeper.welcomes()
+                        await estate.confirm()
+                        where = os.getpid(), folder.path
+                        _log.info("keeper of run %s, process %d, %s", options.run, *where)
+                        job = [KeeperHost("", "", one, token, keeper.host.tls) for one in spare_of]
+                        async with _preparing(keeper, job):
+                            await _until_ended(keeper)
+                    await keeper.finish(GRACE_S)  # still together with the other keepers
+                    if not keeper.succession.is_pending:
+                        await keeper.reporting.close()
+                    keeper.reporting.wake()
+                is_over = await keeper.succession.hand_over(keeper.pool, keeper.options, lock)
+                keeper.ended.clear()
+            await keeper.reporting.close()
         finally:
             await keeper.close()
         _log.info("keeper of run %s is stopping", options.run)
@@ -190,13 +199,16 @@ async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncItera
 async def _preparing(keeper: Keeper, job: Sequence[KeeperHost]) -> AsyncIterator[None]:
     """Rebuild what the job of these keepers has lost, during the body, while no trainer is
     connected. Does nothing without any."""
-    spare = Spare(keeper.rebuilding, keeper.own_stock, job, keeper.options.certificate)
+    spare = Spare(keeper, job, keeper.options.certificate)
 
     async def prepare() -> None:
         while job:
             await asyncio.sleep(SPARE_LOOK_S)
-            if keeper.is_unused and await spare.look():
-                keeper.note_use()
+            try:
+                if keeper.is_unused and await spare.look():
+                    keeper.note_use()
+            except Exception:  # must not end the search for lost hosts
+                _log.exception("this spare cannot look for lost images")
 
     preparing = asyncio.ensure_future(prepare())
     try:
@@ -209,7 +221,12 @@ async def _preparing(keeper: Keeper, job: Sequence[KeeperHost]) -> AsyncIterator
 async def _accept(sock: socket.socket, keeper: Keeper) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        connection, _ = await loop.sock_accept(sock)
+        try:
+            connection, _ = await loop.sock_accept(sock)
+        except OSError as error:  # too many open files, for example
+            _log.warning("a connection cannot be accepted: %s", error)
+            await asyncio.sleep(_ACCEPT_PAUSE_S)
+            continue
         keeper.run_later(keeper.attend(Line(connection)))
 
 
@@ -226,9 +243,11 @@ async def _until_ended(keeper: Keeper) -> None:
             return
 
 
-async def _keep(given: dict[str, Any], *, takes_over: bool) -> None:
+async def _keep(given: dict[str, Any], flags: Collection[str]) -> None:
     folder = KeeperFolder.of(given["run"])
-    estate = await take_over(folder) if takes_over else Estate()
+    estate = Estate()
+    if flags:
+        estate = await take_over(folder, always=UPGRADE in flags)
     known = {one.name for one in fields(KeeperOptions)}
     wanted = {name: value for name, value in estate.options.items() if name in known} | given
     await keep(KeeperOptions(**wanted), folder, is_service=False, estate=estate)
@@ -236,11 +255,12 @@ async def _keep(given: dict[str, Any], *, takes_over: bool) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a keeper started by a trainer, with its options as JSON. Return the exit status.
-    ``--take-over``: take the memory of the running keeper over, and its other options."""
-    text, *more = arguments
+    With TAKE_OVER, take the memory of a running keeper of another version over, and its other
+    options; with UPGRADE, of any version."""
+    text, *flags = arguments
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        asyncio.run(_keep(json.loads(text), takes_over=TAKE_OVER in more))
+        asyncio.run(_keep(json.loads(text), flags))
     except RunningError as error:
         _log.info("%s", error)
         return 0  # another process of this host was faster

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from ...errors import HoldfastError
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import GenerationId
-from ..arenas.messages import Rebuild, Refused
-from .decisions.choice import Stock, choices
+from ..arenas.messages import Inventory, Rebuild, Refused
+from .decisions.choice import Choice, Stock, choices
 from .options import KeeperOptions
 from .parity.guards import rebuilt, unseen
-from .reading import stock_of
+from .reading import Unheard, stock_of
 from .slot_memory import SlotPool
 from .status import Counters
 
@@ -35,13 +36,6 @@ class Rebuilding:
         self._options = options
         self._counters = counters
 
-    def drop_except(self, generation: GenerationId) -> None:
-        """Drop the images of all other generations."""
-        for held in self._pool.generations.restorable():
-            if held.generation != generation:
-                self._pool.generations.discard(held.generation)
-        self._pool.close_unheld()
-
     async def rebuild(
         self, request: Rebuild, moved: Callable[[], Awaitable[None]] = unseen
     ) -> Refused | None:
@@ -56,7 +50,7 @@ class Rebuilding:
             options = self._options
             try:
                 label, memory = await rebuilt(request, options.run, options.certificate, moved)
-            except HoldfastError as error:
+            except (HoldfastError, OSError) as error:
                 text = f"the image of rank {request.rank} cannot be rebuilt: {error}"
                 return Refused("lost", text)
             refusal = await self._pool.add_rebuilt(label, memory, damaged)
@@ -70,26 +64,36 @@ class Rebuilding:
         return None
 
 
-class Spare:
-    """A keeper that prepares to replace a lost one. ``own()``: its inventory; ``job``: keepers of
-    the job to begin with; ``certificate``: PEM file to verify them with."""
+class Server(Protocol):
+    """The part of a keeper that a spare uses."""
 
-    def __init__(
-        self,
-        rebuilding: Rebuilding,
-        own: Callable[[], Stock],
-        job: Sequence[KeeperHost],
-        certificate: str,
-    ) -> None:
-        self._rebuilding = rebuilding
-        self._own = own
+    pool: SlotPool
+    rebuilding: Rebuilding
+
+    @property
+    def host(self) -> KeeperHost: ...
+
+    @property
+    def is_unused(self) -> bool: ...
+
+    def inventory(self) -> Inventory: ...
+
+
+class Spare:
+    """A keeper that prepares to replace a lost one. ``job``: keepers of the job to begin with;
+    ``certificate``: PEM file to verify them with."""
+
+    def __init__(self, keeper: Server, job: Sequence[KeeperHost], certificate: str) -> None:
+        self._keeper = keeper
         self._job = tuple(job)
         self._certificate = certificate
+        self._made: GenerationId | None = None
+        """Generation that this spare has rebuilt images of."""
         self._problem = ""
 
     async def look(self) -> bool:
         """Ask the keepers of the job once, and rebuild lost images. Return whether any keeper has
-        answered."""
+        answered. Does nothing while one of them is slow: its images are not lost."""
         answers = await asyncio.gather(*(stock_of(host, self._certificate) for host in self._job))
         stocks = [answer for answer in answers if isinstance(answer, Stock)]
         newest = max(stocks, key=lambda stock: stock.inventory.epoch, default=None)
@@ -98,15 +102,27 @@ class Spare:
         if newest.inventory.hosts and newest.inventory.hosts != self._job:
             self._job = newest.inventory.hosts  # these have names, which the first ones lack
             return True
-        own = self._own()
+        is_slow = any(isinstance(answer, Unheard) and answer.listens for answer in answers)
+        if is_slow or not self._keeper.is_unused:
+            return True
+        own = Stock(self._keeper.host, self._keeper.inventory())
         found, _ = choices([*stocks, own], [own.host.name], lambda generation: True)
-        for choice in found[:1]:
-            self._rebuilding.drop_except(choice.generation)
-            for lost in choice.rebuilt:
-                hosts = tuple(stock.host for stock in stocks)
-                request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, hosts)
-                self._note(await self._rebuilding.rebuild(request), choice.generation)
+        if found:
+            await self._prepare(found[0], tuple(stock.host for stock in stocks))
         return True
+
+    async def _prepare(self, choice: Choice, hosts: tuple[KeeperHost, ...]) -> None:
+        if self._made is not None and self._made != choice.generation:
+            self._keeper.pool.discard(self._made)
+            self._made = None
+        for lost in choice.rebuilt:
+            if not self._keeper.is_unused:
+                return
+            request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, hosts)
+            refused = await self._keeper.rebuilding.rebuild(request)
+            if refused is None:
+                self._made = choice.generation
+            self._note(refused, choice.generation)
 
     def _note(self, refused: Refused | None, generation: GenerationId) -> None:
         problem = "" if refused is None else f"step {generation.step}: {refused.text}"

@@ -155,8 +155,7 @@ class Reporting:
 
     async def _follow_own(self) -> None:
         self._seen = self.lead.version
-        self._moved.set()
-        self._moved = asyncio.Event()
+        self.wake()
         await self._follow(self.lead.standing())
 
     async def hear(self, body: bytes) -> bytes:
@@ -205,6 +204,11 @@ class Reporting:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await moved.wait()
+
+    def wake(self) -> None:
+        """Answer all requests that wait for news."""
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     async def _report_news(self) -> None:
         while True:

@@ -187,12 +187,14 @@ class SlotPool:
 
     def held(self) -> list[tuple[PooledSlot, bool]]:
         """Return the slots with complete images that were not dropped, and whether each belongs to
-        an agreed generation."""
-        return [
-            (slot, self.generations.is_restorable(slot.label.generation))
+        an agreed generation; those a restart needs most come first."""
+        found = [
+            (self.generations.is_restorable(slot.label.generation), slot.label.generation, slot)
             for number, slot in self.slots.items()
             if slot.label is not None and self.generations.holds(number, slot.label.generation)
         ]
+        found.sort(key=lambda one: one[:2], reverse=True)
+        return [(slot, agreed) for agreed, _, slot in found]
 
     async def add_rebuilt(
         self, label: Label, memory: Memory, damaged: PooledSlot | None
@@ -241,6 +243,15 @@ class SlotPool:
             if is_of_rank and self.generations.holds(number, generation):
                 return slot
         return None
+
+    def has(self, generation: GenerationId, rank: int) -> bool:
+        """Return whether the image of a rank is held."""
+        return self.slot_of(generation, rank) is not None
+
+    def discard(self, generation: GenerationId) -> None:
+        """Drop a generation with its memory, unless somebody reads it."""
+        self.generations.discard(generation)
+        self.close_unheld()
 
     def close_unheld(self) -> list[int]:
         """Release the memory of slots that the state machine has removed, and return their

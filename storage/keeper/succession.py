@@ -1,13 +1,15 @@
 """Hands the memory of a keeper to its successor, as when Holdfast was upgraded.
 
 The successor connects like a trainer. It gets all images with their labels, and the locked file of
-the run last, so that no third keeper can start in between. Parity is not handed over: the successor
+the run last, so that no third keeper can start in between. The previous keeper exits only once the
+successor serves. Parity is not handed over: the successor
 encodes the next agreed generation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -23,10 +25,9 @@ from ..arenas.sockets import Line, MessageError, connected
 from .options import KeeperOptions
 from .slot_memory import SlotPool
 
-SEND_S = 10.0
-"""Time limit for a successor to receive everything."""
 TAKE_OVER_S = 60.0
-"""Time limit for the previous keeper to finish its flushes and to hand over its memory."""
+"""Time limit for a keeper to finish its flushes and to hand over its memory, and for its successor
+to start."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +40,13 @@ class RunningError(UsageError):
 class Estate:
     """Memory of the previous keeper, owned by its successor. ``images``: the descriptors of each
     image and its label, and whether it is agreed. ``lock``: the locked file, -1 without one.
-    ``options``: the previous keeper's."""
+    ``options``: the previous keeper's. ``line``: the connection to it. It stays alive until
+    :meth:`confirm`, and continues as the keeper of the run if this process ends before."""
 
     images: list[tuple[tuple[int, ...], bool]] = field(default_factory=list)
     lock: int = -1
     options: Mapping[str, Json] = field(default_factory=dict)
+    line: Line | None = None
 
     def recall(self, pool: SlotPool, run: str) -> None:
         """Move the images of ``run`` to ``pool``."""
@@ -51,8 +54,18 @@ class Estate:
             fds, agreed = self.images.pop(0)
             pool.take_over(fds, run, agreed=agreed)
 
+    async def confirm(self) -> None:
+        """Let the previous keeper exit: this process serves its trainers now."""
+        if self.line is not None:
+            with contextlib.suppress(OSError):
+                await self.line.send(messages.encode(1, messages.Done()))
+        self.close()
+
     def close(self) -> None:
-        """Close the remaining descriptors of images."""
+        """Close the connection, and the remaining descriptors of images."""
+        if self.line is not None:
+            self.line.close()
+            self.line = None
         for fds, _ in self.images:
             for fd in fds:
                 os.close(fd)
@@ -87,12 +100,14 @@ class Succession:
         is_free: bool,
     ) -> bool:
         """Accept or refuse the next keeper. ``ranks``: those that use this keeper; ``is_free``:
-        this keeper does not end for another reason."""
+        this keeper neither starts nor ends."""
         problem = ""
         if self.is_service:
             problem = "a service manager runs this keeper: have that restart it"
         elif not is_free:
-            problem = "this keeper is stopping"
+            problem = "this keeper is starting or stopping"
+        elif request.version == messages.VERSION and not request.always:
+            problem = "this keeper speaks that version"
         elif ranks and request.version != messages.VERSION:
             problem = (
                 f"ranks of this host are training with this keeper, including rank {min(ranks)}, "
@@ -104,28 +119,33 @@ class Succession:
         self._successor = (line, number)
         return True
 
-    async def hand_over(self, pool: SlotPool, options: KeeperOptions, lock: int) -> None:
-        """Hand all images and the lock to the next keeper, if there is one. A failure is logged:
-        that keeper then retains the received images, and takes the lock like any other keeper."""
+    async def hand_over(self, pool: SlotPool, options: KeeperOptions, lock: int) -> bool:
+        """Hand all images and the lock to the next keeper. Return False if that keeper fails before
+        it serves, so that this one has to continue; True otherwise, also without a next keeper."""
         if self._successor is None:
-            return
-        line, number = self._successor
+            return True
+        (line, number), self._successor = self._successor, None
         try:
-            async with asyncio.timeout(SEND_S):
+            async with asyncio.timeout(TAKE_OVER_S):
                 for slot, agreed in pool.held():
                     answer = messages.encode(number, messages.HandedOver(agreed))
                     await line.send(answer, [slot.memory.fd, slot.label_fd])
                 text = json.dumps(dataclasses.asdict(options))
                 await line.send(messages.encode(number, messages.TakenOver(text)), [lock])
-        except (OSError, TimeoutError) as error:
-            _log.warning("the next keeper did not receive everything: %s", str(error) or "too late")
+                (await line.receive()).close()
+        except (OSError, TimeoutError, MessageError) as error:
+            text = str(error) or f"not ready within {TAKE_OVER_S:g} s"
+            _log.warning("the next keeper has failed, so this one continues: %s", text)
+            return False
         finally:
             line.close()
+        return True
 
 
-async def take_over(folder: KeeperFolder) -> Estate:
-    """Have the running keeper exit, and return its memory; an empty estate if none is running.
-    Raises RunningError if it refuses, CoordinationError if it does not answer."""
+async def take_over(folder: KeeperFolder, *, always: bool) -> Estate:
+    """Take over the memory of the running keeper; return an empty estate if none is running.
+    ``always``: also from one of the same version. Raises RunningError if it refuses,
+    CoordinationError if it does not answer."""
     estate = Estate()
     try:
         line = connected(folder.socket)
@@ -135,17 +155,18 @@ async def take_over(folder: KeeperFolder) -> Estate:
         async with asyncio.timeout(TAKE_OVER_S):
             if line.peer_uid != os.getuid():
                 raise MessageError(f"it belongs to the user {line.peer_uid}")
-            await line.send(messages.encode(1, messages.TakeOver(messages.VERSION)))
+            request = messages.TakeOver(messages.VERSION, always)
+            await line.send(messages.encode(1, request))
             while estate.lock < 0:
                 await _receive(line, estate)
     except BaseException as error:
+        line.close()
         estate.close()
         if isinstance(error, OSError | TimeoutError | MessageError):
             text = str(error) or f"no answer within {TAKE_OVER_S:g} s"
             raise CoordinationError(f"the keeper at {folder.path} does not end: {text}") from error
         raise
-    finally:
-        line.close()
+    estate.line = line
     return estate
 
 

@@ -43,9 +43,9 @@ from .decisions import Decision, Decisions
 from .keeper_option import KeeperOption, checked_keeper
 from .memory_level import MemoryLevel
 from .preemption import Preemption
-from .resume import Back, Resumed, begin_run, resumed
+from .resume import Resumed, begin_run, resumed
 from .retention import Keep, Retention
-from .run_lineage import RunLineage, below, checkpoint_name
+from .run_lineage import Back, RunLineage, below, checkpoint_name
 from .schedule import schedule_of
 from .stats import Counters, PendingSave, Stats, follow, follow_memory, log_if_unsaved
 

@@ -38,15 +38,18 @@ class Epochs:
         """The newest epoch, or -1."""
         return self.begun[-1][0] if self.begun else -1
 
-    def with_next(self, epoch: int, chosen: int | None, *, again: bool = False) -> Epochs:
+    def with_next(
+        self, epoch: int, chosen: int | None, *, again: bool = False, asked: bool = False
+    ) -> Epochs:
         """Return the record after ``epoch`` begins at step ``chosen`` (None: from nothing).
-        ``again``: the job has not started anew, but begins a second epoch."""
+        ``again``: the job has not started anew, but begins a second epoch. ``asked``: the user has
+        asked for that step."""
         step = -1 if chosen is None else chosen
         begun = (*[one for one in self.begun if one[1] < step], (epoch, step))
         lowest, highest = self.span
         if again:
             return Epochs(begun, self.repeats, self.span)
-        if not self.repeats or step > highest:
+        if asked or not self.repeats or step > highest:
             return Epochs(begun, 1, (step, step))
         return Epochs(begun, self.repeats + 1, (min(lowest, step), highest))
 

@@ -183,17 +183,15 @@ async def start_keeper(
 ) -> None:
     """Start a detached keeper of the run; of several, one remains. ``takes_over``: the running one
     is to hand its memory over, and to exit. Raises CoordinationError."""
-    await launch(asdict(option.of_process(run)), folder, takes_over=takes_over)
+    flags = [TAKE_OVER] if takes_over else []
+    await launch(asdict(option.of_process(run)), folder, *flags)
 
 
-async def launch(
-    options: Mapping[str, object], folder: KeeperFolder, *, takes_over: bool = False
-) -> None:
-    """Start a detached keeper with these fields of KeeperOptions. One that ``takes_over`` keeps the
-    other options of the running keeper. Raises CoordinationError."""
-    arguments = [sys.executable, "-m", "holdfast.storage.keeper.detached", json.dumps(options)]
-    if takes_over:
-        arguments.append(TAKE_OVER)
+async def launch(options: Mapping[str, object], folder: KeeperFolder, *flags: str) -> None:
+    """Start a detached keeper with these fields of KeeperOptions. ``flags``: see
+    :func:`..keeper.process.main`. Raises CoordinationError."""
+    program = [sys.executable, "-m", "holdfast.storage.keeper.detached"]
+    arguments = [*program, json.dumps(options), *flags]
     try:
         folder.make()
         await offload(_run, arguments, folder)

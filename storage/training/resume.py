@@ -36,7 +36,7 @@ from .keeper_inventory import (
 from .load_attempts import Outcome, Prepare, held_round, ready, tried, tried_here
 from .memory_level import LoadedBytes, MemoryLevel
 from .run_identity import run_id
-from .run_lineage import RunLineage, Survey, is_own
+from .run_lineage import Back, RunLineage, Survey, is_own
 
 _NAMED = 10
 """The most steps or paths that a message names."""
@@ -114,40 +114,6 @@ CHOOSE = Round.of("resume", InMemory, Choices)
 TAKE_UP = Round.of("resume", Nothing, Nothing)
 
 
-@dataclass(frozen=True, slots=True)
-class Back:
-    """The checkpoint to resume: at ``step``, the newest ``before`` a step, or the newest."""
-
-    step: int | None = None
-    before: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.step is not None and self.before is not None:
-            raise UsageError("resume: step and before are both given", advice="Give one of them.")
-        for name, value in (("step", self.step), ("before", self.before)):
-            if value is not None and type(value) is not int:
-                raise UsageError(f"resume: {name} is {value!r}, which is not a whole number")
-
-    @property
-    def asked(self) -> bool:
-        """Return whether the caller requested another checkpoint than the newest."""
-        return self.step is not None or self.before is not None
-
-    def allows(self, step: int) -> bool:
-        """Return whether ``step`` matches the request."""
-        if self.step is not None:
-            return step == self.step
-        return self.before is None or step < self.before
-
-    def among(self, survey: Survey) -> list[ListedCheckpoint]:
-        """Return the checkpoints to try, in order."""
-        if self.step is not None:
-            exact = [c for c in survey.steps if c.step == self.step]
-            return sorted(exact, key=lambda c: c.abandoned)[:1]
-        live = [c for c in survey.steps if not c.abandoned]
-        return [c for c in live if self.allows(c.step or 0)]
-
-
 class _Leader:
     """The leader's part of a resume. ``guards``: the protection; None without keepers.
     ``patience_s``: how long to wait for keepers that do not answer but may hold a newer step.
@@ -216,6 +182,10 @@ class _Leader:
         )
         _log.warning("%s", problem)
         return replace(candidates, gone_back=problem)
+
+    def go_back_no_more(self) -> None:
+        """Let the next look find the newest steps."""
+        self._goes_back_after = None
 
     def _candidates(self, survey: Survey, statements: Sequence[InMemory]) -> Candidates:
         assert self._guards is not None
@@ -294,7 +264,8 @@ class _Leader:
         resumed_from = None if taken.chosen is None else self._tried[taken.chosen]
         if self._guards is not None:
             async with self._root.opened() as driver:
-                await put_epochs(driver, self._epochs.with_next(taken.epoch, taken.step))
+                epochs = self._epochs.with_next(taken.epoch, taken.step, asked=self._asked.asked)
+                await put_epochs(driver, epochs)
         kept_step = taken.step if taken.tier == "memory" else None
         await self._lineage.take_up(
             resumed_from, self._survey, record=self._back.asked, kept_step=kept_step
@@ -363,11 +334,20 @@ def resumed(
         limits = memory.gives_up_after_s, memory.goes_back_after
         leader = _Leader(lineage, root, back, memory.guards, *limits)
         candidates = _survey(leader, memory, root, call, options.deadline_s)
-    if candidates.refused is not None:
-        raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
+    _check_allowed(candidates, root)
     reports: list[LoadReport] = []
     target = _Target(state, replace(options, on_report=reports.append))
-    taken = _load_best(leader, root, candidates, target, back, memory)
+    taken = None
+    if candidates.gone_back and memory is not None:
+        try:
+            taken = _load_best(leader, root, candidates, target, back, memory)
+        except DamagedError as error:
+            _log.warning("no earlier step can be resumed, so the newest is: %s", error)
+            leader.go_back_no_more()
+            candidates = _survey(leader, memory, root, call, options.deadline_s)
+            _check_allowed(candidates, root)
+    if taken is None:
+        taken = _load_best(leader, root, candidates, target, back, memory)
 
     async def take_up(_: Sequence[Nothing]) -> Nothing:
         await leader.take_up(taken)
@@ -388,6 +368,11 @@ def resumed(
     problems = [candidates.gone_back, candidates.memory.problem, candidates.meeting.problem]
     problem = "; ".join(filter(None, problems))
     return Resumed(taken.step, taken.tier, nbytes, seconds, tiers, problem)
+
+
+def _check_allowed(candidates: Candidates, root: Place) -> None:
+    if candidates.refused is not None:
+        raise UsageError(candidates.refused, uri=root.uri.redacted, advice=candidates.advice)
 
 
 def _survey(
@@ -422,11 +407,12 @@ def _load_best(
             step, loaded = kept
             return _Taken(candidates.epoch, step, loaded=loaded)
     chosen = _load_first(root, candidates, target, back)
-    if chosen is None and target.failed:
+    failed = target.failed or [one.generation.step for one in candidates.memory.kept]
+    if chosen is None and failed:
         # All ranks tried the same steps, so all raise, however far each of them got.
         raise DamagedError(
-            f"the steps of this run are in memory only, and none of them can be read: "
-            f"{', '.join(map(str, target.failed[:_NAMED]))}. The state may be partly filled",
+            f"the steps that this run could resume are in memory only, and none of them can be "
+            f"read: {', '.join(map(str, failed[:_NAMED]))}. The state may be partly filled",
             uri=root.uri.redacted,
             advice=(
                 "Rebuild the state before you use it. The steps stay in memory; the log says what "
@@ -467,7 +453,10 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
         async with root.opened() as driver:
             epochs = await read_epochs(driver)
             epoch = next_epoch([*stocks, *others], epochs)
-            await put_epochs(driver, epochs.with_next(epoch, memory.since, again=again))
+            epochs = epochs.with_next(epoch, memory.since, again=again, asked=not again)
+            await put_epochs(
+                driver, epochs.with_next(epoch, memory.since, again=again, asked=not again)
+            )
         return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)

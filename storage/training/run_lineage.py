@@ -59,6 +59,40 @@ class Survey:
         return max([*live, *self.broken], key=_step, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Back:
+    """The checkpoint to resume: at ``step``, the newest ``before`` a step, or the newest."""
+
+    step: int | None = None
+    before: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.before is not None:
+            raise UsageError("resume: step and before are both given", advice="Give one of them.")
+        for name, value in (("step", self.step), ("before", self.before)):
+            if value is not None and type(value) is not int:
+                raise UsageError(f"resume: {name} is {value!r}, which is not a whole number")
+
+    @property
+    def asked(self) -> bool:
+        """Return whether the caller requested another checkpoint than the newest."""
+        return self.step is not None or self.before is not None
+
+    def allows(self, step: int) -> bool:
+        """Return whether ``step`` matches the request."""
+        if self.step is not None:
+            return step == self.step
+        return self.before is None or step < self.before
+
+    def among(self, survey: Survey) -> list[ListedCheckpoint]:
+        """Return the checkpoints to try, in order."""
+        if self.step is not None:
+            exact = [c for c in survey.steps if c.step == self.step]
+            return sorted(exact, key=lambda c: c.abandoned)[:1]
+        live = [c for c in survey.steps if not c.abandoned]
+        return [c for c in live if self.allows(c.step or 0)]
+
+
 class RunLineage:
     """The lineage of the run in ``root``, and its record. Runs on the engine's loop."""
 

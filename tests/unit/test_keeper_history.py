@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError, SaveError, UsageError
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Agreed, Event, Local, Protected, Sealed, Voided
 from holdfast.storage.keeper.decisions.generations import Generations
-from holdfast.storage.keeper.decisions.history import level_of, retained
+from holdfast.storage.keeper.decisions.history import levels_of, retained
 from holdfast.storage.keeper.decisions.slots import Grant
 from holdfast.storage.operations.saving.handle import SaveHandle, StageHandle
 from holdfast.storage.operations.saving.keeper_request import ByKeeper, Keeping
@@ -165,16 +165,21 @@ def test_distances_between_older_steps_widen(every: int) -> None:
 
 def test_an_older_step_stays_until_a_wider_span_ends() -> None:
     """Without that, a level would have nothing to retain when the next span begins."""
-    levels: dict[GenerationId, int] = {}
-    held: set[int] = set()
+    held: list[GenerationId] = []
     for step in range(1, 300):
-        id = GenerationId(0, step)
-        levels[id] = level_of(step, step - 1 if step > 1 else None, 1)
-        marks = retained(levels, id, 3)
+        held.append(GenerationId(0, step))
+        marks = retained(levels_of(held, 1), held[-1], 3)
         assert len(marks) == 3 or step < 22
-        assert {one.step for one in marks} <= held | {step - 1}
-        held = {one.step for one in marks}
-        levels = {one: of for one, of in levels.items() if one in marks or one == id}
+        if step >= 256:
+            assert [one.step for one in marks[1:]] == expected_marks(step)
+        held = [*sorted(marks), held[-1]]
+
+
+def expected_marks(step: int) -> list[int]:
+    """Return the marks of the levels 2 and 3 if no step was ever dropped."""
+    below = (step - 1) // 4 * 4
+    second = (below - 1) // 16 * 16
+    return [second, (second - 1) // 64 * 64]
 
 
 @pytest.mark.parametrize("images", [6, 7, 9, 10])
@@ -186,6 +191,46 @@ def test_older_steps_give_way_to_newer_ones_where_memory_is_short(images: int) -
     assert (48 in held) == (images > 7)
 
 
+def test_the_history_leaves_memory_that_the_system_lacks() -> None:
+    """If the system cannot give what the budget allows, steps are kept as without a history."""
+    generations = Generations(100 * SIZE)
+    generations.history = 3
+    assert generations.enter(1, 0, 0, None) is None
+    kept = 0
+    for step in range(20):
+        grant = generations.fill(1, 0, step, SIZE, 1)
+        assert isinstance(grant, Grant)
+        if grant.fresh and len(generations.slots) > 3:
+            generations.unmade(grant.slot)
+            continue
+        if grant.fresh:
+            generations.made(grant.slot)
+        generations.captured(grant.slot)
+        generations.sealed(grant.slot)
+        kept += generations.agreed(GenerationId(0, step))
+    assert kept == 19
+
+
+def test_a_history_outlives_its_keeper() -> None:
+    """The next keeper knows only that the generations were agreed."""
+    generations = Generations(100 * SIZE)
+    generations.history = 2
+    for step in (48, 56, 58, 59):
+        assert isinstance(generations.recall(GenerationId(0, step), 0, 1, SIZE), int)
+        generations.was_agreed(GenerationId(0, step))
+    assert generations.enter(1, 0, 1, 59) is None
+    for step in range(60, 64):
+        grant = generations.fill(1, 0, step, SIZE, 1)
+        assert isinstance(grant, Grant)
+        if grant.fresh:
+            generations.made(grant.slot)
+        generations.captured(grant.slot)
+        generations.sealed(grant.slot)
+        assert generations.agreed(GenerationId(1, step))
+    held = {one.generation.step for one in generations.restorable()}
+    assert {63, 60, 48} <= held
+
+
 def test_a_resume_goes_back_after_starts_without_a_newer_step() -> None:
     """Each time that as many starts have failed again, it goes back further."""
     epochs = Epochs()
@@ -195,6 +240,7 @@ def test_a_resume_goes_back_after_starts_without_a_newer_step() -> None:
         epochs = Epochs.decode(epochs.with_next(number, step).encode("job"))
     assert before == [None, None, None, None, 6, None, None, 4, None, None]
     assert epochs.with_next(10, 9, again=True).repeats == epochs.repeats
+    assert epochs.with_next(10, 5, asked=True).with_next(11, 7).go_back_before(1) == 7
 
 
 def train(uri: Path, until: int, **options: int) -> tuple[int | None, str]:

@@ -35,6 +35,7 @@ from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
     Enter,
+    HandedOver,
     Hello,
     Refused,
     TakeOver,
@@ -158,12 +159,43 @@ def test_a_trainer_of_another_version_replaces_the_keeper(folder: KeeperFolder) 
     assert [keeper.wait(30) for keeper in keepers] == [0]
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_keeper_continues_unless_its_successor_serves(
+    folder: KeeperFolder, *, dies: bool
+) -> None:
+    """One that dies takes nothing along, and ranks that start at once replace it only once."""
+
+    async def body() -> None:
+        arena = await opened(folder)
+        await two_steps(arena)
+        before = status_in(await asyncio.to_thread(status_of, folder))
+        line = connected(folder.socket)
+        await line.send(encode(1, TakeOver(VERSION, always=dies)))
+        _, answer = decode((await line.receive()).data)
+        assert isinstance(answer, HandedOver if dies else Refused)
+        line.close()
+        async with asyncio.timeout(DEADLINE_S):
+            while dies and arena.is_open:
+                await asyncio.sleep(0.05)
+            while not arena.is_open:
+                await asyncio.sleep(0.05)
+        after = status_in(await asyncio.to_thread(status_of, folder))
+        assert after["pid"] == before["pid"]
+        await check_step_2(arena)
+        told = Told()
+        await capture(arena, 3, told)
+        await told.until(Agreed)
+        await arena.close()
+
+    asyncio.run(body())
+
+
 @asynchronous
 async def test_a_keeper_run_by_a_service_manager_stays() -> None:
     """The manager would start it again, next to its successor."""
     async with kept() as (keeper, folder), trainer(folder):
         client = connected(folder.socket)
-        await client.send(encode(1, TakeOver(VERSION)))
+        await client.send(encode(1, TakeOver(VERSION, always=True)))
         _, answer = decode((await client.receive()).data)
         assert isinstance(answer, Refused)
         assert "service manager" in answer.text

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ....core.units import size_text
 from ...arenas.label import GenerationId
 from ...arenas.messages import GenerationEntry
-from .history import level_of, retained
+from .history import levels_of, retained
 from .slots import Content, Grant, Pin, Reason, Refusal, Slot, short_of_memory
 
 SLOTS_PER_RANK = 3
@@ -44,8 +44,6 @@ class _Generation:
     was_agreed: bool = False
     """Agreed according to the previous keeper. It displaces no older generation, on which other
     keepers may rely, until this keeper learns of the agreement as well or its epoch ends."""
-    level: int = 0
-    """Level of the history that an agreed generation is a mark of, see :mod:`.history`."""
     lost: bool = False
     """True if the image of some rank is missing for good, so that it stays incomplete."""
 
@@ -59,6 +57,8 @@ class Generations:
         """Number of older generations to retain."""
         self.every = 1
         """Distance of kept steps."""
+        self._is_full = False
+        """True once the system has lacked memory for a slot, so that the history takes no more."""
         self._is_short = False
         """True while steps need memory, so that the history protects none."""
         self._numbers = itertools.count()
@@ -132,6 +132,7 @@ class Generations:
             self.epoch = epoch
             self._newest_step = {}
             self._left_out = []
+            self._is_full = False
             self._drop_later(chosen)
             # An earlier resume from the same step may have left a later image of it that was never
             # agreed.
@@ -330,8 +331,8 @@ class Generations:
         """Return the older generations to retain."""
         if not self.history or self._is_short:
             return []
-        levels = {id: of.level for id, of in self._generations.items() if self.is_restorable(id)}
-        return retained(levels, self._gone_on_from, self.history)
+        agreed = sorted(filter(self.is_restorable, self._generations))
+        return retained(levels_of(agreed, self.every), self._gone_on_from, self.history)
 
     @property
     def _gone_on_from(self) -> GenerationId | None:
@@ -354,6 +355,8 @@ class Generations:
         if len(mine) >= SLOTS_PER_RANK + self.history:
             text = f"all {len(mine)} images of rank {rank} are in use"
             return Refusal(Reason.NO_FREE_SLOT, text)
+        if self._is_full and len(mine) >= SLOTS_PER_RANK:
+            return Refusal(Reason.NO_MEMORY, "the system has no memory for older steps")
         ranks = self._ranks_now(rank)
         wanted = self._wanted_nbytes(ranks, rank, nbytes)
         held = sum(slot.nbytes for slot in self._slots.values())
@@ -387,6 +390,7 @@ class Generations:
         """Remove a fresh slot whose memory could not be allocated."""
         self._empty(self._slots[slot])
         del self._slots[slot]
+        self._is_full = True
 
     def is_filling(self, slot: int, client: int, id: GenerationId) -> bool:
         """Return whether ``client`` is filling the slot with its image of this generation."""
@@ -436,11 +440,7 @@ class Generations:
         of = self._generations.get(id)
         if of is None or of.lost:
             return False
-        if not of.agreed:
-            of.agreed = True
-            known = [one for one in self._generations if one < id and self.is_restorable(one)]
-            before = max(known).step if known else None
-            of.level = level_of(id.step, before, self.every)
+        of.agreed = True
         return True
 
     def is_agreed(self, id: GenerationId) -> bool:
@@ -459,10 +459,11 @@ class Generations:
         return of is not None and (of.agreed or of.was_agreed)
 
     def discard(self, id: GenerationId) -> None:
-        """Discard a generation with its slots, which nobody has mapped."""
-        freed = [number for number, slot in self._slots.items() if slot.generation == id]
-        self._forget(id)
-        self._remove([number for number in freed if self._may_be_filled(self._slots[number])])
+        """Discard a generation with its slots, unless somebody reads it."""
+        of_it = {number: slot for number, slot in self._slots.items() if slot.generation == id}
+        if not any(slot.readers or slot.pins for slot in of_it.values()):
+            self._forget(id)
+            self._remove([n for n, slot in of_it.items() if self._may_be_filled(slot)])
 
     def void(self, id: GenerationId) -> None:
         """Discard a generation that is inconsistent, damaged or incomplete. Ranks that are behind

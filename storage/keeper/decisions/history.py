@@ -8,7 +8,7 @@ previous level. All keepers select the same marks, since marks follow from agree
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...arenas.label import GenerationId
 
@@ -16,17 +16,21 @@ FACTOR = 4
 LEVELS_MAX = 16
 
 
-def level_of(step: int, before: int | None, every: int) -> int:
-    """Return the highest level that an agreed step is a mark of, 0 for none. ``before``: the agreed
-    step before it, None without one; ``every``: distance of kept steps."""
-    if before is None:
-        return LEVELS_MAX
-    level = 0
-    span = FACTOR * every
-    while level < LEVELS_MAX and step // span != before // span:
-        level += 1
-        span *= FACTOR
-    return level
+def levels_of(agreed: Sequence[GenerationId], every: int) -> dict[GenerationId, int]:
+    """Return the highest level that each agreed generation is a mark of, 0 for none. ``agreed``:
+    ascending; generations between them that were dropped count as none; ``every``: distance of kept
+    steps."""
+    levels: dict[GenerationId, int] = {}
+    before: GenerationId | None = None
+    for id in agreed:
+        level = LEVELS_MAX if before is None else 0
+        span = FACTOR * every
+        while before is not None and level < LEVELS_MAX and id.step // span != before.step // span:
+            level += 1
+            span *= FACTOR
+        levels[id] = level
+        before = id
+    return levels
 
 
 def retained(

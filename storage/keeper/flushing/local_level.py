@@ -76,10 +76,12 @@ class LocalLevel:
                 found.add(GenerationId(int(match[1]), int(match[2])))
         return sorted(found, reverse=True)
 
-    async def read(self, moved: Callable[[], None]) -> AsyncIterator[LocalImage]:
-        """Load the images of the newest generations into memory, one by one. Skips images that
-        cannot be read or do not fit into memory, with a warning. The bytes are not verified here.
-        Calls ``moved()`` on progress."""
+    async def read(
+        self, is_held: Callable[[GenerationId, int], bool], moved: Callable[[], None]
+    ) -> AsyncIterator[LocalImage]:
+        """Load the images of the newest generations into memory, one by one, unless
+        ``is_held(generation, rank)``. Skips images that cannot be read or do not fit into memory,
+        with a warning. The bytes are not verified here. Calls ``moved()`` on progress."""
         try:
             generations = await self._generations()
             moved()
@@ -88,6 +90,9 @@ class LocalLevel:
                 keys = [info.key async for info in self._driver.list(prefix)]
                 moved()
                 for key in sorted(key for key in keys if key.endswith(".label")):
+                    rank = key.removeprefix(f"{prefix}/").removesuffix(".label")
+                    if rank.isdecimal() and is_held(generation, int(rank)):
+                        continue
                     image = await self._image(key, generation, moved)
                     if image is not None:
                         yield image
