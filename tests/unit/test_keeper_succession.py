@@ -182,9 +182,7 @@ def test_a_keeper_continues_unless_its_successor_serves(
         after = status_in(await asyncio.to_thread(status_of, folder))
         assert after["pid"] == before["pid"]
         await check_step_2(arena)
-        told = Told()
-        await capture(arena, 3, told)
-        await told.until(Agreed)
+        await capture_until(arena, 3, Agreed)
         await arena.close()
 
     asyncio.run(body())
