@@ -74,14 +74,6 @@ def test_a_step_is_on_storage_of_the_host_once_the_keeper_says_so() -> None:
     assert save.ended == {"sealed": None, "agreed": None, "local": None}
 
 
-def test_a_step_that_is_not_written_there_says_so_when_it_is_agreed_on() -> None:
-    """Nobody waits for it until another one is."""
-    save = Saved()
-    assert not save.hear(Sealed(1, ID), Agreed(ID))
-    assert isinstance(save.ended["local"], UsageError)
-    assert "is not written to the host's storage" in str(save.ended["local"])
-
-
 @pytest.mark.parametrize(
     ("event", "said"), [(Local(ID, "the disk is full"), "the disk is full"), (Voided(ID, "x"), "x")]
 )

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.drivers import asynchronous
-from support.kept_hosts import TOKEN, KeptHosts, kept_hosts
-from support.kept_memory import RUN, Told, pinned, state_of
+from support.kept_memory import RUN, TOKEN, KeptHosts, Told, kept_hosts, pinned, state_of
 from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
@@ -38,7 +37,6 @@ from holdfast.storage.arenas.messages import (
 from holdfast.storage.arenas.sockets import connected, listening
 from holdfast.storage.keeper import reading, slot_memory
 from holdfast.storage.keeper.decisions.choice import Choice
-from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.standing import Report
 from holdfast.storage.keeper.slot_memory import PooledSlot
 from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
@@ -222,26 +220,6 @@ async def test_reports_that_make_no_sense_are_refused() -> None:
             assert await posted(job, nonsense) == 400
         told = await job.step(1)
         assert all(Agreed in kinds(one) for one in told)
-
-
-@asynchronous
-async def test_a_flush_whose_lead_keeper_dies_goes_on_with_the_next_one(tmp_path: Path) -> None:
-    """It learns from other keepers that the step was agreed, and from its trainer of the flush."""
-    async with kept_hosts("off", [0], [1]) as job:
-        a, b = (job.hosts[name] for name in "ab")
-        flush = Flush(1, str(tmp_path / "c"))
-        assert await b.arenas[1].flush(flush)  # and not by rank 0
-        told = await job.step(1)
-        later = await job.step(2)
-        assert all(Agreed in kinds(one) for one in (*told, *later))
-        a.keeper._agreement.reporting.lead = Lead("another")
-        a.keeper._agreement.reporting.hosts = ()
-        await a.arenas[0].enter(a.arenas[0]._enters)
-        assert FlushFailed not in kinds(told[1])
-        assert await a.arenas[0].flush(flush)
-        for one in told:
-            assert isinstance(await one.until((Durable, FlushFailed)), Durable)
-        assert pinned(b.keeper.pool.generations) == []
 
 
 @asynchronous

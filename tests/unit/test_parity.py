@@ -146,16 +146,6 @@ def test_parity_is_what_its_definition_says(count: int) -> None:
     assert list(zip(p.tolist(), q.tolist(), strict=True)) == expected
 
 
-def test_blocks_of_many_pieces() -> None:
-    """Piece after piece gives the same bytes at both sides of every border, and at the end."""
-    blocks = noise(4, ODD_NBYTES)
-    blocks[1] = blocks[1][: ODD_NBYTES - 70_001]
-    p, q = parity_of(blocks, ODD_NBYTES)
-    borders = [*range(0, ODD_NBYTES, galois.PRODUCT_PIECE_NBYTES), len(blocks[1]), ODD_NBYTES]
-    places = [at for border in borders for at in (border - 1, border) if 0 <= at < ODD_NBYTES]
-    assert [(p[at], q[at]) for at in places] == [reference(blocks, at) for at in places]
-
-
 @pytest.mark.parametrize("nbytes", [1, 255, ODD_NBYTES])
 def test_any_two_lost_blocks_come_back(nbytes: int) -> None:
     """Of five blocks and two of parity, whichever two are lost; and the other one as well."""

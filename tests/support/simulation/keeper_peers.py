@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -50,10 +51,6 @@ class Memory:
 
     def close(self) -> None:
         """Do nothing: this memory costs nothing."""
-
-    def digest(self) -> bytes:
-        """Return what stands for the digests of an image."""
-        return repr(self.pieces).encode()
 
 
 @dataclass(eq=False)
@@ -281,35 +278,25 @@ def combined(
 
 def is_sealed(memory: Memory, label: Label) -> bool:
     """Return whether memory matches its label."""
-    return memory.digest() == label.digests
+    return repr(memory.pieces).encode() == label.digests
 
 
 # Storage.
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    id: str
-
-
-@dataclass(frozen=True)
-class _Driver:
-    uri: str = "simulated://"
-
-
 @contextlib.asynccontextmanager
-async def _opened_for(request: object, writers: int) -> AsyncIterator[tuple[_Driver, None]]:
-    yield _Driver(), None
+async def _opened_for(request: object, writers: int) -> AsyncIterator[tuple[object, None]]:
+    yield SimpleNamespace(uri="simulated://"), None
 
 
-async def _begin(driver: _Driver) -> _Attempt:
+async def _begin(driver: object) -> object:
     world = running().world
     await world.piece()
     world.count("begun to flush")
-    return _Attempt(f"attempt-{world.counts['begun to flush']}")
+    return SimpleNamespace(id=f"attempt-{world.counts['begun to flush']}")
 
 
-async def write_part(driver: _Driver, attempt: str, image: Slot, compression: None) -> int:
+async def write_part(driver: object, attempt: str, image: Slot, compression: None) -> int:
     """Write an image, piece by piece. May fail."""
     world, label = running().world, image.label
     assert label is not None
@@ -334,7 +321,7 @@ def _fragment_of(label: Label, attempt: str, nbytes: None) -> object:
 
 
 async def _commit(
-    driver: _Driver, attempt: _Attempt, fragments: Sequence[Any], compression: None, branch: str
+    driver: object, attempt: object, fragments: Sequence[Any], compression: None, branch: str
 ) -> None:
     keeper = running()
     keeper.world.check_commit(keeper, fragments)
@@ -342,7 +329,7 @@ async def _commit(
     keeper.world.commit(fragments)
 
 
-async def _give_up(driver: _Driver, attempt: _Attempt) -> None:
+async def _give_up(driver: object, attempt: object) -> None:
     pass
 
 
