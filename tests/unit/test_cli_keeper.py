@@ -17,6 +17,8 @@ import torch
 from support.commands import HOLDFAST, finished, run, run_json
 
 import holdfast
+from holdfast.cli.demo.hosts import Hosts
+from holdfast.cli.demo.keepers import Accident, Outcome
 from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 
 
@@ -100,3 +102,34 @@ def test_a_call_that_cannot_be_carried_out_says_why(
     """With status 2."""
     monkeypatch.chdir(tmp_path)
     assert said in run("keeper", *arguments, status=2).stderr
+
+
+# Parts of the demo; tests/crash/test_keeper_demo.py runs all of it.
+
+
+LOST = Accident("one host lost", 23, ("b",), 23, "parity")
+
+
+def outcome(step: int | None = 23, **tiers: int) -> Outcome:
+    """Return an outcome of :data:`LOST`."""
+    return Outcome(LOST, step, tiers, 0.25, 12.0)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [outcome(20, parity=1), outcome(23, own=1), outcome(None)],
+    ids=["step", "tier", "none"],
+)
+def test_unexpected_step_or_tier_is_noticed(found: Outcome) -> None:
+    """A job that resumes from an earlier step, or from another tier, is not as expected."""
+    assert outcome(23, parity=1).as_expected
+    assert not found.as_expected
+
+
+def test_a_folder_or_storage_that_the_demo_cannot_use_is_refused(
+    tmp_path: Path,
+) -> None:
+    """It says so before anything starts."""
+    with pytest.raises(holdfast.UsageError, match="TMPDIR"):
+        Hosts(tmp_path / ("x" * 100))
+    assert "share no memory:// storage" in run("keeper", "demo", "memory://x", status=2).stderr
