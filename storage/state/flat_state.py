@@ -39,7 +39,10 @@ class Subtree:
 
 @dataclass(slots=True)
 class FlatState:
-    """The tensors as columns, and the tree. ``nodes`` are the container objects, by number."""
+    """The tensors as columns, and the tree. ``nodes`` are the container objects, by number.
+
+    States with the same signature share columns: replace them instead of changing them.
+    """
 
     names: list[str] = field(default_factory=list)
     containers: list[int] = field(default_factory=list)

@@ -43,6 +43,7 @@ def flat_of(state: State, rank: int) -> FlatState:
     """Flatten a rank's state; states with the same names count as laid out alike."""
     flat = flatten({name: torch.full((2,), float(value)) for name, value in state.items()})
     mesh = next(mesh for mesh in MESHES if rank in mesh)
+    flat.layouts = list(flat.layouts)
     for row, name in enumerate(flat.names):
         if name in "pq":
             piece = Piece(Box((0,), (2,)), 0, (2,))

@@ -82,6 +82,7 @@ def save_cut(
         flat = flatten(
             {name: torch.from_numpy(np.array(tensors[name][windows[name]])) for name in tensors}
         )
+        flat.shapes, flat.layouts = list(flat.shapes), list(flat.layouts)
         for row, name in enumerate(flat.names):
             piece = Piece(mine[name], 0, mine[name].lengths)
             shape = flat.shapes[row] = tensors[name].shape

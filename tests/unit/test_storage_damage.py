@@ -154,6 +154,7 @@ def test_a_shard_that_begins_within_an_element_is_damage() -> None:
 def replicated(state: dict[str, torch.Tensor]) -> FlatState:
     """A state of DTensors, each of which two ranks hold whole."""
     flat = flatten(state)
+    flat.layouts = list(flat.layouts)
     for row, shape in enumerate(flat.shapes):
         origin = (0,) * len(shape)
         piece = Piece(Box(origin, shape), 0, shape)

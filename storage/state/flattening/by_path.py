@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...format.tree import Tree
 from ..adapters.shards import Shard
 from ..flat_state import FlatState
-from .flatten import flatten
+from .flatten import KnownStates, flatten
 from .walk import TensorRows
 
 Path = tuple[str | int, ...]
@@ -38,7 +38,7 @@ def flat_state_at(paths: Mapping[str, Path], items: Mapping[str, object]) -> Fla
     state: dict[str | int, object] = {}
     for name, item in items.items():
         put(state, paths[name], item)
-    flat = flatten(state)
+    flat = flatten(state, known_states=KnownStates(0))  # shared with no other, since it is changed
     lists = {
         path[:depth]
         for path in paths.values()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,48 +104,37 @@ def _modules(state: object) -> Iterator[torch.nn.Module]:
 
 
 def emptied(flat: FlatState) -> FlatState:
-    """Return the parts of ``flat`` that its signature determines: no tensors, values or objects."""
-    subtrees = [Subtree(s.parent, s.key, None, None) for s in flat.subtrees]
-    return _copied(flat, [None] * len(flat.tree.values), subtrees)
+    """Return the parts of ``flat`` that its signature determines: no tensors, values or objects.
+
+    Columns are shared, here and in :func:`filled`: copying those of a large state takes long.
+    """
+    return replace(
+        flat,
+        locals=[],
+        origins=[],
+        tree=_with_values(flat.tree, [None] * len(flat.tree.values)),
+        nodes=[],
+        subtrees=[Subtree(s.parent, s.key, None, None) for s in flat.subtrees],
+        modules=[],
+    )
 
 
 def filled(known: FlatState, scan: SignatureScan, modules: list[Walked]) -> FlatState:
     """Return a state with the signature of ``known`` and the contents found by ``scan``."""
     opened = zip(known.subtrees, scan.opened, strict=True)
-    subtrees = [Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened]
-    flat = _copied(known, scan.values, subtrees)
-    flat.locals = scan.locals
-    flat.origins = scan.origins
-    flat.nodes = scan.nodes
-    flat.modules = modules
-    return flat
-
-
-def _copied(flat: FlatState, values: Sequence[object], subtrees: list[Subtree]) -> FlatState:
-    return FlatState(
-        names=list(flat.names),
-        containers=list(flat.containers),
-        shapes=list(flat.shapes),
-        dtypes=list(flat.dtypes),
-        layouts=list(flat.layouts),
-        alias=list(flat.alias),
-        tree=_with_values(flat.tree, values),
-        subtrees=subtrees,
-        placeholders=flat.placeholders,
-        layout_id=flat.layout_id,
+    return replace(
+        known,
+        locals=scan.locals,
+        origins=scan.origins,
+        tree=_with_values(known.tree, scan.values),
+        nodes=scan.nodes,
+        subtrees=[Subtree(s.parent, s.key, owner, state) for s, (owner, state) in opened],
+        modules=modules,
     )
 
 
 def _with_values(tree: Tree, values: Sequence[object]) -> Tree:
-    return Tree(
-        containers=list(tree.containers),
-        tensor_keys={c: dict(keys) for c, keys in tree.tensor_keys.items()},
-        arrays=set(tree.arrays),
-        orders={c: list(runs) for c, runs in tree.orders.items()},
-        kinds=dict(tree.kinds),
-        placements=dict(tree.placements),
-        values=[
-            Value(value.container, value.key, [([ROOT], encoded)])
-            for value, encoded in zip(tree.values, values, strict=True)
-        ],
+    encoded = zip(tree.values, values, strict=True)
+    return replace(
+        tree, values=[Value(v.container, v.key, [([ROOT], value)]) for v, value in encoded]
     )
