@@ -251,16 +251,15 @@ def _placed(whole: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
 
 
 def _part_at(part: ShardedTensor, key: str, tensor: torch.Tensor, box: Box) -> ShardedTensor:
-    return ShardedTensor(
-        key,
-        tensor.view(box.lengths),
-        tensor.dtype,
+    return replace(
+        part,
+        key=key,
+        data=tensor.view(box.lengths),
+        dtype=tensor.dtype,
         local_shape=box.lengths,
-        global_shape=part.global_shape,
         global_offset=box.shifted(part.global_offset).offsets,
         axis_fragmentations=None,
-        replica_id=part.replica_id,
-        allow_shape_mismatch=part.allow_shape_mismatch,
+        prepend_axis_num=0,
     )
 
 

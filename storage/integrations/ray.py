@@ -43,7 +43,11 @@ def save_and_report(
     Every worker calls this, with its own part of the state. ``folder``: where to save in Ray's
     local mode, which has no storage. Raises as :func:`holdfast.save`.
     """
-    place = _storage_of_ray() if folder is None else Checkpoint(as_path_or_uri(parse(folder)))
+    if folder is None:
+        storage = ray.train.get_context().get_storage()
+        place = Checkpoint(storage.experiment_fs_path, storage.storage_filesystem)
+    else:
+        place = Checkpoint(as_path_or_uri(parse(folder)))
     reported = Checkpoint(f"{place.path}/checkpoint-{step}", place.filesystem)
     save(uri_of(reported), state, step=step, storage_options=storage_options)
     ray.train.report(
@@ -76,11 +80,6 @@ def load_reported(
     if uri is not None:
         load(uri, into=state, strict=strict, storage_options=storage_options)
     return uri is not None
-
-
-def _storage_of_ray() -> Checkpoint:
-    storage = ray.train.get_context().get_storage()
-    return Checkpoint(storage.experiment_fs_path, storage.storage_filesystem)
 
 
 def uri_of(checkpoint: Checkpoint) -> str:

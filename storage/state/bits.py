@@ -70,6 +70,12 @@ def address_of(tensor: torch.Tensor) -> int | None:
     return None
 
 
+def span_of(tensor: torch.Tensor) -> int:
+    """Return the number of elements that memory has from the tensor's first one to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((length - 1) * stride for length, stride in steps)
+
+
 def copy_memory(to: int, source: int, nbytes: int) -> None:
     """Copy memory within this process, like memcpy. Both ranges must be mapped.
 

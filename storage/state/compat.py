@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -216,14 +216,6 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
-class _Ref(Protocol):
-    """torch's ``StorageWeakRef``, which has no types."""
-
-    cdata: int
-
-    def expired(self) -> bool: ...
-
-
 class WeakStorage:
     """A weak reference to a storage's memory.
 
@@ -232,12 +224,12 @@ class WeakStorage:
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref: _Ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
     def expired(self) -> bool:
         """True once the memory was freed."""
-        return self._ref.expired()
+        return bool(self._ref.expired())
 
     def get(self) -> torch.UntypedStorage | None:
         """Return the storage, or None if it was freed."""

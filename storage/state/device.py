@@ -17,7 +17,7 @@ import torch
 from ...core.forks.renewal import new_lock
 from ...errors import UsageError
 from ..runtime.buffers import HostBuffer
-from .bits import as_bits, pack
+from .bits import as_bits, pack, span_of
 
 _log = logging.getLogger(__name__)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -76,7 +76,7 @@ def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
     shape, strides = tensor.shape, tensor.stride()
     if not tensor.numel():
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
-    span = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    span = span_of(tensor)
     host = torch.empty(span, dtype=tensor.dtype, device="cpu")
     host.copy_(tensor.detach().as_strided((span,), (1,)))
     return host.as_strided(shape, strides)

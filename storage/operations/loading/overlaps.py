@@ -24,7 +24,7 @@ from ...format.digest import digest
 from ...format.manifest import Manifest
 from ...runtime.buffers import memory_for
 from ...runtime.engine import offload
-from ...state.bits import writable
+from ...state.bits import span_of, writable
 from ...state.compat import neg_view
 from ...state.filling.targets import MemoryTable, Wanted
 from .fill import Report, fill
@@ -193,7 +193,4 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _stop(tensor: torch.Tensor) -> int:
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+    return tensor.data_ptr() + span_of(tensor) * tensor.itemsize

@@ -38,6 +38,7 @@ from ....errors import SaveError
 from ...runtime.engine import WAIT_S, check_may_wait
 from ..adapters.composite import memories_of
 from ..adapters.tensors import local_of
+from ..bits import span_of
 from ..compat import buffers_of, neg_view, never_compiled
 from ..device import Queued, copied_to_host, devices_of, is_capturing
 from ..flat_state import FlatState
@@ -365,10 +366,8 @@ class _HostClone:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        elements = 1 + sum((length - 1) * stride for length, stride in steps)
         dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
-        span = torch.empty(elements, dtype=dtype, device="cpu")
+        span = torch.empty(span_of(tensor), dtype=dtype, device="cpu")
         self._memory = [(tensor.data_ptr(), span.nbytes)]
         self._digests = digests_of(self._memory, span.data_ptr())
         # A copy of bools would turn any byte but 0 into 1.

@@ -249,10 +249,9 @@ def _per_rank(source: Source, path: TypedPath) -> ObjectState:
 def _own_part(source: Source, path: TypedPath) -> ObjectState | None:
     """Return what this rank saved in a PerRank; None if it saved nothing."""
     rank = str(source.rank)
+    own = (*path, typed(OF_RANKS), typed(rank))
     try:
-        state, rows = build(
-            source.manifest, source.rank, source.wanted, (*path, ("str", OF_RANKS), ("str", rank))
-        )
+        state, rows = build(source.manifest, source.rank, source.wanted, own)
     except KeyError:
         return None
     return ObjectState({RANKS: source.world, OF_RANKS: {rank: state}}, rows)
@@ -262,9 +261,7 @@ def _dealt(source: Source, path: TypedPath) -> dict[str, str]:
     """Return a warning if the saving ranks' states differ and another number of ranks loads
     them."""
     m = source.manifest
-    if m.world == source.world:
-        return {}
-    if not _differs(m, path):
+    if m.world == source.world or not _differs(m, path):
         return {}
     keys = [key for _, key in path]
     text = (
