@@ -13,7 +13,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .decoded_json import object_from
 from .units import round_up
@@ -183,15 +182,13 @@ def _entry_of(name: str, given: object) -> Entry:
 
 
 def _counts(name: str, given: object) -> tuple[int, ...]:
-    if not isinstance(given, list) or not _are_counts(given):
-        raise ValueError(f"tensor {name!r} has a shape or data_offsets that are not counts")
-    return tuple(given)
-
-
-def _are_counts(given: list[Any]) -> bool:
-    if not _INTS.issuperset(map(type, given)):
-        return False
-    return not given or 0 <= min(given) <= max(given) < _COUNT_MAX
+    if (
+        isinstance(given, list)
+        and _INTS.issuperset(map(type, given))
+        and (not given or 0 <= min(given) <= max(given) < _COUNT_MAX)
+    ):
+        return tuple(given)
+    raise ValueError(f"tensor {name!r} has a shape or data_offsets that are not counts")
 
 
 def entry(code: str, shape: Iterable[int], start: int, stop: int) -> str:

@@ -236,29 +236,23 @@ def _bare_path(path: str) -> str:
                 f"before a local name."
             ),
         )
-    path = _expanded(path)
+    if path.startswith("~"):
+        named = path
+        path = os.path.expanduser(named)
+        if path == named and not os.path.lexists(path):
+            raise UriError(
+                f"{redact(path)!r} begins with the home folder of an unknown user",
+                advice="Put ./ before a local name.",
+            )
     if _OPTIONS.search(path):
         name, _, query = path.partition("?")
         folder = _quoted(_absolute(name), _PATH_SAFE)
         raise UriError(
             f"{redact(path)!r} is a bare path, which cannot have options",
             advice=f"Write {redact(f'file://{folder}?{query}')} to give them. To mean a folder of "
-            f"this name, write %3F for "
-            "'?' in a file:// URI.",
+            "this name, write %3F for '?' in a file:// URI.",
         )
     return path
-
-
-def _expanded(path: str) -> str:
-    if not path.startswith("~"):
-        return path
-    expanded = os.path.expanduser(path)
-    if expanded == path and not os.path.lexists(path):
-        raise UriError(
-            f"{redact(path)!r} begins with the home folder of an unknown user",
-            advice="Put ./ before a local name.",
-        )
-    return expanded
 
 
 def _path_of_uri(scheme: str, location: str, text: str) -> str:

@@ -8,6 +8,7 @@ counted cell by cell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -44,9 +45,9 @@ def flawed(shape: Ints, tensor: Ints, offsets: Ints, lengths: Ints) -> Bools:
     flat = np.ones(len(shape), dtype=np.bool_)
     flat[tensor[~contiguous(lengths, within)]] = False
     del within  # as large as the table's offsets
-    rows = _where(flat[tensor] & ~flags[tensor])
+    rows = true_rows(flat[tensor] & ~flags[tensor])
     _flag_flat(flags, shape, tensor[rows], offsets[rows], lengths[rows])
-    rows = _where(~flat[tensor] & ~flags[tensor])
+    rows = true_rows(~flat[tensor] & ~flags[tensor])
     _flag_cut(flags, shape, tensor[rows], offsets[rows], lengths[rows])
     return flags
 
@@ -63,7 +64,7 @@ def _in_bounds(within: Ints, offsets: Ints, lengths: Ints) -> Bools:
     return fits
 
 
-def _where(mask: Bools) -> Ints | slice:
+def true_rows(mask: Bools) -> Ints | slice:
     """Return the true rows of a mask; as a slice, which copies nothing, if all are true."""
     if mask.all():
         return slice(None)
@@ -199,10 +200,7 @@ def _flag_stuck(flags: Bools, groups: _Groups) -> None:
 def _tiles(region_low: Ints, region_high: Ints, low: Ints, high: Ints) -> bool:
     """Return whether boxes [low, high) within a region cover it exactly once."""
     # Sums of Python integers: volumes of a hostile table could wrap around.
-    if (
-        sum(volumes(high - low).tolist())
-        != Box((0,) * low.shape[1], tuple((region_high - region_low).tolist())).volume
-    ):
+    if sum(volumes(high - low).tolist()) != math.prod((region_high - region_low).tolist()):
         return False
     return all(count == 1 for _, _, count in cells(region_low, region_high, low, high))
 
@@ -265,9 +263,7 @@ def _looks_flawed(part: tuple[Ints, Ints, Ints, Ints]) -> bool:
     return bool(volumes(high - low).sum() != np.prod(region_high - region_low))
 
 
-def flaws(
-    shape: tuple[int, ...], offsets: Ints, lengths: Ints, cells_after_first: int = CELLS_AFTER_FIRST
-) -> list[Flaw]:
+def flaws(shape: tuple[int, ...], offsets: Ints, lengths: Ints) -> list[Flaw]:
     """Return one example of each kind of flaw in the boxes (n, ndim) of one tensor.
 
     Empty if they cover it exactly once. If the tensor has one kind of flaw and very many boxes,
@@ -284,7 +280,7 @@ def flaws(
     low = offsets[inside]
     high = (offsets + lengths)[inside]
     wanted = {0: "missing", 2: "stored twice"}
-    left = cells_after_first
+    left = CELLS_AFTER_FIRST
     region_low = np.zeros(len(shape), dtype=np.int64)
     region_high = np.array(shape, dtype=np.int64)
     for cell_low, cell_high, count in (

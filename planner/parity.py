@@ -34,6 +34,9 @@ BLOCK_ALIGN = 4096
 """Blocks begin at multiples of this within an image, so that they consist of whole pages."""
 _PARITY_BLOCKS = {"copy": 1, "xor": 1, "pq": 2}
 
+Group = tuple[str, ...]
+"""Hosts that protect each other's images, in the order of their blocks."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class HostDomain:
@@ -41,13 +44,6 @@ class HostDomain:
 
     host: str
     domain: str
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Hosts that protect each other's images, in the order of their blocks."""
-
-    hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +278,14 @@ def groups(hosts: Sequence[HostDomain], group: int, parity: int) -> list[Group]:
     # Deal like cards, domain by domain: each domain is spread over as many groups as possible.
     dealt = [host for domain in sorted(by_domain) for host in by_domain[domain]]
     count = max(1, len(dealt) // group)
-    found = [Group(tuple(dealt[number::count])) for number in range(count)]
+    found = [tuple(dealt[number::count]) for number in range(count)]
     domain_of = {one.host: one.domain for one in hosts}
     for each in found:
-        domain, shared = Counter(domain_of[host] for host in each.hosts).most_common(1)[0]
+        domain, shared = Counter(domain_of[host] for host in each).most_common(1)[0]
         if shared > parity:
             raise ValueError(
                 f"{len(hosts)} hosts in {len(by_domain)} failure domains cannot form groups of "
-                f"{len(each.hosts)} that survive the loss of a domain: {shared} hosts of one group "
+                f"{len(each)} that survive the loss of a domain: {shared} hosts of one group "
                 f"would lie in {domain}, and {parity} of a group may be lost"
             )
     return found

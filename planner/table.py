@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..core.forks.cached import cached_property
 from .box import Box
 from .columns import Ints, volumes, widen
-from .coverage import Flaw, flawed, flaws
+from .coverage import Flaw, flawed, flaws, true_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,15 +177,10 @@ def coverage_errors(tensors: TensorTable, shards: ShardTable, limit: int = 20) -
     ]
     ndim = max(tensors.shape.shape[1], shards.offsets.shape[1])
     shape = widen(tensors.shape, ndim, 1)
-    tensor = shards.tensor
-    offsets = shards.offsets
-    lengths = shards.lengths
-    if not known.all():
-        tensor = tensor[known]
-        offsets = offsets[known]
-        lengths = lengths[known]
-    offsets = widen(offsets, ndim, 0)
-    lengths = widen(lengths, ndim, 1)
+    rows = true_rows(known)
+    tensor = shards.tensor[rows]
+    offsets = widen(shards.offsets[rows], ndim, 0)
+    lengths = widen(shards.lengths[rows], ndim, 1)
     flags = flawed(shape, tensor, offsets, lengths)
     aliases = tensors.alias >= 0
     flags[aliases] = np.bincount(tensor, minlength=len(tensors))[aliases] > 0

@@ -4,12 +4,9 @@ A fork copies the memory of a process, but only the forking thread. A lock that 
 at that moment stays held in the child forever, and so does the lock of a module that another thread
 is importing. Therefore:
 
-- Every lock of Holdfast comes from :func:`new_lock` or :func:`new_rlock`: in a child all of them
-  are
-  free.
+- Every lock of Holdfast comes from :func:`new_lock` or :func:`new_rlock`: in a child all are free.
 - Resources that a child must not use (the engine's loop, saves in flight, pools) register a
-  function
-  with :func:`in_child` that resets them to their initial state.
+  function with :func:`in_child` that resets them to their initial state.
 - A fork waits until no other thread is importing anything, for :data:`IMPORTS_S` seconds at most.
 
 A child is not a rank of its parent's job either, although it inherits the process group of
@@ -34,8 +31,7 @@ IMPORTS_S = 30.0
 """Longest time that a fork waits for imports of other threads. Importing torch takes seconds."""
 _LOOK_S = 0.001
 
-# Reset in place, so that references to a lock stay valid. Weak: most locks belong to short-lived
-# objects.
+# Reset in place, so that references to a lock stay valid. Weak: most belong to short-lived objects.
 _locks: dict[int, weakref.ref[Any]] = {}
 _renewals: list[Callable[[], None]] = []
 _holding = threading.local()

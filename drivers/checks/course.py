@@ -74,13 +74,11 @@ def quick_options(uri: Uri, options: Mapping[str, object]) -> dict[str, str]:
     """Return quick defaults for the options that are set nowhere: not in the URI, ``options``, the
     environment or a file."""
     known = resolved_options(uri, **options)
-    own = driver_class(serving(uri)).OPTIONS
+    cls = driver_class(serving(uri))
     return {
         name: value
         for name, value in _QUICK.items()
-        if name in known
-        and known[name].source == "default"
-        and (name in own or driver_class(serving(uri)).remote)
+        if name in known and known[name].source == "default" and (name in cls.OPTIONS or cls.remote)
     }
 
 

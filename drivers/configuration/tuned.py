@@ -81,10 +81,8 @@ class TunedProfile:
 def tuned_file(environment: Mapping[str, str]) -> Path | None:
     """Return the path of the profiles, whether or not it exists. None if profiles are not read:
     with HOLDFAST_CONFIG set, and for a user without a home."""
-    if CONFIG_VARIABLE in environment:
-        return None
     beside = file_of_user()
-    if beside is None:
+    if CONFIG_VARIABLE in environment or beside is None:
         return None
     return beside.with_name(TUNED_FILE_NAME)
 

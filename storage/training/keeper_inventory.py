@@ -269,6 +269,6 @@ def _groups(hosts: Sequence[KeeperHost], option: GuardOption) -> tuple[GuardedGr
     if len(hosts) > 1 and found.mode == "off" != option.mode:
         _log.warning("images are not protected against the loss of a host: %s", found.reason)
     return tuple(
-        GuardedGroup(found.mode, group.hosts, tuple(by_name[name].ranks for name in group.hosts))
+        GuardedGroup(found.mode, group, tuple(by_name[name].ranks for name in group))
         for group in found.groups
     )

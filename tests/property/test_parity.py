@@ -50,11 +50,11 @@ def test_groups_survive_the_loss_of_any_domain(domains: list[int], size: int, pa
     except ValueError:
         assert size <= parity or len(hosts) <= parity or len(set(domains)) < len(domains)
         return
-    assert sorted(host for group in found for host in group.hosts) == sorted(domain_of)
+    assert sorted(host for group in found for host in group) == sorted(domain_of)
     assert len(found) == max(1, len(hosts) // size)
     for group in found:
-        assert len(group.hosts) > parity
-        shared = [domain_of[host] for host in group.hosts]
+        assert len(group) > parity
+        shared = [domain_of[host] for host in group]
         assert max(map(shared.count, shared)) <= parity
 
 

@@ -11,7 +11,6 @@ import pytest
 from holdfast.planner.parity import (
     BLOCK_ALIGN,
     DataBlock,
-    Group,
     HostDomain,
     Lane,
     ParityBlock,
@@ -38,7 +37,7 @@ def apart(count: int) -> list[HostDomain]:
 def test_domains_are_shared_as_far_as_parity_allows() -> None:
     """Two hosts of a rack in one group are one too many for one block of parity, not for two."""
     racks = hosts(*"aabb")
-    assert groups(racks[::-1], 4, 2) == [Group(("h00", "h01", "h02", "h03"))]
+    assert groups(racks[::-1], 4, 2) == [("h00", "h01", "h02", "h03")]
     says = "4 hosts in 2 failure domains .* 2 hosts .* lie in a, and 1"
     with pytest.raises(ValueError, match=says):
         groups(racks, 4, 1)
@@ -60,7 +59,7 @@ def test_a_choice_never_fails() -> None:
     assert modes == ["off", "copy", "xor", "xor"]
     pairs = protection(hosts(*"aaaabbbb"))
     assert pairs.mode == "copy"
-    assert pairs.groups == tuple(Group((f"h0{i}", f"h0{i + 4}")) for i in range(4))
+    assert pairs.groups == tuple((f"h0{i}", f"h0{i + 4}") for i in range(4))
     alone = protection(hosts(*"aaaa"))
     assert (alone.mode, alone.groups) == ("off", ())
     assert "4 hosts in 1 failure domains" in alone.reason
