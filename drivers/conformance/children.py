@@ -97,7 +97,9 @@ _TASKS: dict[str, Callable[[Driver, str], Awaitable[None]]] = {
 }
 
 
-async def _do(uri: str, task: str, name: str) -> None:
+async def main() -> None:
+    """Run the task given on the command line."""
+    uri, task, name = sys.argv[1:4]
     driver = open_driver(uri)
     try:
         await _TASKS[task](driver, name)
@@ -105,10 +107,5 @@ async def _do(uri: str, task: str, name: str) -> None:
         await driver.close()
 
 
-def main() -> None:
-    """Run the task given on the command line."""
-    asyncio.run(_do(*sys.argv[1:4]))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

@@ -27,7 +27,6 @@ OUTLIVES = "nothing_outlives_close"
 """Trial that checks what close() releases. Unless the driver declares it as a deviation, the same
 check follows every trial."""
 
-
 TIDY_EVERY = 20
 """Number of places removed together: removing takes a new driver, and connecting may be the slowest
 part."""
@@ -113,7 +112,7 @@ class Session:
     def judge(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Turn a declared failure into an expected one, and record the trial's name in the
         report."""
-        name = trial_of(item)
+        name = _trial_called(str(getattr(item, "originalname", None) or item.name))
         report.holdfast_trial = name  # type: ignore[attr-defined]  # pytest-xdist hands on what a report holds
         if report.failed and name in self.deviations:
             report.outcome = "skipped"
@@ -205,12 +204,8 @@ class Session:
             yield f"                remove what lies at {self.uri}/conformance-… by other means"
 
 
-def trial_of(item: pytest.Item) -> str:
-    """Return the name of the trial that this item is a case of."""
-    return _trial_called(str(getattr(item, "originalname", None) or item.name))
-
-
 def _trial_called(name: str) -> str:
+    """Return the name of the trial that the item called ``name`` is a case of."""
     return name.partition("[")[0].removeprefix("test_")
 
 

@@ -40,7 +40,7 @@ class Interrupt:
         Fails if the call swallowed an immediate cancellation.
         """
         suspended = _Suspended(self, work)
-        task = asyncio.create_task(_awaited(suspended))
+        task = asyncio.ensure_future(suspended)
         await asyncio.wait([task])
         if suspended.timer is not None:
             suspended.timer.cancel()
@@ -85,10 +85,6 @@ class _Suspended(Awaitable[Any]):
             self.timer = asyncio.get_running_loop().call_later(self.interrupt.delay_s, task.cancel)
         else:
             task.cancel()
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work
 
 
 def at_every_await(

@@ -45,8 +45,7 @@ async def test_an_unsafe_key_is_refused_everywhere(place: Place, driver: Driver)
         ]
         if key:  # the empty prefix lists everything
             calls.append(place.keys(key))
-        for error in await refused(UriError, *calls):
-            assert (error.uri, error.key) == (driver.uri, key)
+        await refused(UriError, *calls, where=(driver.uri, key))
     await place.holds()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.drivers.conformance.children import child_of, sees_children
 from holdfast.drivers.conformance.place import Place, held_now
-from holdfast.drivers.conformance.trials import aligned, begun, bytes_of, store, trial
+from holdfast.drivers.conformance.trials import aligned, begun, bytes_of, refused, store, trial
 from holdfast.drivers.contract import Driver
 from holdfast.errors import NotFoundError, StorageError
 
@@ -59,8 +59,7 @@ async def test_close_drops_unfinished_uploads(place: Place, driver: Driver) -> N
     other = await driver.create("y", nbytes)
     await asyncio.gather(other.abort(), other.abort(), driver.close())
     await place.holds()
-    with pytest.raises(StorageError):
-        await upload.write(place.part_nbytes, aligned(1000))
+    await refused(StorageError, upload.write(place.part_nbytes, aligned(1000)))
     await upload.abort()
 
 
@@ -70,8 +69,7 @@ async def test_a_process_that_dies_leaves_nothing_visible(place: Place, driver: 
     delete_all."""
     await child_of(place, "die-writing", "a/x", dies=True)
     assert await place.keys() == []
-    with pytest.raises(NotFoundError):
-        await driver.get("a/x")
+    await refused(NotFoundError, driver.get("a/x"))
     await driver.sweep("a")
     assert await place.keys() == []
     await store(driver, "a/x", b"written by the next client")

@@ -80,12 +80,16 @@ def aligned(nbytes: int, offset: int = 0) -> Buffer:
     return memoryview(mmap.mmap(-1, nbytes + offset + 1))[offset : offset + nbytes]
 
 
-async def refused(kind: type[E], *calls: Awaitable[object]) -> list[E]:
+async def refused(
+    kind: type[E], *calls: Awaitable[object], where: tuple[str, str] | None = None
+) -> list[E]:
     """Await these calls one after the other and return their errors. Fails if a call succeeds or
-    raises another type."""
+    raises another type, or if ``where`` is given and is not the URI and key of each error."""
     outcomes = [await _outcome(call) for call in calls]
     errors = [outcome for outcome in outcomes if isinstance(outcome, kind)]
     assert len(errors) == len(calls), f"expected {kind.__name__}, got {outcomes}"
+    for error in errors if where is not None else ():
+        assert (getattr(error, "uri", None), getattr(error, "key", None)) == where
     return errors
 
 
