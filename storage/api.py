@@ -6,20 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from .format.packed import Compression
+from .format.part import Only
 from .operations.call_errors import announcing_errors_of_call
 from .operations.foreign_formats import explains
 from .operations.loading.differences import Strict
 from .operations.loading.load import Exchanging
 from .operations.loading.start_load import load_state
-from .operations.options import (
-    BUDGET_NBYTES,
-    DEADLINE_S,
-    Lazy,
-    LoadOptions,
-    Only,
-    SaveOptions,
-    UriLike,
-)
+from .operations.location import UriLike
+from .operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from .operations.report import LoadReport, SaveReport
 from .operations.saving.handle import SaveHandle
 from .operations.saving.start_save import Destination, begin_save, step_of_state

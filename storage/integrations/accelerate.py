@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..api import load, save
-from ..operations.options import UriLike
+from ..operations.location import UriLike
 from ..operations.report import SaveReport
 from ..state.adapters.deepspeed import engine_counters, engine_of, set_engine_counters
 from ..state.adapters.per_rank import PerRank

@@ -12,8 +12,9 @@ from typing import Any
 from ...drivers.uri import join
 from ..api import async_save, load, save
 from ..format.packed import Compression
+from ..operations.location import UriLike
 from ..operations.maintenance.prune import remove
-from ..operations.options import Lazy, UriLike
+from ..operations.options import Lazy
 from ..operations.saving.handle import SaveHandle
 from .newest import as_path_or_uri, resumable
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from ...drivers.uri import Uri, join, parse
+from ..operations.location import UriLike
 from ..operations.maintenance.listing import check_lineages, list_checkpoints
 
 __all__ = ["as_path_or_uri", "newest_checkpoint", "resumable"]
 
 
 def newest_checkpoint(
-    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+    uri: UriLike, *, storage_options: Mapping[str, object] | None = None
 ) -> str | None:
     """Return the checkpoint below ``uri`` with the highest step, as a path or URI.
 
@@ -25,9 +25,7 @@ def newest_checkpoint(
     return as_path_or_uri(join(uri, *paths[-1].split("/"))) if paths else None
 
 
-def resumable(
-    uri: str | os.PathLike[str], storage_options: Mapping[str, object] | None
-) -> list[str]:
+def resumable(uri: UriLike, storage_options: Mapping[str, object] | None) -> list[str]:
     """Return the paths of the checkpoints below ``uri`` that a run may resume from, oldest first.
 
     Raises like :func:`newest_checkpoint`.

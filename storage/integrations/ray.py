@@ -21,7 +21,7 @@ from ...drivers.uri import parse
 from ...errors import UsageError
 from ..api import load, save
 from ..operations.loading.differences import Strict
-from ..operations.options import UriLike
+from ..operations.location import UriLike
 from .newest import as_path_or_uri, newest_checkpoint
 
 __all__ = ["load_reported", "save_and_report", "uri_of"]

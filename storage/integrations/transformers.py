@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 
 from ...drivers.uri import parse
 from ...errors import NotACheckpointError, UsageError
-from ..operations.options import UriLike
+from ..operations.location import UriLike
 from ..state.adapters.deepspeed import engine_counters, set_engine_counters
 from ..state.adapters.stateful import RNGState
 from .doors import Door, RunFolder

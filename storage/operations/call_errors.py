@@ -14,7 +14,7 @@ from ..ranks.calls import Call
 from ..ranks.process_group import current_team
 from ..ranks.team import Team
 from ..runtime.engine import start
-from .options import UriLike
+from .location import UriLike
 
 
 class Closable(Protocol):

@@ -11,6 +11,8 @@ from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import Uri, divided, join, parse
 
+UriLike = str | os.PathLike[str]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -20,7 +22,7 @@ class Place:
     options: Mapping[str, object]
 
     @classmethod
-    def of(cls, uri: str | os.PathLike[str], storage_options: Mapping[str, object] | None) -> Place:
+    def of(cls, uri: UriLike, storage_options: Mapping[str, object] | None) -> Place:
         """Parse a URI. Raises UriError; an unknown scheme or option is only detected on opening."""
         return cls(parse(uri), storage_options or {})
 

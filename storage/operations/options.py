@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,22 +16,10 @@ from .loading.load import Exchanging
 from .report import LoadReport
 from .telemetry import Telemetry, check_telemetry
 
-__all__ = [
-    "BUDGET_NBYTES",
-    "DEADLINE_S",
-    "Lazy",
-    "LoadOptions",
-    "Only",
-    "SaveOptions",
-    "UriLike",
-    "check_budget",
-]
-
 BUDGET_NBYTES = 512 << 20
 DEADLINE_S = 300.0
 _BUDGET_MIN_NBYTES = 32 << 20
 
-UriLike = str | os.PathLike[str]
 Lazy = bool | Literal["prove"]
 """Whether training continues while the state is copied; ``prove`` also verifies by digests that
 nothing changed meanwhile."""

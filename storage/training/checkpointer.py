@@ -27,8 +27,8 @@ from ...drivers.uri import join
 from ...errors import CoordinationError, HoldfastError, UsageError
 from ..format.packed import Compression, checked_compression
 from ..operations.loading.differences import Strict
-from ..operations.location import Place
-from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions, UriLike
+from ..operations.location import Place, UriLike
+from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from ..operations.saving.handle import SaveHandle
 from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..operations.saving.save_job import Deadline

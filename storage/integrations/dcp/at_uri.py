@@ -6,7 +6,7 @@ import os
 
 from ....drivers.uri import parse
 from ....errors import HoldfastError
-from ...operations.options import UriLike
+from ...operations.location import UriLike
 
 __all__ = ["AtUri"]
 

@@ -22,7 +22,8 @@ from ...operations.call_errors import closing, printed_uri
 from ...operations.conversion.dcp_contents import Contents, serialized
 from ...operations.loading.fill import fill
 from ...operations.loading.overlaps import overlapping, read_overlaps
-from ...operations.options import BUDGET_NBYTES, UriLike, check_budget
+from ...operations.location import UriLike
+from ...operations.options import BUDGET_NBYTES, check_budget
 from ...pipeline.unpacking import image_driver
 from ...protocol.current import is_current, read_manifest
 from ...ranks.process_group import current_rank

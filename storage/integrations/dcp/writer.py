@@ -20,7 +20,8 @@ from ...format.fragment import Fragment, Group, decode_fragment
 from ...format.packed import Compression, checked_compression
 from ...format.tree import ROOT, ByRank
 from ...operations.call_errors import announcing_errors_of_call, closing, printed_uri
-from ...operations.options import BUDGET_NBYTES, DEADLINE_S, UriLike, check_budget
+from ...operations.location import UriLike
+from ...operations.options import BUDGET_NBYTES, DEADLINE_S, check_budget
 from ...operations.rounds import Division
 from ...operations.saving.save_job import SaveJob
 from ...operations.saving.steps import commit_together, divide, write_image

@@ -11,7 +11,6 @@ Scope: tensors, and the values that DCP stores. Configurations and tokenizers ar
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ from ...format.torch_archive import TORCH_DTYPES, torch_file
 from ...format.tree import dotted
 from ...runtime.engine import offload, run
 from ...runtime.progress import ProgressCallback, ProgressReporter
-from ..location import Place
+from ..location import Place, UriLike
 from ..reading.reader import Checkpoint, manifest_of
 from ..reading.reader import open as open_checkpoint
 from ..reading.selection import chosen, refuse_values, renamed
@@ -51,7 +50,6 @@ _DTYPES = {
 }  # fmt: skip
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
-UriLike = str | os.PathLike[str]
 Format = Literal["hf", "torch", "dcp"]
 """Output format: a folder of safetensors files, one ``torch.save`` file, or a folder of torch's
 distributed checkpoint."""

@@ -5,7 +5,6 @@ Scope: tensors without conversion, and small values if the format names them.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from ...format.torch_pickle import StoredTensor, Value, leaves
 from ...protocol.current import current_attempt
 from ...runtime.engine import run
 from ...runtime.progress import ProgressCallback, ProgressReporter
-from ..location import Place
+from ..location import Place, UriLike
 from ..reading.selection import chosen, refuse_values, renamed, without
 from .archive_reader import read_archive
 from .dcp_source import read_dcp_model
@@ -40,8 +39,6 @@ BUDGET_NBYTES = 512 << 20
 IMAGE_NBYTES = 4 << 30
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _FILE_SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
-
-UriLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from ...runtime.progress import ProgressReporter
 from ...state.capture.lazy import fence
 from ...state.flattening.flatten import flatten
 from ..call_errors import announcing_errors, closing, printed_uri
-from ..options import LoadOptions, UriLike
+from ..location import UriLike
+from ..options import LoadOptions
 from ..report import LoadReport
 from ..rounds import Differences
 from ..telemetry import Outcome, announce, log_loaded, log_safely, recorded_figures, recorder_of

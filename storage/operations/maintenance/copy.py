@@ -10,7 +10,6 @@ Scope: whole checkpoints. Layouts are not changed, merged or converted.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from ...protocol.telemetry import get_telemetry, put_telemetry
 from ...runtime.engine import offload, run
 from ...runtime.progress import ProgressCallback, ProgressReporter
 from ..foreign_formats import explains
-from ..location import Place
+from ..location import Place, UriLike
 from .listing import manifest_keys, read_lineage
 
 _log = logging.getLogger(__name__)
@@ -50,8 +49,6 @@ _log = logging.getLogger(__name__)
 BUDGET_NBYTES = 512 << 20
 _LOOKS = 8
 """Pairs of manifests read at the same time."""
-
-UriLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from ...format.manifest import MANIFEST_KEY, Manifest
 from ...protocol.attempt import ATTEMPT_KEY_PATTERN
 from ...runtime.engine import offload, run
 from ..foreign_formats import explains
-from ..location import Place
+from ..location import Place, UriLike
 
 _OF_ATTEMPT = re.compile(rf"(?:(?P<folder>.+)/)?{ATTEMPT_KEY_PATTERN}")
 
@@ -56,7 +55,7 @@ class ListedCheckpoint:
 
 @explains("uri", "storage_options")
 def list_checkpoints(
-    uri: str | os.PathLike[str],
+    uri: UriLike,
     *,
     last: int | None = None,
     storage_options: Mapping[str, object] | None = None,

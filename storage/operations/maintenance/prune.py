@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ from ...protocol.commit import is_settled
 from ...protocol.current import read_manifest
 from ...protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
 from ...runtime.engine import check_may_wait, run
-from ..location import Place
+from ..location import Place, UriLike
 from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing, unreadable
 
@@ -65,8 +64,6 @@ _OURS = re.compile(
 _by_path = attrgetter("path", "attempt")
 
 _log = logging.getLogger(__name__)
-
-UriLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,9 +422,7 @@ async def delete_if_empty(driver: Driver, path: str) -> None:
     await driver.sweep(path)
 
 
-def remove(
-    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
-) -> bool:
+def remove(uri: UriLike, *, storage_options: Mapping[str, object] | None = None) -> bool:
     """Delete the checkpoint at ``uri`` and leftovers of dead attempts; return whether one was
     deleted.
 

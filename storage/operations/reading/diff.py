@@ -7,7 +7,6 @@ window, so memory stays bounded.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ...runtime.engine import offload, run
 from ...runtime.executor import Pipeline, Stage
 from ...runtime.progress import ProgressCallback, ProgressReporter
 from ...runtime.scheduler import Budget
+from ..location import UriLike
 from .reader import Checkpoint, manifest_of, read_into
 from .reader import open as open_checkpoint
 
@@ -42,7 +42,6 @@ _WINDOWS = 2
 _WINDOW_NBYTES_MAX = 64 << 20
 _PAGE_NBYTES = 4096
 
-UriLike = str | os.PathLike[str]
 Bytes = npt.NDArray[np.uint8]
 
 

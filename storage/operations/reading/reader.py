@@ -32,6 +32,7 @@ from ...runtime.buffers import memory_for
 from ...runtime.engine import check_may_wait, close_later, offload, on_engine, run, start
 from ...runtime.progress import ProgressCallback, ProgressReporter
 from ..foreign_formats import explains
+from ..location import UriLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -417,9 +418,7 @@ async def read_into(
 
 
 @explains("uri", "storage_options")
-def open(
-    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
-) -> Checkpoint:
+def open(uri: UriLike, *, storage_options: Mapping[str, object] | None = None) -> Checkpoint:
     """Open the checkpoint committed at ``uri``.
 
     ``storage_options`` are options of the storage; options in the URI take precedence. Raises

@@ -3,7 +3,6 @@ interprets it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from ....core.aio import at_most
 from ....errors import TelemetryError
 from ...format.save_telemetry import SaveTelemetry
 from ...runtime.engine import run
-from ..location import Place
+from ..location import Place, UriLike
 from ..maintenance.listing import ListedCheckpoint, list_checkpoints
 from ..reading.reader import read_telemetry
 
@@ -30,7 +29,7 @@ class RecordedSave:
 
 
 def recorded_saves(
-    uri: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+    uri: UriLike, *, storage_options: Mapping[str, object] | None = None
 ) -> list[RecordedSave]:
     """Return all checkpoints at and below ``uri``, in the order of a listing. Raises UriError and
     StorageError; an unreadable checkpoint gets a ``problem``."""

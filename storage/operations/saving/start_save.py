@@ -39,7 +39,8 @@ from ...state.flat_state import FlatState
 from ...state.flattening.flatten import flatten
 from ...state.flattening.placeholders import refuse_placeholders
 from ..call_errors import announcing_errors, printed_step
-from ..options import SaveOptions, UriLike
+from ..location import UriLike
+from ..options import SaveOptions
 from ..report import SaveReport
 from ..rounds import MEET
 from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
