@@ -148,13 +148,9 @@ async def put_commit_record(driver: Driver, key: str) -> bytes:
     """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes. Raises
     ExistsError if another process has put a commit or abort record; NotFoundError if the attempt is
     being deleted; StorageError."""
-    data = _new_commit_record()
+    data = _COMMIT_RECORD + secrets.token_hex(8).encode()
     await put_once(driver, key, data)
     return data
-
-
-def _new_commit_record() -> bytes:
-    return _COMMIT_RECORD + secrets.token_hex(8).encode()
 
 
 async def put_abort_record(driver: Driver, key: str) -> None:

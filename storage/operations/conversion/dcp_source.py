@@ -49,12 +49,11 @@ async def read_items(driver: Driver, contents: FolderContents, names: Iterable[s
     names = list(names)
     tensors = {name: contents.tensors[name] for name in names if name in contents.tensors}
     values = {name: contents.values[name] for name in names if name in contents.values}
-    keys = {place.key for stored in tensors.values() for _, place in stored.boxes}
-    stamps = await stamps_of(driver, sorted(keys | {place.key for place in values.values()}))
     places = [
         *values.values(),
         *(place for stored in tensors.values() for _, place in stored.boxes),
     ]
+    stamps = await stamps_of(driver, sorted({place.key for place in places}))
     _check_within(driver, places, {key: nbytes for key, (nbytes, _) in stamps.items()})
     found_values = await _read_values(driver, values)
     found = await _locate(driver, tensors)
