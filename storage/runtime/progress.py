@@ -9,6 +9,7 @@ Scope: one callback of one operation. The caller decides what to display.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -62,14 +63,11 @@ class ProgressReporter:
             self._changed.notify_all()
             if self._ended is None:
                 self._ended = Future()
-                self._start_thread()
-
-    def _start_thread(self) -> None:
-        try:
-            threading.Thread(target=self._run, name="holdfast-progress", daemon=True).start()
-        except RuntimeError:  # the interpreter is shutting down; the end of the block reports
-            return
-        self._has_thread = True
+                thread = threading.Thread(target=self._run, name="holdfast-progress", daemon=True)
+                # While the interpreter shuts down, no thread starts: the end of the block reports.
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+                    self._has_thread = True
 
     def __enter__(self) -> Self:
         return self

@@ -90,11 +90,6 @@ class Scheduler:
         self._turn = [0] * len(stages)  # per stage, the number of jobs that have begun it
         self._order = range(len(stages) - 1, -1, -1) if drain else range(len(stages))
 
-    @property
-    def finished(self) -> bool:
-        """True if nothing runs, and nothing can start without another event."""
-        return not self._running and (self.failed or not any(self._waiting))
-
     def waiting(self, stage: int) -> int:
         """Return the number of jobs waiting for their turn in ``stage``."""
         return len(self._waiting[stage])
