@@ -454,9 +454,7 @@ def begin_run(memory: MemoryLevel, root: Place, deadline_s: float) -> None:
             epochs = await read_epochs(driver)
             epoch = next_epoch([*stocks, *others], epochs)
             epochs = epochs.with_next(epoch, memory.since, again=again, asked=not again)
-            await put_epochs(
-                driver, epochs.with_next(epoch, memory.since, again=again, asked=not again)
-            )
+            await put_epochs(driver, epochs)
         return Candidates((), 0, epoch=epoch, meeting=together)
 
     call = Call("begin", root.uri.redacted)
