@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -178,7 +178,7 @@ class HoldfastWriter(AtUri, StorageWriter):
     def _divided(self, plan: SavePlan) -> SavePlan:
         """Return ``plan`` with just this rank's items, as agreed without DCP."""
         team = self._team(_DIVIDE)
-        names = [_box_name(item) for item in plan.items]
+        names = [f"{item.index.fqn} {item.index.offset}" for item in plan.items]
         sizes = [item.tensor_storage_size() or 1 for item in plan.items]
         division = run(self._divide(team, dict(zip(names, sizes, strict=True))))
         task = _Task(
@@ -287,10 +287,6 @@ def _arriving(uri: str, attempt: str, rank: int, world: int, created_s: float) -
     task = _Task(uri, attempt, rank, world, created_s)
     task.deliver()
     return task
-
-
-def _box_name(item: WriteItem) -> str:
-    return f"{item.index.fqn} {item.index.offset}"
 
 
 def _step_in(flat: FlatState) -> int | None:
