@@ -26,7 +26,7 @@ class Contestant:
     and raises if it is wrong."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
 
@@ -47,7 +47,7 @@ def blaming(name: str, uri: Uri) -> Iterator[None]:
 def blamed(contestant: Contestant, uri: Uri) -> Contestant:
     """Return the contestant with its errors raised by :func:`blaming`."""
 
-    def call(step: Callable[[], None]) -> None:
+    def call(step: Callable[[], object]) -> None:
         with blaming(contestant.name, uri):
             step()
 

@@ -7,6 +7,7 @@ stored in memory, so that no disk is measured. Without a GPU nothing is measured
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
@@ -212,26 +213,20 @@ def _keeper(bench: _Bench) -> None:
         tempfile.TemporaryDirectory() as folder,
         holdfast.Checkpointer(Path(folder) / "run", keeper="auto", grace_s=None) as run,
     ):
-        _kept_steps(bench, run)
+        numbers = itertools.count(1)
 
+        def keep() -> None:
+            number = next(numbers)
+            handle = run.step(number, bench.state)
+            if handle is None:
+                raise AssertionError(f"step {number} was not kept: {run.counters}")
+            handle.agreed.wait(WAIT_S)
 
-def _kept_steps(bench: _Bench, run: holdfast.Checkpointer) -> None:
-    number = 0
-
-    def keep() -> holdfast.SaveHandle:
-        nonlocal number
-        number += 1
-        handle = run.step(number, bench.state)
-        if handle is None:
-            raise AssertionError(f"step {number} was not kept: {run.counters}")
-        handle.agreed.wait(WAIT_S)
-        return handle
-
-    for _ in range(2):  # all slots have memory then
-        keep()
-    bench.measure(
-        "a step is kept in a keeper's memory", keep, nbytes=bench.nbytes, link="to the host"
-    )
+        for _ in range(2):  # all slots have memory then
+            keep()
+        bench.measure(
+            "a step is kept in a keeper's memory", keep, nbytes=bench.nbytes, link="to the host"
+        )
 
 
 def _report(given: Options, folder: Path) -> Report:

@@ -150,10 +150,6 @@ def _resume(uri: Path, state: State) -> None:
             raise AssertionError(f"the resume did not come from memory: {run.resumed}")
 
 
-def _save(uri: Path, state: State) -> None:
-    holdfast.save(uri, state)
-
-
 def _compare(state: State, expected: dict[str, bytes]) -> None:
     if digests(state) != expected:
         raise AssertionError("the loaded state is not the kept one")
@@ -193,7 +189,7 @@ def _contestants(kept: _Kept, folder: Path, state: State) -> list[Contestant]:
             before=kept.agree,
             after=partial(sync_tree, folder),
         ),
-        Contestant(SAVE, partial(_save, saved, state), after=partial(sync_tree, folder)),
+        Contestant(SAVE, partial(holdfast.save, saved, state), after=partial(sync_tree, folder)),
     ]
 
 

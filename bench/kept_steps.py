@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,10 @@ def _everywhere(here: bool) -> bool:
 def _measure(given: Options, task: object) -> dict[str, Any]:
     """Measure in a worker. Return the seconds of steps by kind, and the numbers of skipped and
     protected steps."""
-    with joined() as (rank, _), own_keepers():
-        steps = _Steps(given, rank)
-        try:
-            for _ in range(WARM_UP_STEPS):
-                steps.settle()
-            return _rounds(steps, given)
-        finally:
-            steps.close()
+    with joined() as (rank, _), own_keepers(), closing(_Steps(given, rank)) as steps:
+        for _ in range(WARM_UP_STEPS):
+            steps.settle()
+        return _rounds(steps, given)
 
 
 def _rounds(steps: _Steps, given: Options) -> dict[str, Any]:

@@ -17,7 +17,6 @@ nothing to a training host, but half of a two-core machine.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 import warnings
@@ -32,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import holdfast
 
 from .program import Options, Program, each_alone
-from .report import OURS, Report, Series
+from .report import OURS, Report, Series, median_ratio
 from .states import State, build, copy_s, digests
 from .training import KINDS, Training
 
@@ -107,9 +106,8 @@ class _DCP:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # always the same place, so it keeps one checkpoint like the other
+        with warnings.catch_warnings(action="ignore"):
+            # Always the same place, so it keeps one checkpoint like the other.
             self._saving = async_save(state, checkpoint_id=self._folder / "saved", **self._options)
 
     def wait(self) -> None:
@@ -236,12 +234,17 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
         kinds = _kinds(name)
         for i, kind in enumerate(kinds):
             still, plain, beside = series[3 * i : 3 * i + 3]
-            steps = [
+            longer = median_ratio(beside.seconds, plain.seconds) - 1
+            row = [
+                f"{name}, computing {KINDS[kind]}",
+                f"{1e3 * still.median:.1f}",
+                f"{1e3 * max(still.seconds):.1f}",
                 f"{plain.median:.3f}",
                 f"{beside.median:.3f}",
-                f"{100 * _inflation(plain, beside):+.1f} %",
+                f"{100 * longer:+.1f} %",
+                "–",
             ]
-            rows.append([f"{name}, computing {KINDS[kind]}", *_still_ms(still), *steps, "–"])
+            rows.append(row)
         for at, copies in enumerate(LENGTHS, 3 * len(kinds)):
             rows.append([f"{name}, {_every(copies)}", *["–"] * 5, f"{series[at].median:.2f}"])
     return rows
@@ -255,16 +258,6 @@ def _kinds(name: str) -> list[str]:
 
 def _every(copies: int) -> str:
     return f"a save every step of {copies} {'copy' if copies == 1 else 'copies'}"
-
-
-def _still_ms(still: Series) -> list[str]:
-    return [f"{1e3 * x:.1f}" for x in (still.median, max(still.seconds))]
-
-
-def _inflation(plain: Series, beside: Series) -> float:
-    """Return how much longer a step is during a save: the median over pairs of consecutive
-    steps."""
-    return statistics.median(b / a for a, b in zip(plain.seconds, beside.seconds, strict=True)) - 1
 
 
 def _report(given: Options, folder: Path) -> Report:

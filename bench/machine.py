@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from ..drivers.mounts import fs_type
 
@@ -81,12 +80,7 @@ class PeakMemory:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.nbytes = max(0, _status_nbytes("VmHWM") - self._begin)
 
 

@@ -48,10 +48,9 @@ def _measure(given: Options, task: object) -> dict[str, Any]:
                 told = _timed(load, folder, rank, given.settle_s)
                 if name != LIMIT and digests(state) != expected:
                     raise AssertionError(f"{name}: what was loaded is not what was saved")
-                for key, value in (
-                    told.items() if number or given.tiny else ()
-                ):  # the first round is a warm-up
-                    found[name].setdefault(key, []).append(value)
+                if number or given.tiny:  # otherwise the first round is a warm-up
+                    for key, value in told.items():
+                        found[name].setdefault(key, []).append(value)
         return {"found": found, "nbytes": nbytes}
 
 
@@ -110,8 +109,13 @@ def _timed(
         dist.barrier()
         seconds = time.perf_counter() - began_s
     device = read_from_device_nbytes() - fetched
-    out = {"seconds": seconds, "peak": memory.nbytes, "asked": asked or 0, "device": device}
-    return out | {"processor": processor_s}
+    return {
+        "seconds": seconds,
+        "peak": memory.nbytes,
+        "asked": asked or 0,
+        "device": device,
+        "processor": processor_s,
+    }
 
 
 def _joined(told: Sequence[dict[str, Any]]) -> tuple[list[Series], dict[str, tuple[float, float]]]:

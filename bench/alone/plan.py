@@ -15,14 +15,7 @@ from ...drivers.contract import Traits
 from ...drivers.options import Option
 from ...drivers.registry import driver_class, serving
 from ...errors import UsageError
-from ..measured.plan import (
-    Plan,
-    check_memory,
-    check_runs,
-    check_size,
-    check_storage,
-    free_nbytes,
-)
+from ..measured.plan import Plan, check_memory, check_runs, check_size, check_storage, free_nbytes
 from ..place import traits_of
 from .transfer import ALIGN_NBYTES, Shape, preferred
 

@@ -95,7 +95,8 @@ class RawFile:
     def _all(self, call: Callable[[memoryview, int], int]) -> None:
         ranges = self._ranges()
         count = min(_SOURCES, len(ranges))
-        buffers = _random_chunks(count)
+        # At most one per thread, so that each thread has its own to read into.
+        buffers = [_random_chunk(number) for number in range(count)]
 
         def one(number: int, start: int, nbytes: int) -> None:
             if call(buffers[number % count][:nbytes], start) != nbytes:
@@ -108,7 +109,8 @@ class RawFile:
 def writing_settings(path: Path, nbytes: int) -> list[RawFile]:
     """Return the settings to try for writes. Generate the bytes to write as well, before any
     timing."""
-    _random_chunks(min(_SOURCES, ceil_div(nbytes, CHUNK_NBYTES)))
+    for number in range(min(_SOURCES, ceil_div(nbytes, CHUNK_NBYTES))):
+        _random_chunk(number)
     return [
         RawFile(path, nbytes, threads, preallocate)
         for threads, preallocate in itertools.product(THREADS, (False, True))
@@ -136,14 +138,8 @@ def _takes_direct(folder: Path) -> bool:
 
 
 @functools.cache
-def _random_chunks(count: int) -> list[memoryview]:
-    """Return page-aligned chunks of random normals, at most one per thread, so that each thread has
-    its own to read into."""
-    return [_random_chunk(number) for number in range(count)]
-
-
-@functools.cache
 def _random_chunk(number: int) -> memoryview:
+    """Return a page-aligned chunk of random normals."""
     random = np.random.default_rng(number)
     chunk = HostBuffer.allocate(CHUNK_NBYTES).view
     np.frombuffer(chunk, np.float32)[:] = random.standard_normal(CHUNK_NBYTES // 4, np.float32)

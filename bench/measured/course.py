@@ -19,15 +19,7 @@ from ..place import clear
 from ..report import Series
 from .plan import Plan, local_folder
 from .ranks import Ranks
-from .result import (
-    NOTHING,
-    Measurement,
-    Operations,
-    Phase,
-    joined,
-    operations_of,
-    reasons_against,
-)
+from .result import NOTHING, Measurement, Operations, Phase, joined, operations_of, reasons_against
 
 Say = Callable[[str], None]
 

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,15 +42,11 @@ def measured(
     """Measure according to a plan that :func:`.plan.check` has accepted. Every rank calls this;
     rank 0 calls ``say`` for each round. ``place`` is as for :func:`.course.measured_by`. Raises the
     errors of saves and loads."""
-
-    def work(course: Course, place: Uri) -> Found:
-        return _measured(plan, course, place)
-
     if place is None:
         place = plan.new_place()
     # The layer "metrics" counts storage operations.
     counting = replace(place, options={**place.options, "metrics": "true"})
-    return measured_by(work, plan, say, ranks=ranks, place=counting)
+    return measured_by(partial(_measured, plan), plan, say, ranks=ranks, place=counting)
 
 
 def _measured(plan: Plan, course: Course, place: Uri) -> Found:

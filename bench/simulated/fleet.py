@@ -154,17 +154,14 @@ class FlatStates:
         is_alike = specs == self._specs
         if not is_alike:
             self._specs = specs
-            self._like = _without_layouts(specs)
-        like = self._like
-        flat = FlatState(
-            names=like.names,
-            containers=like.containers,
-            shapes=like.shapes,
-            dtypes=like.dtypes,
-            layouts=self._layouts(specs, rank),
-            alias=like.alias,
-            tree=like.tree,
-        )
+            self._like = FlatState(
+                names=[spec.name for spec in specs],
+                containers=[0] * len(specs),
+                shapes=[spec.shape for spec in specs],
+                dtypes=[dtype_of(spec.dtype, itemsize_of(spec.dtype)) for spec in specs],
+                alias=[-1] * len(specs),
+            )
+        flat = replace(self._like, layouts=self._layouts(specs, rank))
         return flat, self._agreed(specs, rank), is_alike
 
     def _agreed(self, specs: Sequence[Spec], rank: int) -> Agreed | None:
@@ -191,17 +188,6 @@ class FlatStates:
         where = (self._world,), (rank,), (Split(0),)
         pieces = tuple(local_pieces(shape, *where))
         return MeshLayout(shape, pieces, local_shape(shape, *where), (rank,), self._world)
-
-
-def _without_layouts(specs: Sequence[Spec]) -> FlatState:
-    count = len(specs)
-    return FlatState(
-        names=[spec.name for spec in specs],
-        containers=[0] * count,
-        shapes=[spec.shape for spec in specs],
-        dtypes=[dtype_of(spec.dtype, itemsize_of(spec.dtype)) for spec in specs],
-        alias=[-1] * count,
-    )
 
 
 def fragment_told(plan: ImagePlan, rank: int, flat: FlatState) -> Fragment:

@@ -24,7 +24,7 @@ from ...storage.pipeline.image_writer import chunks_nbytes
 from ..place import traits_of
 from ..workloads.mlperf import Mlperf, subset_note
 from ..workloads.spec import Workload
-from .fleet import Fleet, RankPlan, planned_fleet
+from .fleet import RankPlan, planned_fleet
 
 VERSION = 1
 
@@ -38,41 +38,21 @@ class Requests:
     gets: int
 
 
-@dataclass(frozen=True)
-class UploadShape:
-    """Parameters of a driver's uploads.
+def image_requests(nbytes: int, part_nbytes: int) -> Requests:
+    """Return the requests to save an image of ``nbytes``; none for an empty one.
 
-    ``part_nbytes`` is the part size of an object store's uploads; smaller objects take one request.
-    It is 0 for a storage without such requests, which is written chunk by chunk.
+    An object store takes one, or, for more than ``part_nbytes``, the parts plus the start and the
+    end of the upload. The leader queries the size before it commits, and the sender after a
+    multipart upload. A storage without such requests, with ``part_nbytes`` of 0, is written chunk
+    by chunk.
     """
-
-    part_nbytes: int = 0
-
-    def puts(self, nbytes: int) -> int:
-        """Return the requests that write an object of ``nbytes``: one, or its parts plus the start
-        and the end of the upload. For a storage without parts, return the writes."""
-        if not nbytes:
-            return 0
-        if not self.part_nbytes:
-            return ceil_div(nbytes, CHUNK_NBYTES)
-        if nbytes <= self.part_nbytes:
-            return 1
-        return ceil_div(nbytes, part_nbytes_for(nbytes, self.part_nbytes)) + 2
-
-    def looks(self, nbytes: int) -> int:
-        """Return the requests for the size of an image in an object store: one by the leader before
-        it commits, and one by the sender after a multipart upload."""
-        if not nbytes or not self.part_nbytes:
-            return 0
-        return 2 if nbytes > self.part_nbytes else 1
-
-
-def _upload_shape(uri: Uri, traits: Traits) -> UploadShape:
-    """Return how the driver of ``uri``, with these traits, sends objects."""
-    cls: object = driver_class(serving(uri))
-    if isinstance(cls, type) and issubclass(cls, ObjectDriver):
-        return UploadShape(traits.part_nbytes)
-    return UploadShape()
+    if not nbytes:
+        return Requests(0, 0)
+    if not part_nbytes:
+        return Requests(ceil_div(nbytes, CHUNK_NBYTES), 0)
+    if nbytes <= part_nbytes:
+        return Requests(1, 1)
+    return Requests(ceil_div(nbytes, part_nbytes_for(nbytes, part_nbytes)) + 2, 2)
 
 
 @dataclass(frozen=True)
@@ -129,11 +109,15 @@ def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int) -> Forec
         raise UsageError(f"{world} ranks, {host_ranks} on each host", advice="Give 1 or more.")
     traits = traits_of(uri)
     fleet = planned_fleet(workload, world, host_ranks, traits.piece_nbytes)
-    shape = _upload_shape(uri, traits)
-    saves = _save_requests(fleet, shape)
     # A load into the same layout. Each host reads the manifest once.
     loads = Requests(0, fleet.reads + ceil_div(len(fleet.ranks), host_ranks))
     sizes = [rank.image_nbytes for rank in fleet.ranks]
+    part_nbytes = 0
+    cls: object = driver_class(serving(uri))
+    if isinstance(cls, type) and issubclass(cls, ObjectDriver):
+        part_nbytes = traits.part_nbytes
+    images = [image_requests(nbytes, part_nbytes) for nbytes in sizes]
+    puts = sum(image.puts for image in images) + 1  # the manifest takes one put
     subset = subset_note(workload, world) if isinstance(workload, Mlperf) else None
     return Forecast(
         uri=uri.redacted,
@@ -147,7 +131,7 @@ def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int) -> Forec
         shards=fleet.shards,
         chunks=fleet.chunks,
         manifest_nbytes=fleet.manifest_nbytes,
-        save_requests=saves,
+        save_requests=Requests(puts, sum(image.gets for image in images)),
         load_requests=loads,
         save_memory_nbytes=_memory_nbytes(fleet.ranks, traits, BUDGET_NBYTES),
         capture_memory_nbytes=_memory_nbytes(fleet.ranks, traits, None),
@@ -155,12 +139,6 @@ def forecast(workload: Workload, uri: Uri, world: int, host_ranks: int) -> Forec
         merge_s=fleet.merge_s,
         notes=() if subset is None else (subset,),
     )
-
-
-def _save_requests(fleet: Fleet, shape: UploadShape) -> Requests:
-    sizes = [rank.image_nbytes for rank in fleet.ranks]
-    puts = sum(map(shape.puts, sizes)) + 1  # the manifest takes one put
-    return Requests(puts, sum(map(shape.looks, sizes)))
 
 
 def _memory_nbytes(ranks: Sequence[RankPlan], traits: Traits, budget_nbytes: int | None) -> int:

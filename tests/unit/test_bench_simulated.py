@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import holdfast
 from holdfast.bench.simulated.fleet import FlatStates, fragment_told, planned_fleet
-from holdfast.bench.simulated.forecast import UploadShape, forecast
+from holdfast.bench.simulated.forecast import Requests, forecast, image_requests
 from holdfast.bench.workloads.llama3 import Llama, llama3, training_specs
 from holdfast.bench.workloads.materialised import materialise
 from holdfast.bench.workloads.sized import equal_tensors, sized
@@ -95,12 +95,12 @@ def test_a_sharded_model_is_divided_evenly() -> None:
 
 def test_uploads_are_counted_in_parts() -> None:
     """An object takes one request, or its parts, at most 10,000, with a begin and an end."""
-    store = UploadShape(16 * MIB)
-    assert [store.puts(n) for n in (0, 1, 16 * MIB, 16 * MIB + 1)] == [0, 1, 1, 4]
-    assert store.puts(160_000 * MIB) == 10_002
-    assert store.puts(160_001 * MIB) == 5_001 + 2
-    assert [store.looks(n) for n in (0, 1, 17 * MIB)] == [0, 1, 2]
-    assert [UploadShape().puts(n) for n in (0, 1, 17 * MIB)] == [0, 1, 2]
+    sizes = (0, 1, 16 * MIB, 16 * MIB + 1, 160_000 * MIB, 160_001 * MIB)
+    found = [image_requests(nbytes, 16 * MIB) for nbytes in sizes]
+    assert [requests.puts for requests in found] == [0, 1, 1, 4, 10_002, 5_001 + 2]
+    assert [requests.gets for requests in found] == [0, 1, 1, 2, 2, 2]
+    without_parts = [image_requests(nbytes, 0) for nbytes in (0, 1, 17 * MIB)]
+    assert without_parts == [Requests(0, 0), Requests(1, 0), Requests(2, 0)]
 
 
 def test_a_forecast_is_printed() -> None:
