@@ -186,12 +186,7 @@ def _line(found: _Found) -> tuple[str, ...]:
     state = "ready"
     if found.problem is not None:
         state = _problem_text(found)
-    return (
-        scheme,
-        printable(found.package) or "?",
-        printable(found.driver),
-        state,
-    )
+    return scheme, printable(found.package) or "?", printable(found.driver), state
 
 
 def _problem_text(found: _Found) -> str:
@@ -207,8 +202,8 @@ def _details(found: _Found) -> list[str]:
             "remote",
             {None: "?", True: "yes: retries and a deadline by default", False: "no"}[found.remote],
         ),
+        ("file", printable(found.config_file or "none")),
     ]
-    lines.append(("file", printable(found.config_file or "none")))
     if found.config_ignored is not None:
         lines.append(("not read", printable(found.config_ignored)))
     if found.tuned is not None:
@@ -216,14 +211,20 @@ def _details(found: _Found) -> list[str]:
     if found.problem is not None:
         lines.append(("problem", _problem_text(found)))
     if found.uri is not None:
-        lines += [("uri", printable(found.uri)), ("layers", ", ".join(found.layers) or "none")]
+        traits = (f"{name}={value}" for name, value in (found.traits or {}).items())
         lines += [
-            ("traits", ", ".join(f"{name}={value}" for name, value in (found.traits or {}).items()))
+            ("uri", printable(found.uri)),
+            ("layers", ", ".join(found.layers) or "none"),
+            ("traits", ", ".join(traits)),
         ]
     width = max(len(name) for name, _ in lines)
     printed = [f"{paint(name.ljust(width), 'dim')}  {value}" for name, value in lines]
     for title, common in (("options", False), ("options of every scheme", True)):
-        rows = [_option_line(o) for o in found.options if o["common"] == common]
+        rows = [
+            [printable(o[name] or "-") for name in ("name", "value", "source", "default", "help")]
+            for o in found.options
+            if o["common"] == common
+        ]
         if rows:
             printed += [
                 "",
@@ -231,16 +232,3 @@ def _details(found: _Found) -> list[str]:
                 *columns(("name", "value", "from", "default", "what"), rows),
             ]
     return printed
-
-
-def _option_line(option: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(
-        printable(text)
-        for text in (
-            option["name"],
-            option["value"] or "-",
-            option["source"],
-            option["default"] or "-",
-            option["help"],
-        )
-    )

@@ -24,8 +24,12 @@ class Table:
     left: Sequence[str] = ()
 
     def print(self) -> None:
-        """Print the table on the terminal."""
-        print_table(self.title, self.titles, self.rows, self.left)
+        """Print the table below its title on the terminal. Cells are escaped here."""
+        print(paint(self.title, "bold"))
+        rows = [list(map(printable, row)) for row in self.rows]
+        for line in columns(self.titles, rows, self.left):
+            print(f"  {line}")
+        print()
 
 
 def columns(
@@ -48,13 +52,3 @@ def columns(
 
 def _width(cell: str) -> int:
     return len(_COLOUR.sub("", cell))
-
-
-def print_table(
-    title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]
-) -> None:
-    """Print a table below its title. Cells are escaped here."""
-    print(paint(title, "bold"))
-    for line in columns(titles, [list(map(printable, row)) for row in rows], left):
-        print(f"  {line}")
-    print()

@@ -64,7 +64,8 @@ def _joined(damages: list[Damage]) -> list[Damage]:
     """Join adjacent damages of one kind."""
     groups: list[list[Damage]] = []
     for d in damages:
-        if groups and _continues(d, groups[-1][-1]):
+        last = groups[-1][-1] if groups else None
+        if last and (last.key, last.stop, last.what) == (d.key, d.start, d.what):
             groups[-1].append(d)
         else:
             groups.append([d])
@@ -78,10 +79,6 @@ def _joined(damages: list[Damage]) -> list[Damage]:
         )
         for g in groups
     ]
-
-
-def _continues(d: Damage, last: Damage) -> bool:
-    return (last.key, last.stop, last.what) == (d.key, d.start, d.what)
 
 
 def _line(d: Damage) -> str:

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import HoldfastError, UsageError
 from ..commands import complain, write_text
 from ..progress import last_line
-from .choices import (
-    chosen_workload,
-    plan_of,
-    read_measurement,
-    runs_of,
-    size_of,
-)
+from .choices import chosen_workload, plan_of, read_measurement, runs_of, size_of
 from .simulation import run_simulation
 from .tuning import run_tuning
 
@@ -185,10 +179,10 @@ def _compare(files: Sequence[str], slower: float, *, json_output: bool) -> int:
             advice=f"holdfast bench {COMPARE} A.json B.json",
         )
     a, b = map(read_measurement, files)
-    of_a, of_b = map(_measured_what, (a, b))
-    if of_a != of_b:
+    measured = [RAW if each.config.get("workload") == RAW else "checkpoints" for each in (a, b)]
+    if measured[0] != measured[1]:
         raise UsageError(
-            f"{files[0]} measures {of_a}, {files[1]} measures {of_b}",
+            f"{files[0]} measures {measured[0]}, {files[1]} measures {measured[1]}",
             advice="Only results of the same workload can be compared.",
         )
     found = compare(a, b)
@@ -199,7 +193,3 @@ def _compare(files: Sequence[str], slower: float, *, json_output: bool) -> int:
         complain("the two results differ in storage or settings")
     print_comparison(found, slower, json_output=json_output)
     return int(any(each.is_slower(slower) for each in found))
-
-
-def _measured_what(found: Measurement) -> str:
-    return "raw" if found.config.get("workload") == RAW else "checkpoints"

@@ -53,7 +53,7 @@ def _grids(found: Measurement) -> Iterator[Element]:
         ]
         yield from section(
             f"{operation.capitalize()}: GB/s by part size and concurrency",
-            heat_map(columns, cells, names_nchars=max(map(len, columns))),
+            heat_map(columns, cells),
             note="Darker is faster. Columns: concurrency.",
         )
 

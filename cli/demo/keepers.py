@@ -18,7 +18,7 @@ from ...core.units import size_text
 from ...drivers.uri import redact
 from ...errors import RankFailedError
 from ..progress import last_line
-from ..tables import print_table
+from ..tables import Table
 from ..text import one_of
 from .account import Account
 from .hosts import HOSTS, Hosts
@@ -170,7 +170,7 @@ class _Demo:
         """Print the table and the verdict."""
         print()
         rows = [outcome.row() for outcome in self.outcomes]
-        print_table("Resume of the next job", TITLES, rows, TITLES[:1])
+        Table("Resume of the next job", TITLES, rows, TITLES[:1]).print()
         if self.differing:
             self.account.say(
                 f"losses differ from an uninterrupted run at steps {self.differing}", "red"

@@ -73,10 +73,12 @@ class Training:
         found = holdfast.list_checkpoints(self._job.uri)
         if found:
             uri = str(join(self._job.uri, found[-1].path))  # sorted by step: the last is newest
-            holdfast.load(uri, into=self._state, deadline_s=DEADLINE_S, on_report=self._tell_loaded)
-
-    def _tell_loaded(self, report: holdfast.LoadReport) -> None:
-        self._journal.write("loaded", **asdict(report))
+            holdfast.load(
+                uri,
+                into=self._state,
+                deadline_s=DEADLINE_S,
+                on_report=lambda report: self._journal.write("loaded", **asdict(report)),
+            )
 
     def _save(self, step: int) -> None:
         """Start a save in the background."""

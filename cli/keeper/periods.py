@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ...planner.periods import Level, Period
 from ...planner.periods import periods as planned_periods
 from ..commands import print_json
-from ..tables import print_table
+from ..tables import Table
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def periods(step: str, cost: Sequence[str], rate: Sequence[str], *, json_output:
     if json_output:
         print_json({"step_s": step_s, "levels": [_document(one) for one in found]})
     else:
-        print_table("Periods", _TITLES, [_row(one) for one in found], left=("level",))
+        Table("Periods", _TITLES, [_row(one) for one in found], left=("level",)).print()
     return 0
 
 

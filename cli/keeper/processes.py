@@ -23,7 +23,7 @@ from ...storage.runtime import engine
 from ...storage.training.keeper_option import START_S, Keeper, launch
 from ...storage.training.run_identity import known_run_id, run_id
 from ..commands import complain, print_json
-from ..tables import print_table
+from ..tables import Table
 from ..text import is_terminal
 
 _WATCH_S = 1.0
@@ -108,7 +108,7 @@ def _show(statuses: list[dict[str, Any]], *, json_output: bool) -> None:
     elif not statuses:
         print("no keeper is running on this host")
     else:
-        print_table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",))
+        Table("keepers", _TITLES, [_cells(status) for status in statuses], ("run",)).print()
         for status in statuses:
             if status["problem"]:
                 print(f"run {status['run'][:12]} keeps no steps: {status['problem']}")

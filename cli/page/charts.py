@@ -106,11 +106,9 @@ def _drawn_bar(bar: Bar, scale: float, top: float) -> Iterator[Element]:
         yield element("text", bar.name, x=x + 3, y=top + _ROW - 4, pointer_events="none", **ink)
 
 
-def heat_map(
-    columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell]]], *, names_nchars: int = 14
-) -> Element:
+def heat_map(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell]]]) -> Element:
     """Return a row of cells for each name in ``rows``, below the column names."""
-    slanted = 5.2 * names_nchars
+    slanted = 5.2 * max(map(len, columns), default=0)
     width = min(120.0, (WIDTH - _LABEL - slanted) / max(1, len(columns)))
     top = 10 + slanted
     drawn: list[Element] = []

@@ -131,7 +131,7 @@ def heat(save: SaveTelemetry, found: Sequence[Straggler]) -> Element:
     for group in in_groups_of_ranks(list(save.ranks), _HEAT_ROWS):
         cells = [_cell(name, busy_s[name], group, hottest_s, marked) for name in names]
         rows.append((_group_name(group, {r for r, stage in marked if stage == CALL}), cells))
-    return heat_map(names, rows, names_nchars=max(map(len, names), default=0))
+    return heat_map(names, rows)
 
 
 def _cell(
