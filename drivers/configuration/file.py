@@ -184,7 +184,8 @@ def _applying(
     for name in tables:
         if "://" in name:
             prefix = _prefix(file, label + redact(name), name)
-            if _is_below(uri, prefix):
+            within = prefix.location.rstrip("/") + "/"
+            if uri.scheme == prefix.scheme and f"{uri.location}/".startswith(within):
                 applying.append(((2, len(prefix.location)), name))
         elif name in (_COMMON, uri.scheme):
             applying.append(((int(name != _COMMON), 0), name))
@@ -228,13 +229,6 @@ def _prefix(file: Path, label: str, text: str) -> Uri:
             f"{file} has a table [{label}] with options in its URI", advice="Write them below it."
         )
     return prefix
-
-
-def _is_below(uri: Uri, prefix: Uri) -> bool:
-    within = prefix.location.rstrip("/")
-    return uri.scheme == prefix.scheme and (
-        uri.location == within or uri.location.startswith(within + "/")
-    )
 
 
 def file_of_user() -> Path | None:
