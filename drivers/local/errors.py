@@ -27,11 +27,7 @@ _KINDS: dict[type[StorageError], tuple[int, ...]] = {
         errno.ESHUTDOWN,
     ),
 }  # fmt: skip
-_NAMES = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-}
+_NAMES = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 _KIND_OF = {code: kind for kind, codes in _KINDS.items() for code in codes}
 
 _ADVICE = {

@@ -23,7 +23,7 @@ from ...core.forks.renewal import new_lock
 from ..contract import AtMost, Buffer
 from .io import DIRECT_MIN_NBYTES, OpenFile, write_at
 from .names import split, temporary_name
-from .tree import NO_LOCKS, Tree, lock, sync_folder
+from .tree import Tree, lock, sync_folder
 
 ASKED_MIN_NBYTES = 1 << 20
 """Smaller files are written faster than space could be checked."""
@@ -153,7 +153,8 @@ class NewFile:
         try:
             self._check_target(exclusive)
             plain = self._create_temporary()
-            if self._locked(plain) and os.fstat(plain).st_nlink:
+            # Without locks, a sweep cannot lock the file either, so it leaves it alone.
+            if lock(plain, unknown=True) and os.fstat(plain).st_nlink:
                 return plain
         except FileNotFoundError:
             pass
@@ -177,15 +178,6 @@ class NewFile:
         os.close(self._folder)
         if plain >= 0:
             os.close(plain)
-
-    @staticmethod
-    def _locked(fd: int) -> bool:
-        try:
-            return lock(fd)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            return True  # a sweep cannot lock it either, so it leaves the file alone
 
     def write(self, start: int, data: Buffer) -> None:
         """Write all of ``data`` at byte ``start``."""

@@ -24,7 +24,7 @@ from .errors import NotAnObject
 from .io import is_deleted, status_of
 from .names import is_hidden, is_reserved, is_temporary, split
 
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 """Errors of flock on file systems without (working) locks."""
 
 _NO_ENTRY = (errno.EACCES, errno.EPERM, errno.ELOOP)
@@ -337,15 +337,17 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
     return found
 
 
-def lock(fd: int) -> bool:
-    """Take the lock that marks a live upload, until ``fd`` is closed. Returns False if it is taken.
-
-    Raises OSError if the file system does not support locks.
-    """
+def lock(fd: int, *, unknown: bool) -> bool:
+    """Take the lock that marks a live upload, until ``fd`` is closed. Returns False if it is taken,
+    and ``unknown`` if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return unknown
     return True
 
 
@@ -361,22 +363,12 @@ def _unlink_dead(folder: int, name: str, status: os.stat_result, quiet_s: float)
             return  # gone, not one of our files, or not accessible to us
         raise
     try:
-        if _is_free(fd, unknown=quiet_s > 0):
+        if lock(fd, unknown=quiet_s > 0):
             os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         pass  # its upload has just ended
     finally:
         os.close(fd)
-
-
-def _is_free(fd: int, *, unknown: bool) -> bool:
-    """Return whether a file is unlocked; ``unknown`` if the file system has no locks."""
-    try:
-        return lock(fd)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return unknown
 
 
 def _unlink_files(folder: int) -> list[str]:
