@@ -12,13 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ...core.forks.renewal import new_lock
-from ...errors import (
-    AccessError,
-    BusyError,
-    NotFoundError,
-    StorageDownError,
-    StorageError,
-)
+from ...errors import AccessError, BusyError, NotFoundError, StorageDownError, StorageError
 
 CONNECT_S = 10.0
 """Timeout of connecting: a live host answers sooner."""
@@ -140,7 +134,10 @@ class Connections:
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Send the request on an idle connection, or on a new one if the keeper has closed the idle
         one meanwhile. Safe because every request is idempotent."""
-        kept = self._kept()
+        kept = None
+        with self._lock:
+            if self._idle:
+                kept = self._idle.pop()
         if kept is not None:
             try:
                 return kept, _exchange(kept, request, method, target, headers)
@@ -149,12 +146,6 @@ class Connections:
         request.check()
         connection = self._connected()
         return connection, _exchange(connection, request, method, target, headers)
-
-    def _kept(self) -> http.client.HTTPConnection | None:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return None
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:

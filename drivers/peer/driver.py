@@ -110,37 +110,23 @@ class PeerDriver(ReadOnly, Driver):
         return cls(uri, option_values(cls.OPTIONS, uri))
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        target = self._target(key)
+        def receive(request: Request, response: HTTPResponse) -> None:
+            request.fill(response, into)
 
-        def read(request: Request) -> None:
-            with self._range(request, key, target, start, len(into)) as response:
-                request.fill(response, into)
-
-        if not len(into):
-            await self._check_end(key, start)
-            return
-        await self._run("read", key, read)
+        await self._read(key, start, len(into), receive)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
         """See :meth:`Driver.read_pieces`. Each piece is taken while it is in the CPU cache."""
-        target = self._target(key)
 
-        def read(request: Request) -> None:
-            ends = piece_ends(start, nbytes, _PIECE_NBYTES)
-            with (
-                self._rooms.room() as room,
-                self._range(request, key, target, start, nbytes) as response,
-            ):
-                for begin, end in pairwise(ends):
+        def receive(request: Request, response: HTTPResponse) -> None:
+            with self._rooms.room() as room:
+                for begin, end in pairwise(piece_ends(start, nbytes, _PIECE_NBYTES)):
                     piece = memoryview(room)[: end - begin]
                     request.fill(response, piece)
                     request.check()
                     take(piece)
 
-        if not nbytes:
-            await self._check_end(key, start)
-            return
-        await self._run("read", key, read)
+        await self._read(key, start, nbytes, receive)
 
     async def get(self, key: str) -> bytes:
         target = self._target(key)
@@ -198,13 +184,7 @@ class PeerDriver(ReadOnly, Driver):
 
     @contextmanager
     def _answer(
-        self,
-        request: Request,
-        doing: str,
-        key: str,
-        method: str,
-        target: str,
-        **headers: str,
+        self, request: Request, doing: str, key: str, method: str, target: str, **headers: str
     ) -> Iterator[HTTPResponse]:
         """Yield the head of a successful response. Blocks. Raises StorageError for any other
         response, in addition to connection errors."""
@@ -226,30 +206,35 @@ class PeerDriver(ReadOnly, Driver):
         retry_after = response.getheader("Retry-After")
         return refusal(response.status, retry_after, doing, self.uri, key)
 
-    @contextmanager
-    def _range(
-        self, request: Request, key: str, target: str, start: int, nbytes: int
-    ) -> Iterator[HTTPResponse]:
-        """Yield a response with exactly these bytes; there must be at least one."""
+    async def _read(
+        self, key: str, start: int, nbytes: int, receive: Callable[[Request, HTTPResponse], None]
+    ) -> None:
+        """Request a range and call ``receive``, in a thread, with a response of exactly these
+        bytes."""
+        target = self._target(key)
+        if not nbytes:
+            object_nbytes = (await self.stat(key)).nbytes
+            if not 0 <= start <= object_nbytes:
+                raise self._short(object_nbytes, key)
+            return
         if start < 0:
             raise self._short(None, key)
         asked = f"bytes={start}-{start + nbytes - 1}"
-        with self._answer(request, "read", key, "GET", target, Range=asked) as response:
-            said = response.getheader("Content-Range") or ""
-            match = _RANGE.fullmatch(said)
-            if match is None:
-                raise self._senseless(f"the range {said!r}", key)
-            first, last, size = map(int, match.groups())
-            if size < start + nbytes:
-                raise self._short(size, key)
-            if first != start or last != start + nbytes - 1 or response.length != nbytes:
-                raise self._senseless(f"the range {said!r} for {asked!r}", key)
-            yield response
 
-    async def _check_end(self, key: str, start: int) -> None:
-        nbytes = (await self.stat(key)).nbytes
-        if not 0 <= start <= nbytes:
-            raise self._short(nbytes, key)
+        def read(request: Request) -> None:
+            with self._answer(request, "read", key, "GET", target, Range=asked) as response:
+                said = response.getheader("Content-Range") or ""
+                match = _RANGE.fullmatch(said)
+                if match is None:
+                    raise self._senseless(f"the range {said!r}", key)
+                first, last, size = map(int, match.groups())
+                if size < start + nbytes:
+                    raise self._short(size, key)
+                if first != start or last != start + nbytes - 1 or response.length != nbytes:
+                    raise self._senseless(f"the range {said!r} for {asked!r}", key)
+                receive(request, response)
+
+        await self._run("read", key, read)
 
     def _nbytes(self, response: HTTPResponse, key: str) -> int:
         text = response.getheader("Content-Length") or ""
