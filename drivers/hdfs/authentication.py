@@ -50,7 +50,12 @@ def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str,
     if authentication == "token":
         return None
     if authentication == "kerberos":
-        return _without_library()
+        try:
+            _library()
+        except NoTicket as error:
+            advice = "apt-get install libgssapi-krb5-2, or yum install krb5-libs."
+            return f"no Kerberos: {error}", advice
+        return None
     for address in addresses:
         methods = offered(address)
         if methods and "SIMPLE" not in methods:
@@ -62,17 +67,6 @@ def unauthenticated(addresses: Sequence[str], authentication: str) -> tuple[str,
             )
         if methods:
             return None
-    return None
-
-
-def _without_library() -> tuple[str, str] | None:
-    try:
-        _library()
-    except NoTicket as error:
-        return (
-            f"no Kerberos: {error}",
-            "apt-get install libgssapi-krb5-2, or yum install krb5-libs.",
-        )
     return None
 
 
@@ -273,10 +267,6 @@ class _Reader:
         self._content = content
         self._at = 0
 
-    @property
-    def more(self) -> bool:
-        return self._at < len(self._content)
-
     def take(self, nbytes: int) -> bytes:
         if nbytes < 0 or nbytes > len(self._content) - self._at:
             raise ValueError("the token file ends too early")
@@ -305,7 +295,7 @@ class _Reader:
     def fields(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and content of each field of a protobuf message. Token messages only have
         length-delimited fields."""
-        while self.more:
+        while self._at < len(self._content):
             tag = self.varint()
             if tag & 7 != 2:
                 raise ValueError("the token file contains an unknown field")

@@ -28,7 +28,6 @@ from .errors import storage_error
 
 if TYPE_CHECKING:
     import hdfs_native
-    from hdfs_native._internal import RawFileWriter
 
 
 T = TypeVar("T")
@@ -175,23 +174,6 @@ def _timeouts(timeout_s: float) -> dict[str, str]:
         "dfs.client.failover.max.attempts": str(max(2, int(timeout_s / _RETRY_S))),
         "dfs.client.socket-timeout": str(int(min(60.0, timeout_s / 3) * 1000)),
     }
-
-
-def creating(
-    inner: hdfs_native.Client, path: str, options: hdfs_native.WriteOptions
-) -> RawFileWriter:
-    """Create a file and return its writer, which may be dropped at any time, in any thread.
-
-    This is the inner writer of the library's own. The outer one closes its file when it is
-    garbage-collected, so whichever thread drops the last reference, possibly the event loop's,
-    would wait a minute or more for the name node.
-    """
-    return inner.inner.create(path, options)
-
-
-def appending(inner: hdfs_native.Client, path: str) -> RawFileWriter:
-    """Open a file for appending; see :func:`creating`."""
-    return inner.inner.append(path)
 
 
 def pieces(reader: hdfs_native.FileReader, start: int, nbytes: int) -> Iterator[bytes]:

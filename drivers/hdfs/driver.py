@@ -273,7 +273,7 @@ class HdfsDriver(AsyncDriver):
     async def _sweep(self, prefix: str) -> None:
         """See :meth:`Driver.sweep`. Files without changes for an hour are dead, because live
         uploads touch theirs."""
-        await _sweep(self._client, self._names.path(prefix), prefix, QUIET_S)
+        await _sweep(self._client, self._names.path(prefix), prefix)
 
     def _upload(self, key: str, nbytes: int) -> HdfsUpload:
         path = self._names.path(key)
@@ -347,11 +347,11 @@ async def _walk(client: Client, top: str, key: str) -> AsyncIterator[list[FileSt
             yield batch
 
 
-async def _sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
+async def _sweep(client: Client, path: str, key: str) -> None:
     """Remove temporary files of dead uploads to ``path`` and below it, and folders that are then
     empty.
 
-    An upload is dead if it is older, by more than ``quiet_s``, than the newest file or folder seen,
+    An upload is dead if it is older, by more than QUIET_S, than the newest file or folder seen,
     so only the name node's clock matters. Live uploads are safe: a folder is created together with
     a file in it, and is removed only when empty.
     """
@@ -366,7 +366,7 @@ async def _sweep(client: Client, path: str, key: str, quiet_s: float) -> None:
     ]
     gone = set()
     for status in uploads:
-        if newest_ms - status.modification_time > quiet_s * 1000 and not status.isdir:
+        if newest_ms - status.modification_time > QUIET_S * 1000 and not status.isdir:
             await client.delete(status.path, key)
             gone.add(status.path)
     kept = {

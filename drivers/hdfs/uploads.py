@@ -20,7 +20,7 @@ from ...errors import StorageDownError, StorageError
 from ..asynchronous import AsyncDriver, AsyncUpload
 from ..calls import Call, CallerGone
 from ..contract import Buffer, segments
-from .client import Client, appending, creating, whole_reader
+from .client import Client, whole_reader
 from .names import temporary_name
 from .webhdfs import ConcatRefused, WebHdfs
 
@@ -145,7 +145,10 @@ class _File:
             create_parent=True,
         )
         try:
-            writer = creating(inner, self.path, options)
+            # The library's inner writer may be dropped at any time, in any thread. The outer one
+            # closes its file when it is garbage-collected, so whichever thread drops the last
+            # reference, possibly the event loop's, would wait a minute or more for the name node.
+            writer = inner.inner.create(self.path, options)
         finally:
             self.answered = True
         try:
@@ -285,7 +288,7 @@ class HdfsUpload(AsyncUpload):
 
         def copy(call: Call) -> None:
             whole_reader(inner, target)  # only a fully reported file can be appended to
-            writer = appending(inner, target)
+            writer = inner.inner.append(target)  # see _File._create
             for path in others:
                 reader = whole_reader(inner, path)
                 for piece in reader.read_range_stream(0, len(reader)):
