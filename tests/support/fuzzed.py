@@ -223,12 +223,14 @@ def request(data: bytes) -> bool:
     assert not is_authorized(header, "0123456789abcdef" * 2)
     try:
         asked = asked_of(target)
+        assert asked.key or asked.what != "object"
         assert not asked.key or {"", ".", ".."}.isdisjoint(asked.key.split("/"))
         wanted = range_of(header, nbytes)
         assert wanted is not None
         assert 0 <= wanted.start < wanted.stop <= nbytes
     except RequestError as error:
-        return error.status not in (400, 404, 416)
+        assert error.status in (400, 404, 416)
+        return False
     return True
 
 

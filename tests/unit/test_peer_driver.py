@@ -33,11 +33,7 @@ from holdfast.errors import (
     UriError,
 )
 from holdfast.storage.keeper.serving.http_requests import (
-    Asked,
-    RequestError,
-    asked_of,
     is_authorized,
-    range_of,
 )
 
 TOKEN = "0123456789abcdef" * 2
@@ -245,34 +241,6 @@ def test_any_answer_is_read_or_refused(pieces: list[bytes]) -> None:
 
 
 # Requests, as the server understands them
-
-
-@settings(max_examples=300)
-@given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(["/v1/list", "/v1/object/", "?", "prefix=", "run", "/", "..", "%2e", "%2F", "%00", "%", "&", ".", "é", "\udc80", "\ud800"]), max_size=8).map("".join)))  # fmt: skip
-def test_any_target_is_understood_or_refused(target: str) -> None:
-    """What is understood asks for a plain relative key."""
-    try:
-        asked = asked_of(target)
-    except RequestError as error:
-        assert error.status in (400, 404)
-        return
-    assert isinstance(asked, Asked)
-    assert not asked.key.startswith("/")
-    assert asked.key or asked.what != "object"
-    assert not asked.key or {"", ".", ".."}.isdisjoint(asked.key.split("/"))
-
-
-@settings(max_examples=300)
-@given(st.one_of(st.text(max_size=30), st.from_regex(r"bytes=\d{0,3}-\d{0,3}", fullmatch=True)), st.integers(0, 300))  # fmt: skip
-def test_any_range_is_inside_the_object_or_refused(header: str, nbytes: int) -> None:
-    """An object without bytes has no range at all."""
-    try:
-        found = range_of(header, nbytes)
-    except RequestError as error:
-        assert error.status in (400, 416)
-        return
-    assert found is not None
-    assert 0 <= found.start < found.stop <= nbytes
 
 
 def test_only_the_token_is_the_token() -> None:
