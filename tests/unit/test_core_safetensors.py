@@ -1,4 +1,4 @@
-"""Headers of safetensors files: written headers parse, and malformed ones are refused."""
+"""Headers of safetensors files that are malformed are refused."""
 
 from __future__ import annotations
 
@@ -7,22 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.safetensors import Entry, Header, header, length_in, parsed
-
-ENTRIES = [
-    Entry("a", "F32", (2, 3), 0, 24),
-    Entry("é\n", "U8", (), 24, 25),
-    Entry("0", "I64", (0, 5), 25, 25),
-]
-
-
-def test_what_is_written_is_parsed() -> None:
-    """Names of any characters, scalars and tensors without elements among them."""
-    first = header(ENTRIES, {"format": "pt"}, 64)
-    assert len(first) % 64 == 0
-    assert length_in(first) == len(first) - 8
-    assert parsed(first[8:], 25) == Header(ENTRIES, {"format": "pt"})
-    assert json.loads(first[8:])["__metadata__"] == {"format": "pt"}
+from holdfast.core.safetensors import parsed
 
 
 def text(**changes: Any) -> bytes:
