@@ -58,13 +58,12 @@ def fsspec_errors(doing: str, uri: str, key: str) -> Iterator[None]:
             yield
     except StorageError as error:
         cause = error.__cause__
-        if type(error) in _VAGUE and isinstance(cause, OSError):
-            kind = _kind_of(cause)
-        else:
-            kind = None
-        if cause is None or kind in (None, type(error)):
+        if type(error) not in _VAGUE or not isinstance(cause, OSError):
             raise
-        raise _made(kind or StorageError, doing, uri, key, cause) from cause
+        kind = _kind_of(cause)
+        if kind is None or kind is type(error):
+            raise
+        raise _made(kind, doing, uri, key, cause) from cause
     except HoldfastError:
         raise
     except Exception as error:

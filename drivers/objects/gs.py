@@ -125,12 +125,8 @@ def token_provider(
     def provide() -> dict[str, Any]:
         try:
             found.refresh(request)
-        except (
-            GoogleAuthError,
-            ValueError,
-            TypeError,
-            KeyError,
-        ) as error:  # some of these for a response that is not a token
+        # Some of these are raised for a response that is not a token.
+        except (GoogleAuthError, ValueError, TypeError, KeyError) as error:
             raise _unusable(file, error, uri) from error
         expiry = found.expiry
         return {"token": found.token, "expires_at": expiry and expiry.replace(tzinfo=UTC)}

@@ -15,11 +15,7 @@ COMMON_OPTIONS: Mapping[str, Option] = {
         size(5 << 20, 5 << 30), 16 << 20, "size of the parts of a large object; 16MiB saves a copy"
     ),
     "concurrency": Option(integer(1, 256), 16, "requests in flight"),
-    "timeout": Option(
-        duration(0.1, 3600),
-        90.0,
-        "time limit of one request, including its data",
-    ),
+    "timeout": Option(duration(0.1, 3600), 90.0, "time limit of one request, including its data"),
     "read_timeout": Option(
         duration(0.1, 3600), 30.0, "time limit of silence while waiting for a response"
     ),

@@ -66,16 +66,10 @@ STORING_OPTIONS: Mapping[str, Option] = {
 
 def check_storing(bucket: str, values: Mapping[str, Any], uri: Uri) -> None:
     """Raise UriError for contradictory options."""
-    for wrong, message, advice in _contradictions(bucket, values):
-        if wrong:
-            raise UriError(message, uri=uri.redacted, advice=advice)
-
-
-def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
     sse = values["sse"]
     own = bool(values["kms"] or values["tags"] or values["storage_class"] or sse != "bucket")
     kms_options = bool(values["kms"]) or values["bucket_kms"] != "bucket"
-    return [
+    contradictions = [
         (
             kms_options and sse not in _KMS,
             "kms and bucket_kms require sse=aws:kms",
@@ -108,6 +102,9 @@ def _contradictions(bucket: str, values: Mapping[str, Any]) -> list[tuple[bool, 
             "Set the encryption of the bucket itself.",
         ),
     ]
+    for wrong, message, advice in contradictions:
+        if wrong:
+            raise UriError(message, uri=uri.redacted, advice=advice)
 
 
 def _is_key(text: str) -> bool:

@@ -128,18 +128,6 @@ class Target:
     """Drops unfinished uploads to this path that began in the given last seconds."""
 
 
-async def _check_stored(target: Target, nbytes: int) -> None:
-    """Raise StorageError if the stored size differs: some stores acknowledge data that they did not
-    keep."""
-    stored_nbytes = (await target.stat()).nbytes
-    if stored_nbytes != nbytes:
-        raise StorageError(
-            f"the store acknowledged {nbytes} bytes, but has {stored_nbytes}",
-            uri=target.uri,
-            key=target.key,
-        )
-
-
 class WholeUpload(Upload):
     """An object sent in one request at commit. Its bytes are copied."""
 
@@ -351,7 +339,14 @@ class PartsUpload(Upload):
             if not await self._was_completed(began_s):
                 raise
             return
-        await _check_stored(self._target, self._written.nbytes)
+        # Some stores acknowledge data that they did not keep.
+        stored_nbytes = (await self._target.stat()).nbytes
+        if stored_nbytes != self._written.nbytes:
+            raise StorageError(
+                f"the store acknowledged {self._written.nbytes} bytes, but has {stored_nbytes}",
+                uri=self._target.uri,
+                key=self._target.key,
+            )
 
     async def _was_completed(self, began_s: float) -> bool:
         """Return whether the store has the object although it no longer knows the upload.
