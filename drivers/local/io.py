@@ -101,13 +101,19 @@ class OpenFile:
         self._closing = True
         self._leave(users=0)
 
-    def refused(self, error: OSError) -> bool:
-        """Return whether ``error`` means that the file system does not support direct I/O. If so,
-        and direct I/O is optional, later calls use the page cache."""
-        if self._must_be_direct or error.errno not in _REFUSED:
-            return False
+    def call_direct(self, call: Any, memory: Any, at: int) -> int:
+        """Make one direct call and return its byte count. Returns 0 if direct I/O is optional
+        and the file system does not support it; later calls then use the page cache. Raises OSError
+        for other failures."""
+        if self.direct is None:
+            return 0
+        try:
+            return int(call(self.direct, memory, at))
+        except OSError as error:
+            if self._must_be_direct or error.errno not in _REFUSED:
+                raise
         self.direct = None  # the descriptor stays open because another thread may be using it
-        return True
+        return 0
 
     def _leave(self, *, users: int) -> None:
         fds: list[int] = []
@@ -201,7 +207,7 @@ def _write_direct(file: OpenFile, data: Buffer, start: int) -> int:
             piece = bounce_memory()[: len(data) - done]
             # Unlike assignment to a memoryview, copyto releases the GIL.
             np.copyto(piece, source[done : done + len(piece)])
-        count = _direct(file, os.pwrite, piece, start + done)
+        count = file.call_direct(os.pwrite, piece, start + done)
         # After a short write, continue at an aligned offset and rewrite a few bytes.
         done += count - count % ALIGN_NBYTES
         if count < ALIGN_NBYTES:
@@ -223,8 +229,8 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
             piece = into[done:]
         else:
             piece = bounce_memory()[: len(into) - done]
-        count = _direct(
-            file, lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
+        count = file.call_direct(
+            lambda fd, memory, at: os.preadv(fd, [memory], at), piece, start + done
         )
         if not aligned:
             np.copyto(target[done : done + count], piece[:count])
@@ -232,19 +238,6 @@ def _read_direct(file: OpenFile, into: Buffer, start: int) -> int:
         if not count or count % ALIGN_NBYTES:
             break  # end of file
     return done
-
-
-def _direct(file: OpenFile, call: Any, memory: Any, at: int) -> int:
-    """Make one direct call and return its byte count; 0 if the file refuses direct I/O. Raises
-    OSError for other failures."""
-    if file.direct is None:
-        return 0
-    try:
-        return int(call(file.direct, memory, at))
-    except OSError as error:
-        if file.refused(error):
-            return 0
-        raise
 
 
 def bounce_memory() -> npt.NDArray[np.uint8]:

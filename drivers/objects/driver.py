@@ -35,16 +35,7 @@ from ...errors import (
     UriError,
 )
 from ..calls import Call, run
-from ..contract import (
-    Buffer,
-    Driver,
-    ObjectInfo,
-    TakePiece,
-    Traits,
-    Upload,
-    check_key,
-    check_small,
-)
+from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload, check_key, check_small
 from ..options import Option, option_values
 from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
