@@ -230,8 +230,9 @@ def test_cancelled_it_waits_for_what_runs(
         with pytest.raises(asyncio.CancelledError):
             await task
         assert busy == set()
-        assert sorted(released) == sorted(begun)
-        assert len(begun) < 30
+        # One that was started may be cancelled before its first step.
+        assert len(released) == len(set(released)) < 30
+        assert begun <= set(released)
 
     asyncio.run(cancelled())
 
