@@ -9,13 +9,14 @@ Any parallel layout into any other, without pickle, and never a torn checkpoint.
 is cheap: torch is imported when the first function that needs it is used.
 """
 
-# ruff: noqa: F403, F405 - the errors are listed once, in __all__
+# ruff: noqa: F403 - the errors are listed in their own module
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import errors as _errors
 from .core.forks import renewal as _renewal  # noqa: F401 - a fork may come before anything else
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 """The module of each public name; the others are errors."""
 
-__all__ = [  # noqa: RUF022 - first the functions, then the errors
+__all__ = [
     "Checkpoint",
     "Checkpointer",
     "CopyReport",
@@ -83,8 +84,8 @@ __all__ = [  # noqa: RUF022 - first the functions, then the errors
     "Outcome",
     "PerRank",
     "PruneReport",
-    "RankTelemetry",
     "RNGState",
+    "RankTelemetry",
     "Resumed",
     "SaveHandle",
     "SaveReport",
@@ -106,32 +107,8 @@ __all__ = [  # noqa: RUF022 - first the functions, then the errors
     "prune",
     "release_memory",
     "save",
-    "AccessError",
-    "BusyError",
-    "CheckpointError",
-    "CoordinationError",
-    "CoverageError",
-    "DamagedError",
-    "DeadlineError",
-    "ExistsError",
-    "FullError",
-    "HoldfastError",
-    "InvisibleFilesError",
-    "MismatchError",
-    "NotACheckpointError",
-    "NotFoundError",
-    "RankFailedError",
-    "ReplacedError",
-    "SaveError",
-    "StateError",
-    "StorageDownError",
-    "StorageError",
-    "SupersededError",
-    "TelemetryError",
-    "UnsupportedFormatError",
-    "UriError",
-    "UsageError",
 ]
+__all__ += _errors.__all__
 
 __version__ = "0.1.0"
 
