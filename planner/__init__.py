@@ -1,2 +1,2 @@
-"""Decides what goes where: pure functions over shapes and byte ranges. No I/O, no clock, no
+"""Plans reads and writes: pure functions over shapes and byte ranges. No I/O, no clock, no
 torch."""

@@ -24,7 +24,7 @@ Loads = npt.NDArray[np.float64]
 SHARE_UNIT = 1 << 20
 """Denominator of shares."""
 WORTH = 0.01
-"""Smallest reduction of the maximum load, as a fraction, for which even shares are given up."""
+"""Smallest reduction of the maximum load, as a fraction, that uneven shares must bring."""
 ROUNDS_MAX = 200
 POURED_MAX = 20_000
 """Limits on the rounds over all groups, and on the groups filled in all rounds together, so that

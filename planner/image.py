@@ -34,7 +34,7 @@ class ImageLayout:
     file.
 
     ``header``       the file's first bytes, a multiple of 4096; tensor data starts right behind
-    ``start``        (n,) offset of each shard, in the order in which shards were given
+    ``start``        (n,) offset of each shard, in the given order
     ``order``        (n,) shards by ascending ``start``
     ``data_end``     end of the last shard
     ``hashed_end``   ``data_end`` rounded up to 4096; blocks and chunks cover [0, hashed_end)

@@ -100,7 +100,7 @@ class MeshLayout:
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Computed once, without the holders, of which there may be thousands.
+        # Computed once, without the holders: there may be thousands.
         object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.ranks)))
 
     def __hash__(self) -> int:

@@ -2,8 +2,7 @@
 
 The successor connects like a trainer. It gets all images with their labels, and the locked file of
 the run last, so that no third keeper can start in between. The previous keeper exits only once the
-successor serves. Parity is not handed over: the successor
-encodes the next agreed generation.
+successor serves. Parity is not handed over: the successor encodes the next agreed generation.
 """
 
 from __future__ import annotations
