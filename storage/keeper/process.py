@@ -25,14 +25,17 @@ from typing import TYPE_CHECKING, Any
 from ...errors import HoldfastError, UsageError
 from ..arenas.folder import KeeperFolder
 from ..arenas.hosts import KeeperHost
+from ..arenas.label import GenerationId
+from ..arenas.messages import Rebuild, Refused
 from ..arenas.numa import reset_policy
 from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
+from .decisions.choice import Choice, Stock, choices
 from .descriptor_store import DescriptorStore
 from .detached import UPGRADE
 from .keeper import Keeper
 from .options import KeeperOptions, ServeOptions, confine, new_token
-from .rebuilding import SPARE_LOOK_S, Spare
+from .reading import Unheard, stock_of
 from .serving.serve import address_and_port, interface_and_port, is_token, serve
 from .succession import Estate, RunningError, take_over
 
@@ -47,6 +50,7 @@ GRACE_S = 30.0
 FILES_MAX = 1 << 16
 """Open files that a keeper asks for, if the system allows them."""
 _LOOK_S = 1.0
+_SPARE_LOOK_S = 2.0
 _ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -195,15 +199,72 @@ async def _served(keeper: Keeper, folder: KeeperFolder, port: int) -> AsyncItera
         yield
 
 
+class Spare:
+    """A keeper without trainers that prepares to replace a lost one. ``job``: keepers of the job to
+    begin with.
+
+    It asks the keepers of the job, again and again, for their inventories. If the newest generation
+    that can be resumed has lost images, it rebuilds them, so that a job which restarts on its host
+    finds them there.
+    """
+
+    def __init__(self, keeper: Keeper, job: Sequence[KeeperHost]) -> None:
+        self._keeper = keeper
+        self._job = tuple(job)
+        self._certificate = keeper.options.certificate
+        self._made: GenerationId | None = None
+        """Generation that this spare has rebuilt images of."""
+        self._problem = ""
+
+    async def look(self) -> bool:
+        """Ask the keepers of the job once, and rebuild lost images. Return whether any keeper has
+        answered. Does nothing while one of them is slow: its images are not lost."""
+        answers = await asyncio.gather(*(stock_of(host, self._certificate) for host in self._job))
+        stocks = [answer for answer in answers if isinstance(answer, Stock)]
+        newest = max(stocks, key=lambda stock: stock.inventory.epoch, default=None)
+        if newest is None:
+            return False
+        if newest.inventory.hosts and newest.inventory.hosts != self._job:
+            self._job = newest.inventory.hosts  # these have names, which the first ones lack
+            return True
+        is_slow = any(isinstance(answer, Unheard) and answer.listens for answer in answers)
+        if is_slow or not self._keeper.is_unused:
+            return True
+        own = Stock(self._keeper.host, self._keeper.inventory())
+        found, _ = choices([*stocks, own], [own.host.name], lambda generation: True)
+        if found:
+            await self._prepare(found[0], tuple(stock.host for stock in stocks))
+        return True
+
+    async def _prepare(self, choice: Choice, hosts: tuple[KeeperHost, ...]) -> None:
+        if self._made is not None and self._made != choice.generation:
+            self._keeper.pool.discard(self._made)
+            self._made = None
+        for lost in choice.rebuilt:
+            if not self._keeper.is_unused:
+                return
+            request = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, hosts)
+            refused = await self._keeper.rebuilding.rebuild(request)
+            if refused is None:
+                self._made = choice.generation
+            self._note(refused, choice.generation)
+
+    def _note(self, refused: Refused | None, generation: GenerationId) -> None:
+        problem = "" if refused is None else f"step {generation.step}: {refused.text}"
+        if problem and problem != self._problem:
+            _log.warning("this spare cannot hold everything: %s", problem)
+        self._problem = problem
+
+
 @contextlib.asynccontextmanager
 async def _preparing(keeper: Keeper, job: Sequence[KeeperHost]) -> AsyncIterator[None]:
     """Rebuild what the job of these keepers has lost, during the body, while no trainer is
     connected. Does nothing without any."""
-    spare = Spare(keeper, job, keeper.options.certificate)
+    spare = Spare(keeper, job)
 
     async def prepare() -> None:
         while job:
-            await asyncio.sleep(SPARE_LOOK_S)
+            await asyncio.sleep(_SPARE_LOOK_S)
             try:
                 if keeper.is_unused and await spare.look():
                     keeper.note_use()
