@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from ...core.spans import arrived, waited_for
 from ...errors import CoordinationError, RankFailedError, UsageError
-from .calls import Call, OpenCall, RankStatus, Settled, paired
+from .calls import Call, CallHistory, OpenCall, RankStatus, Settled, paired
 from .failures import Failure
 from .hosts import compressed, numbers_in
 from .member import LEADER, Member
@@ -244,9 +244,7 @@ class LeaderRendezvous:
 
     def _left_over(self, rank: int, status: RankStatus) -> list[int]:
         """Return a rank's failures in calls of this name without a partner on the leader."""
-        name = self._call.name
-        settled = self._history.of(rank).joined(status.settled.get(name, Settled()))
-        settled, _, left = paired(settled, self._member.log(name), status.logs.get(name, ()))
+        settled, _, left = self._paired(self._history, rank, status, self._call.name)
         self._history.settle(rank, settled)
         self.roster[rank] = -settled.other
         return left
@@ -290,17 +288,16 @@ class LeaderRendezvous:
         open_call = status.other_call(self._call.thread, self._member.open_names)
         if open_call is None or open_call.name not in self._member.logs:
             return open_call
-        settled = (
-            self._member.history(open_call.name)
-            .of(rank)
-            .joined(status.settled.get(open_call.name, Settled()))
-        )
-        _, left, _ = paired(
-            settled, self._member.log(open_call.name), status.logs.get(open_call.name, ())
-        )
-        if left:
-            return None
-        return open_call
+        history = self._member.history(open_call.name)
+        _, left, _ = self._paired(history, rank, status, open_call.name)
+        return None if left else open_call
+
+    def _paired(
+        self, history: CallHistory, rank: int, status: RankStatus, name: str
+    ) -> tuple[Settled, list[int], list[int]]:
+        """Pair the failures of the leader and of ``rank`` in calls of this name."""
+        settled = history.of(rank).joined(status.settled.get(name, Settled()))
+        return paired(settled, self._member.log(name), status.logs.get(name, ()))
 
     def _has_lasted(self, rank: int, number: int, now_s: float) -> bool:
         return now_s - self._seen_since_s.setdefault((rank, number), now_s) >= self._grace_s

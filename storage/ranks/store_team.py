@@ -17,7 +17,6 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn, TypeVar
 
 from ...core.spans import Span, arrived, span, waited_for
@@ -435,16 +434,13 @@ async def _decoded(
     kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
 ) -> list[T]:
     """Decode the messages of ``ranks``, in a thread if they are large."""
-    work = partial(_decode_all, kind, received, ranks, where)
+
+    def decode() -> list[T]:
+        return [
+            kind.decode(data, f"the message of rank {rank} in {where}")
+            for rank, data in zip(ranks, received, strict=True)
+        ]
+
     if kind.slow or sum(map(len, received)) > INLINE_NBYTES:
-        return await offload(work)
-    return work()
-
-
-def _decode_all(
-    kind: Codec[T], received: Sequence[bytes], ranks: Sequence[int], where: str
-) -> list[T]:
-    return [
-        kind.decode(data, f"the message of rank {rank} in {where}")
-        for rank, data in zip(ranks, received, strict=True)
-    ]
+        return await offload(decode)
+    return decode()
