@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...drivers.contract import Driver
-from ...errors import AccessError, DamagedError, NotFoundError, StorageError, UsageError
+from ...errors import AccessError, DamagedError, StorageError, UsageError
 from ..format.lineage import LINEAGE_KEY, Lineage
 from ..format.manifest import MANIFEST_KEY
 from ..operations.location import Place
-from ..operations.maintenance.listing import ListedCheckpoint, Listing, read_lineage
+from ..operations.maintenance.listing import ListedCheckpoint, Listing, read_lineage, size_of
 from ..runtime.engine import offload
 
 _NAME = re.compile(r"step-([0-9]{8,18})")
@@ -226,11 +226,8 @@ class _RunFolder:
     async def _has_known(self) -> bool:
         async with self._root.opened() as driver:
             for path in reversed(self._known):
-                try:
-                    await driver.stat(f"{path}/{MANIFEST_KEY}")
-                except NotFoundError:
-                    continue
-                return True
+                if await size_of(driver, f"{path}/{MANIFEST_KEY}") is not None:
+                    return True
         return False
 
 

@@ -244,7 +244,7 @@ class Listing:
             if listed is not None and listed.nbytes == nbytes:
                 continue
             # The listing may be older than the manifest, if another save has put it since.
-            found = await _size(self._driver, key)
+            found = await size_of(self._driver, key)
             rank = int(m.images.rank[image])
             if found is None:
                 return f"the image of rank {rank} is missing"
@@ -272,7 +272,8 @@ async def unreadable(driver: Driver, key: str) -> str | None:
     return None
 
 
-async def _size(driver: Driver, key: str) -> int | None:
+async def size_of(driver: Driver, key: str) -> int | None:
+    """Return the size of an object in bytes; None if it does not exist."""
     try:
         return (await driver.stat(key)).nbytes
     except NotFoundError:

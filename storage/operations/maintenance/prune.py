@@ -27,7 +27,6 @@ from ....errors import (
     FullError,
     HoldfastError,
     NotACheckpointError,
-    NotFoundError,
     StorageError,
     UriError,
     UsageError,
@@ -50,7 +49,7 @@ from ...protocol.prune_lock import PRUNING_KEY, delete_manifest, is_lock
 from ...runtime.engine import check_may_wait, run
 from ..location import Place, UriLike
 from .choice import Choice, Rules, chosen_by
-from .listing import ListedCheckpoint, Listing, unreadable
+from .listing import ListedCheckpoint, Listing, size_of, unreadable
 
 _FOLDERS = 8
 """Folders processed at the same time."""
@@ -347,7 +346,7 @@ async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
             async with root.opened(checkpoint.path) as driver:
                 if await delete_checkpoint(driver, checkpoint):
                     deleted.append(checkpoint)
-                elif await _is_checkpoint(driver):
+                elif await size_of(driver, MANIFEST_KEY) is not None:
                     kept.add(checkpoint.path)
     collected = await _collect_all(root, plan, idle_s)
     emptied = {x.path for x in deleted} | {x.path for x in collected} | plan.locked
@@ -401,14 +400,6 @@ async def delete_checkpoint(driver: Driver, checkpoint: PrunedCheckpoint) -> boo
         return False
     await driver.delete(attempt.marker_key)
     await driver.delete_all(attempt.prefix)
-    return True
-
-
-async def _is_checkpoint(driver: Driver) -> bool:
-    try:
-        await driver.stat(MANIFEST_KEY)
-    except NotFoundError:
-        return False
     return True
 
 
