@@ -56,6 +56,18 @@ class InMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """What attempts to load from memory have found: images that are ``damaged``, and choices that
+    have ``failed``."""
+
+    damaged: Collection[DamagedImage] = ()
+    failed: Collection[Choice] = ()
+
+
+NOTHING_TRIED = Tried()
+
+
+@dataclass(frozen=True, slots=True)
 class Meeting:
     """The keepers of a job that work together, with their ranks; empty with a ``problem``.
     ``temporary``: the problem may be solved by keepers that answer later."""
@@ -122,13 +134,14 @@ def kept_in_memory(
     world: int,
     newer_than: int,
     epochs: Epochs,
-    damaged: Collection[DamagedImage] = (),
+    tried: Tried = NOTHING_TRIED,
     allows: Callable[[int], bool] = lambda step: True,
 ) -> tuple[list[Choice], list[str]]:
     """Return the generations that can be resumed, best first, and why others cannot.
 
     Those are agreed on, newer than ``newer_than``, not left behind by a later epoch, of a step that
-    the request ``allows``, and every image can be read or rebuilt. ``stocks``: keepers of the job's
+    the request ``allows``, and every image can be read or rebuilt; choices that have been ``tried``
+    are left out. ``stocks``: keepers of the job's
     ``world`` ranks; ``others``: keepers that no rank owns.
     """
     everyone_has = {rank for stock in stocks for rank in stock.host.ranks} == set(range(world))
@@ -141,12 +154,13 @@ def kept_in_memory(
         step = generation.step
         return step > newer_than and allows(step) and not epochs.has_left(generation)
 
-    return choices(
+    found, problems = choices(
         list(filter(is_within_reach, (*stocks, *others))),
         [stock.host.name for stock in filter(is_within_reach, stocks)],
         is_of_use,
-        _keys(damaged),
+        _keys(tried.damaged),
     )
+    return [one for one in found if one not in tried.failed], problems
 
 
 def _keys(damaged: Collection[DamagedImage]) -> set[tuple[GenerationId, int, str]]:
@@ -160,18 +174,23 @@ def awaited(
     epochs: Epochs,
     *,
     in_memory: bool,
-    damaged: Collection[DamagedImage] = (),
+    tried: Tried = NOTHING_TRIED,
     allows: Callable[[int], bool] = lambda step: True,
 ) -> bool:
     """Return whether to wait for keepers that have not answered: their answers may make a step
-    available that the request ``allows`` and that is newer than ``newest``, the newest one that can
-    be resumed now. ``in_memory``: whether that one is in memory."""
+    available that the request ``allows``, by a choice that has not been ``tried``, and newer than
+    ``newest``, the newest one that can be resumed now. ``in_memory``: whether that one is in
+    memory."""
     if not unheard:
         return False
     listens = any(one.listens for one in unheard)
-    # The keepers of the newest epoch know each other, and all steps that are agreed.
+    # The keepers of the newest epoch know each other, and all steps that are agreed, unless they
+    # have restarted without memory.
     newest_known = any(
-        stock.inventory.epoch >= epochs.newest and stock.inventory.hosts for stock in heard
+        stock.inventory.epoch >= epochs.newest
+        and stock.inventory.hosts
+        and any(held.agreed for held in stock.inventory.generations)
+        for stock in heard
     )
     if listens and not newest_known and epochs.newest >= 0:
         return True
@@ -195,8 +214,8 @@ def awaited(
     known |= {(guard.generation, guard.world) for guard in encoded}
     epoch = max((stock.inventory.epoch for stock in heard), default=-1)
     hopeful = [*heard, *(_most_of(one, known, encoded, epoch) for one in unheard)]
-    found, _ = choices(hopeful, [one.host.name for one in hopeful], is_of_use, _keys(damaged))
-    return bool(found)
+    found, _ = choices(hopeful, [one.host.name for one in hopeful], is_of_use, _keys(tried.damaged))
+    return any(one not in tried.failed for one in found)
 
 
 def _most_of(
@@ -207,15 +226,14 @@ def _most_of(
 ) -> Stock:
     """Return the largest inventory that a keeper may have, given what other keepers know. In the
     newest ``epoch``, it has captured images of its own ranks; of earlier generations, it may have
-    rebuilt any image, or had other ranks. If none of its group answers, it may have parity of any
-    image."""
+    rebuilt any image, or had other ranks. If none of its group answers, or has lost its parity, it
+    may have parity of any image."""
     name = one.host.name
-    of_others = {guard.generation for guard in encoded}
-    of_others -= {guard.generation for guard in encoded if name in guard.group.names}
+    has_group = {guard.generation for guard in encoded if name in guard.group.names}
     generations = []
     for generation, world in known:
         ranks: Sequence[int] = range(world)
-        is_captured = generation.epoch == epoch and generation not in of_others
+        is_captured = generation.epoch == epoch and generation in has_group
         if is_captured and one.host.ranks:
             ranks = [rank for rank in one.host.ranks if rank < world]
         generations.append(GenerationEntry(generation, world, tuple(ranks), True))

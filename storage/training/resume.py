@@ -25,6 +25,7 @@ from .keeper_inventory import (
     GuardOption,
     InMemory,
     Meeting,
+    Tried,
     asked,
     awaited,
     kept_in_memory,
@@ -141,6 +142,8 @@ class _Leader:
         self._tried: Sequence[ListedCheckpoint] = ()
         self._others: Sequence[Stock] = ()
         self._unheard: Sequence[Unheard] = ()
+        self.failed: set[Choice] = set()
+        """Choices in memory that have been tried in vain."""
 
     async def hear_offers(self, statements: Sequence[InMemory]) -> Nothing:
         """Ask keepers that no rank owns for their inventories, after all ranks have joined theirs.
@@ -186,6 +189,7 @@ class _Leader:
     def go_back_no_more(self) -> None:
         """Let the next look find the newest steps."""
         self._goes_back_after = None
+        self.failed.clear()
 
     def _candidates(self, survey: Survey, statements: Sequence[InMemory]) -> Candidates:
         assert self._guards is not None
@@ -214,8 +218,9 @@ class _Leader:
         stocks, others = stocks_of(statements), self._others
         newest = max((c.step or 0 for c in self._tried), default=-1)
         damaged = {one for statement in statements for one in statement.damaged}
+        tried = Tried(damaged, self.failed)
         kept, problems = kept_in_memory(
-            stocks, others, len(statements), newest, self._epochs, damaged, self._back.allows
+            stocks, others, len(statements), newest, self._epochs, tried, self._back.allows
         )
         found = (*stocks, *others)
         if kept:
@@ -227,7 +232,7 @@ class _Leader:
             newest,
             self._epochs,
             in_memory=bool(kept),
-            damaged=damaged,
+            tried=tried,
             allows=self._back.allows,
         )
         given_up = ""
@@ -510,13 +515,9 @@ def _load_kept(
     memory holds none. After a failure all ranks look again: a damaged image may exist on another
     host, or be rebuilt, and a keeper may have disappeared. No choice is tried twice."""
     choices = candidates.memory
-    made: set[Choice] = set()
     options = target.options
-    while True:
-        choice = next((one for one in choices.kept if one not in made), None)
-        if choice is None:
-            return None
-        made.add(choice)
+    while choices.kept:
+        choice = choices.kept[0]
         step = choice.generation.step
         call = Call("resume", root.uri.redacted, step)
         rebuild = partial(memory.rebuild, choice, choices.peers)
@@ -529,6 +530,7 @@ def _load_kept(
             outcome, error = tried_here(call, options.deadline_s, load)
         if outcome is Outcome.WHOLE:
             return step, memory.loaded
+        leader.failed.add(choice)
         if loads and step not in target.failed:
             target.failed.append(step)
         _log.warning(
@@ -539,6 +541,7 @@ def _load_kept(
         while choices.waits:
             look = memory.look_later
             choices = held_round(CHOOSE, call, options.deadline_s, look, leader.choose)
+    return None
 
 
 def _load_first(root: Place, candidates: Candidates, target: _Target, back: Back) -> int | None:

@@ -42,6 +42,7 @@ from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.keeper_inventory import (
     DamagedImage,
     GuardOption,
+    Tried,
     kept_in_memory,
     meeting,
 )
@@ -248,7 +249,7 @@ class KeptHosts:
 
     def choices(self, struck: Collection[DamagedImage] = ()) -> tuple[list[Choice], list[str]]:
         """Return the steps that a restart could resume from, without the images in ``struck``."""
-        return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), struck)
+        return kept_in_memory(self.stocks(), [], self.world, -1, Epochs(), Tried(struck))
 
     async def rebuild(self, choice: Choice) -> list[str]:
         """Rebuild the lost images of a choice; return the problems."""

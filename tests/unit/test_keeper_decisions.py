@@ -34,6 +34,7 @@ from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.keeper_inventory import (
     GuardOption,
+    Tried,
     Unheard,
     awaited,
     kept_in_memory,
@@ -420,14 +421,18 @@ def waits(
     unreachable: str = "",
     gone: str = "",
     stored: int = 0,
+    fails: bool = False,
 ) -> bool:
-    """Return whether a restart waits, if these hosts do not answer."""
+    """Return whether a restart waits, if these hosts do not answer. ``fails``: it has tried in
+    vain what the others hold."""
     heard = [stock for name, stock in known.items() if name not in silent + unreachable + gone]
     unheard = [Unheard(known[name].host, True) for name in silent]
     unheard += [Unheard(known[name].host, False) for name in unreachable]
     kept, _ = kept_in_memory(heard, [], len(heard), stored, BEGUN)
+    tried = Tried(failed=kept if fails else [])
+    kept, _ = kept_in_memory(heard, [], len(heard), stored, BEGUN, tried)
     newest = kept[0].generation.step if kept else stored
-    return awaited(heard, unheard, newest, BEGUN, in_memory=bool(kept))
+    return awaited(heard, unheard, newest, BEGUN, in_memory=bool(kept), tried=tried)
 
 
 def test_nobody_is_waited_for_if_a_lost_host_can_be_made_up_for() -> None:
@@ -449,7 +454,22 @@ def test_a_host_that_may_have_the_newest_step_is_waited_for() -> None:
     assert waits(stocks(5, None), unreachable="d")
     assert waits(stocks(5, None), silent="d", stored=4)
     assert not waits(stocks(5, 5), unreachable="cd", stored=5)
-    assert not waits(stocks(5, None), silent="d", gone="c", stored=4)  # it would not help
+    assert not waits(stocks(5, 5), silent="d", gone="bc", stored=4)  # it would not help
+
+
+def test_a_host_that_may_have_more_than_others_know_is_waited_for() -> None:
+    """Others may have restarted, with or without their images, or hold damaged ones."""
+    known = stocks(5, 5)
+    for name in "abc":
+        inventory = known[name].inventory
+        known[name] = replace(known[name], inventory=replace(inventory, guards=()))
+    assert waits(known, silent="d", gone="c", stored=4)
+    for name in "abc":
+        inventory = known[name].inventory
+        known[name] = replace(known[name], inventory=replace(inventory, generations=()))
+    assert waits(known, silent="d", gone="c", stored=4)
+    assert waits(stocks(5, 5), silent="d", fails=True)
+    assert not waits(stocks(5, 5), fails=True)
 
 
 def test_a_host_whose_contents_nobody_knows_is_waited_for() -> None:

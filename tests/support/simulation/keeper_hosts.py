@@ -49,12 +49,15 @@ class Loads:
     """What a restart has loaded. ``found``: the step and the job of the load that was whole;
     ``failed``: the steps of those that were not; ``filled``: what the state on each host holds of
     the image of each rank, piece by piece; ``behind``: what hosts have yet to fill in the load that
-    is under way; ``impeded``: whether an image could have been made again at another time."""
+    is under way; ``impeded``: whether an image could have been made again at another time;
+    ``tried``: what loads from memory have found."""
 
     def __init__(self, job: Job) -> None:
         self.found: tuple[int, int] | None = None
         self.failed: list[int] = []
+        self.failed_choices: set[Choice] = set()
         self.damaged: set[DamagedImage] = set()
+        self.tried = memory_survey.Tried(self.damaged, self.failed_choices)
         self.filled: dict[str, dict[int, list[State | None]]] = {h.name: {} for h in job.hosts}
         self.behind: list[tuple[str, int, list[State | None]]] = []
         self.impeded = False
@@ -232,7 +235,7 @@ class Hosts(Promises):
     ) -> Generator[None, None, tuple[list[Stock], list[Unheard]]]:
         """Ask keepers of earlier jobs; return the answers, and the keepers that do not answer."""
         stocks = memory_survey.stocks_of(statements)
-        named = {host.name: host for stock in stocks for host in stock.inventory.hosts}
+        named = memory_survey._named(stocks)
         others, unheard = list[Stock](), list[Unheard]()
         known = {stock.host.name for stock in stocks} | {one.silent for one in statements}
         for name in sorted(named.keys() - known):
@@ -255,14 +258,16 @@ class Hosts(Promises):
     ) -> list[Choice] | None:
         """Return the generations to load from memory, or None to wait for keepers."""
         kept, _ = memory_survey.kept_in_memory(
-            stocks, others, job.world, newest, self.epochs, loads.damaged
+            stocks, others, job.world, newest, self.epochs, loads.tried
         )
         if kept:
             newest = kept[0].generation.step
         found = [*stocks, *others]
         in_memory = bool(kept)
         waits = memory_survey.awaited(
-            found, unheard, newest, self.epochs, in_memory=in_memory, damaged=loads.damaged
+            *(found, unheard, newest, self.epochs),
+            in_memory=in_memory,
+            tried=loads.tried,
         )
         return None if waits else kept
 
@@ -318,14 +323,13 @@ class Hosts(Promises):
         newest: int,
     ) -> Generator[None, None, Choice | None]:
         """Load the best that is whole out of memory; return it, None where there is none."""
-        made: set[Choice] = set()
         while True:
             for one in kept:
                 self.check_choice(one.generation)
-            choice = next((one for one in kept if one not in made), None)
-            if choice is None:
+            if not kept:
                 return None
-            made.add(choice)
+            choice = kept[0]
+            loads.failed_choices.add(choice)
             hosts = [stock.host for stock in (*stocks, *others)]
             self.impeded = bool(self.full or self.cuts)
             problem = yield from self.rebuild(job, choice, hosts)
