@@ -104,12 +104,12 @@ def save(
             to = Destination(uri, storage_options)
         handle, future = begin_save(to, state, step, options, logs_failure=False)
     try:
-        handle.wait()
+        report = handle.wait()
     except KeyboardInterrupt:
         interrupt(future)
         raise
-    assert handle.report is not None
-    return handle.report
+    assert report is not None
+    return report
 
 
 def async_save(

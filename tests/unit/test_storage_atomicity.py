@@ -302,19 +302,22 @@ def test_a_handle_tells_how_far_its_save_is(serve: Serve) -> None:
     assert time.monotonic() - began < 5
     assert handle.report is None
     storage.go.set()
-    handle.wait(30)
-    assert handle.report is not None
-    assert 0 <= handle.report.captured_s <= handle.report.sealed_s <= handle.report.durable_s
+    report = handle.wait(30)
+    assert report is not None
+    assert report is handle.report
+    assert 0 <= report.captured_s <= report.sealed_s <= report.durable_s
 
 
 def test_a_handle_can_be_awaited() -> None:
-    """Its stages too."""
+    """So can its stages. The handle returns the report of the save."""
 
     async def main() -> None:
         handle = holdfast.async_save(fresh_uri(), {"x": torch.ones(10)})
         await handle.captured
-        await handle
+        report = await handle
         assert handle.done()
+        assert report is not None
+        assert report is handle.report is handle.wait()
 
     asyncio.run(main())
 

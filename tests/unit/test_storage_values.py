@@ -113,6 +113,25 @@ def test_containers_keep_their_kind() -> None:
     assert type(loaded["proxy"]) is dict
 
 
+class Phase(enum.Enum):
+    """An enum in a state."""
+
+    WARM_UP = "warm-up"
+    DECAY = "decay"
+
+
+@dataclasses.dataclass
+class Progress:
+    """A dataclass in a state."""
+
+    phase: Phase
+    seen: set[int]
+    curve: torch.Tensor
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
 class Marked(np.ndarray):
     """An array of a type of its own."""
 
@@ -129,15 +148,22 @@ TYPES: dict[str, tuple[Any, str]] = {
     "subclass": (ARRAY.view(Marked), "is a Marked, and would come back"),
     "scalar": (np.zeros(()).view(Marked), "is a Marked, and would come back"),
     "chain": (MAPS, "is a ChainMap, whose dicts would be merged"),
+    "texts": (np.array(["a", "b"]), "is an array of dtype <U1, which cannot be saved"),
+    "objects": (np.array([None, 1]), "is an array of dtype object, which cannot be saved"),
+    "set": ({1}, r"is a builtins\.set"),
+    "enum": (Phase.DECAY, "is a .*Phase"),
+    "path": (Path("a"), "is a pathlib"),
+    "named tuple": (Point(1, 2), "is a Point"),
+    "dataclass": (Progress(Phase.DECAY, set(), torch.ones(1)), "is a .*Progress"),
 }
 
 
 @pytest.mark.parametrize("name", list(TYPES))
 def test_a_type_that_would_be_lost_is_refused_by_name(name: str) -> None:
-    """Wherever it is; default= says what is stored instead, and a load fills one that is there."""
+    """Wherever it is. The error mentions default=, which says what is stored instead."""
     value, message = TYPES[name]
     for state in ({"v": value}, {"v": [{"w": value}]}, {"v": Given({"value": value})}):
-        with pytest.raises(holdfast.StateError, match=rf'"v"\].* {message}'):
+        with pytest.raises(holdfast.StateError, match=rf'"v"\].* {message}.*\. default= of a save'):
             holdfast.save(fresh_uri(), state)
     uri = fresh_uri()
     holdfast.save(uri, {"v": value}, default=lambda _: "instead")
@@ -296,25 +322,6 @@ def test_ranks_that_disagree_on_a_kind_cannot_save() -> None:
             holdfast.SaveError, match=r'state\["b"\] is a (Counter and a dict|dict and a Counter)'
         ):
             merge_trees(order)
-
-
-class Phase(enum.Enum):
-    """An enum in a state."""
-
-    WARM_UP = "warm-up"
-    DECAY = "decay"
-
-
-@dataclasses.dataclass
-class Progress:
-    """A dataclass in a state."""
-
-    phase: Phase
-    seen: set[int]
-    curve: torch.Tensor
-
-
-Point = collections.namedtuple("Point", "x y")
 
 
 def plain(value: Any) -> Any:

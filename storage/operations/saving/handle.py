@@ -164,15 +164,18 @@ class SaveHandle:
         """Return whether the save has ended, successfully or not."""
         return self.last.done()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is committed, or, if it stays in memory, agreed.
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait until the checkpoint is committed, and return its report; if it stays in memory,
+        wait until it is agreed, and return None.
 
         Raises the error with which the save failed, on this rank or another.
         """
         self.last.wait(timeout)
+        return self.report
 
-    def __await__(self) -> Generator[object, None, None]:
-        return self.last.__await__()
+    def __await__(self) -> Generator[object, None, SaveReport | None]:
+        yield from self.last.__await__()
+        return self.report
 
     def fail(self, error: BaseException) -> None:
         """Fail all stages not yet reached. Engine only."""

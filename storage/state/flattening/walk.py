@@ -57,6 +57,7 @@ is, returns a storable replacement, or raises TypeError."""
 
 _FORMS = (torch.Tensor, Shard, Mapping, list, tuple)
 _CONVERSIONS_MAX = 50
+_DEFAULT_ADVICE = "default= of a save takes a function that converts it."
 
 
 class Walker:
@@ -257,6 +258,14 @@ class Walker:
 
     def _stateless(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
         """Add an item like :meth:`_item`, if it is no object with a state."""
+        try:
+            return self._added(item, number, key, prefix)
+        except StateError as error:
+            if not self._loading and self._default is None and _lacks_form(item):
+                error.advice = f"{error.advice or ''} {_DEFAULT_ADVICE}".strip()
+            raise
+
+    def _added(self, item: object, number: int, key: Key, prefix: str) -> _Emitted:
         if megatron_kind(item):
             self._of_megatron(item, key)
             return ""
@@ -413,16 +422,17 @@ def _kind(container: object) -> str:
 
 def _lacks_form(item: object) -> bool:
     """Return whether ``item`` cannot be stored in any form. Tensors are checked later."""
-    if isinstance(item, np.ndarray):
-        return not is_plain_array(item)
-    if isinstance(item, ChainMap):
+    if isinstance(item, ChainMap) or (isinstance(item, np.ndarray) and not is_plain_array(item)):
         return True
     if isinstance(item, tuple) and type(item) is not tuple and not isinstance(item, torch.Size):
         return True  # a named tuple
     if isinstance(item, _FORMS) or has_state(item) or is_in_parts(item):
         return False
     try:
-        encode_value(item, "")
+        if isinstance(item, np.ndarray):
+            numpy_to_torch(np.empty(0, item.dtype), "")
+        else:
+            encode_value(item, "")
     except StateError:
         return True
     return False
