@@ -4,7 +4,7 @@
     ├── UsageError (ValueError)         fix the call; nothing was read or written
     │   ├── UriError                        the URI: unknown scheme, unknown option, unsafe key
     │   ├── StateError (TypeError)          the state holds an unsupported item; names its path
-    │   └── MismatchError                   target and checkpoint differ; lists every difference
+    │   └── MismatchError                   target and checkpoint differ; carries every difference
     ├── CheckpointError                 choose another checkpoint
     │   ├── NotACheckpointError (FileNotFoundError)   nothing is committed under this URI
     │   ├── DamagedError                    bytes changed; names file, offset and tensor
@@ -130,7 +130,8 @@ class StateError(UsageError, TypeError):
 class MismatchError(UsageError):
     """The target does not fit the checkpoint.
 
-    ``differences`` lists every difference, in the order of the state.
+    The message has the first differences of each kind; ``differences`` lists every one, in the same
+    order.
     """
 
     def __init__(self, message: str, *, differences: tuple[str, ...] = (), **where: Any) -> None:

@@ -68,8 +68,10 @@ class LoadOptions:
         if self.exchange not in (True, False, "auto"):
             raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
         check_telemetry(self.telemetry)
-        if self.strict not in (True, False, "state"):
-            raise UsageError(f"strict={self.strict!r}", advice='Give True, "state" or False.')
+        if self.strict not in (True, False, "state", "checkpoint"):
+            raise UsageError(
+                f"strict={self.strict!r}", advice='Give True, "state", "checkpoint" or False.'
+            )
 
 
 def check_budget(budget_nbytes: int) -> None:

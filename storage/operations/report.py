@@ -46,8 +46,8 @@ class LoadReport:
     uncompressed. ``bytes_received``: bytes that other ranks read for this one.
 
     ``missing``: names only in the state; ``unexpected``: names only in the checkpoint; over all
-    ranks, as left out by a load with ``strict="state"`` or ``strict=False``. The first hundred of
-    each; ``missing_count`` and ``unexpected_count`` count all.
+    ranks, as left out by a load that is not ``strict=True``. The first hundred of each;
+    ``missing_count`` and ``unexpected_count`` count all.
     """
 
     uri: str

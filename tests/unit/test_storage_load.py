@@ -321,6 +321,84 @@ def test_strict_state_wants_every_name_of_the_state(run: tuple[str, nn.Module]) 
     assert torch.equal(before, model[0].weight)
 
 
+def test_strict_checkpoint_wants_a_place_for_every_stored_name(run: tuple[str, nn.Module]) -> None:
+    """If a stored name has no place, nothing is filled."""
+    uri, _ = run
+    other = net()
+    before = [tensor.detach().clone() for tensor in other.parameters()]
+    text = refused(uri, {"model": other, "step": 0, "new": 1}, "checkpoint")
+    assert "tensor 'optim.state.0.weight.exp_avg' of the checkpoint" in text
+    assert "state[" not in text
+    assert "strict=False loads" in text
+    assert all(map(torch.equal, other.parameters(), before))
+    text = refused(uri, {"model": other, "step": 0}, "checkpoint")
+    assert 'strict="state" loads' in text
+
+
+def test_strict_checkpoint_takes_more_names_in_the_state(
+    run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when adapters are added to a stored model, or are stored alone. They stay as they are."""
+    uri, model = run
+    other, new = net(), nn.Linear(2, 2)
+    kept = new.weight.detach().clone()
+    into = {
+        "model": other,
+        "new": new,
+        "optim": torch.optim.Adam(other.parameters()),
+        "other": torch.optim.Adam(new.parameters()),
+        "step": 0,
+    }
+    assert 'strict="checkpoint" or strict=False loads' in refused(uri, into)
+    report = loaded(uri, into, "checkpoint")
+    assert same(model, other)
+    assert into["step"] == 7
+    assert torch.equal(new.weight, kept)
+    assert (set(report.missing), report.unexpected) == ({"new.weight", "new.bias", "other"}, ())
+    assert "3 names of the state are not in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("typo", "said"),
+    [
+        ({"model": "modle"}, "'model.' where those of the state have 'modle.'"),
+        ({"optim": "optmi"}, "Did you mean 'optim' instead of 'optmi'?"),
+        ({"step": "stpe"}, "Did you mean 'step' instead of 'stpe'?"),
+        ({"model": "modle", "step": "stpe"}, "Did you mean 'step' instead of 'stpe'?"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strict", [True, "state"])
+def test_a_typo_gets_a_short_error(
+    run: tuple[str, nn.Module], typo: dict[str, str], said: str, strict: Any
+) -> None:
+    """It shows a few names of each kind, says how many more there are, and asks about the typo."""
+    uri, _ = run
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    holdfast.save(uri, {"model": model, "optim": torch.optim.Adam(model.parameters()), "step": 1})
+    state = {"model": model, "optim": torch.optim.Adam(model.parameters()), "step": 0}
+    into = {typo.get(key, key): value for key, value in state.items()}
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(uri, into=into, strict=strict)
+    text = str(caught.value)
+    assert said in text
+    assert len(text.splitlines()) <= 14
+    shown = sum(difference in text for difference in caught.value.differences)
+    more = [int(line.split()[1]) for line in text.splitlines() if " more that " in line]
+    assert shown + sum(more) == len(caught.value.differences)
+
+
+def test_a_misspelt_name_below_others_is_asked_about() -> None:
+    """In its own place, also within a part. Numbers and dissimilar names are not misspelt."""
+    uri = saved({"model": {"layers": [{"weight": torch.ones(1), "bias": torch.ones(1)}]}, "lr": 1})
+    into = {"layers": [{"wieght": torch.ones(1)}, {"bias": torch.ones(1)}], "head": torch.ones(1)}
+    text = refused(uri, {"model": into, "lr": 0})
+    assert "Did you mean 'model.layers.0.weight' instead of 'model.layers.0.wieght'?" in text
+    assert text.count("Did you mean") == 1
+    assert "Did you mean" not in refused(uri, {"model": {"layers": []}, "lr": 0, "optim": 1})
+    assert "Did you mean 'lr' instead of 'lrs'?" in refused(uri, 1.0, only="lrs")
+
+
 def test_not_strict_says_what_it_left(
     run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,7 +422,7 @@ def test_a_load_that_leaves_nothing_says_nothing(
     """Whatever the mode."""
     uri, _ = run
     with caplog.at_level(logging.INFO, logger="holdfast"):
-        for strict in (True, "state", False):
+        for strict in (True, "state", "checkpoint", False):
             other = net()
             optim = torch.optim.Adam(other.parameters())
             report = loaded(uri, {"model": other, "optim": optim, "step": 0}, strict)
@@ -352,7 +430,7 @@ def test_a_load_that_leaves_nothing_says_nothing(
     assert of_names(caplog) == []
 
 
-@pytest.mark.parametrize("strict", [True, "state", False])
+@pytest.mark.parametrize("strict", [True, "state", "checkpoint", False])
 def test_a_state_of_which_nothing_is_stored_is_an_error(
     run: tuple[str, nn.Module], strict: Any
 ) -> None:
@@ -396,7 +474,7 @@ def test_advice_that_is_followed_works() -> None:
     assert "names of the state" not in text
 
 
-@pytest.mark.parametrize("strict", [True, "state", False])
+@pytest.mark.parametrize("strict", [True, "state", "checkpoint", False])
 def test_words_that_wrappers_put_into_stored_names_are_said(strict: Any) -> None:
     """One line shows how the names differ, with an example, and how to get at them."""
     uri, model = fresh_uri(), net()

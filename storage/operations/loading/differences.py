@@ -3,8 +3,9 @@ and dtypes. :mod:`...state.filling.targets` maps tensors to their places."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,18 +18,40 @@ from ...format.part import Part
 from ...format.tree import Key, dotted, format_path
 from ...state.filling.targets import Match
 from ..rounds import Differences, FitReport
-from .renames import Renaming, find_renaming
+from .renames import Renaming, find_renaming, misspellings
 
-Strict = bool | Literal["state"]
-"""Names that must exist on both sides: True: all; "state": the state's own; False: none,
-common names are loaded."""
+Strict = bool | Literal["state", "checkpoint"]
+"""Names that must exist on both sides: True: all; "state", "checkpoint": all names of that side;
+False: none, common names are loaded."""
 
-SHOWN = 50
+SHOWN = 3
 REPORTED = 100
 LOGGED = 5
-"""Names shown in an error, in a report, in a log line."""
+"""Names of a kind shown in an error, in a report, in a log line."""
+
+_KINDS = {
+    "left": "with values of a failed load",
+    "mismatched": "that do not fit",
+    "castable": "of another dtype",
+    "missing": "that the checkpoint does not have",
+    "shared": "that share memory",
+    "unexpected": "that the state has no place for",
+}
+"""Kinds of differences, and the words for names of each."""
+
+_Found = Mapping[str, Sequence[tuple[str, str]]]
+"""Differences by kind: names, with a text for people."""
 
 _log = logging.getLogger(__name__)
+
+
+def wants_state(strict: Strict) -> bool:
+    """Return whether the checkpoint must have every name of the state."""
+    return strict in (True, "state")
+
+
+def _wants_checkpoint(strict: Strict) -> bool:
+    return strict in (True, "checkpoint")
 
 
 def report_of(match: Match, manifest: Manifest, checksum: bytes, peers: str | None) -> FitReport:
@@ -62,18 +85,24 @@ class DifferenceCheck:
 
     def judge(self, told: Sequence[FitReport]) -> Differences:
         """Return what the load leaves out, and log it. Raises MismatchError."""
-        kinds = ("left", "mismatched", "castable", "shared", "missing")
-        found = {kind: _once([getattr(report, kind) for report in told]) for kind in kinds}
-        found["unexpected"] = self._unexpected(told)
+        found = {
+            kind: _once([getattr(report, kind) for report in told])
+            for kind in _KINDS
+            if kind != "unexpected"
+        }
+        names = self._unexpected(told)
+        found["unexpected"] = [entry for entry in names if self._is_wanted(entry[0])]
         missing, unexpected = ([*dict(found[kind])] for kind in ("missing", "unexpected"))
-        renaming = find_renaming(missing, unexpected)
         nothing = self._nothing(told)
-        refused = [text for kind in self._refused(nothing) for _, text in found[kind]]
+        stored = [*dict(names)] if nothing else unexpected
+        renaming = find_renaming(missing, stored)
+        refused = {kind: found[kind] for kind in self._refused(nothing) if found[kind]}
         if refused or nothing:
-            advice = _advice(
-                self._strict, {kind for kind in found if found[kind]}, renaming, nothing=nothing
-            )
-            raise self._error(refused, nothing, advice, renaming)
+            hints = [] if renaming is None else [str(renaming)]
+            if renaming is None or renaming.count < renaming.of:
+                hints += misspellings(missing, stored)
+            advice = _advice(refused, found, renaming, nothing=nothing)
+            raise self._error(refused, nothing, advice, hints)
         left = Differences(
             tuple(missing[:REPORTED]), tuple(unexpected[:REPORTED]), len(missing), len(unexpected)
         )
@@ -83,28 +112,29 @@ class DifferenceCheck:
         return left
 
     def _refused(self, nothing: bool) -> list[str]:
-        kinds = ["left", "mismatched", "castable"]
-        if self._strict or nothing:
-            kinds.append("missing")
-        if self._strict is True or nothing:
-            kinds += ["shared", "unexpected"]
-        return kinds
+        """Return the kinds of differences that are errors, in the order of the message."""
+        accepted = set()
+        if not (wants_state(self._strict) or nothing):
+            accepted.add("missing")
+        if not (_wants_checkpoint(self._strict) or nothing):
+            accepted |= {"shared", "unexpected"}
+        return [kind for kind in _KINDS if kind not in accepted]
 
     def _error(
-        self, refused: list[str], nothing: bool, advice: str, renaming: Renaming | None
+        self, refused: _Found, nothing: bool, advice: str, hints: Sequence[str]
     ) -> MismatchError:
-        listed = "".join(f"\n  {text}" for text in refused[:SHOWN])
-        if len(refused) > SHOWN:
-            listed += f"\n  and {len(refused) - SHOWN:,} more"
-        what = f"the state and the checkpoint differ in {counted(len(refused), 'place')}"
+        texts = {kind: [text for _, text in entries] for kind, entries in refused.items()}
+        differences = tuple(itertools.chain.from_iterable(texts.values()))
+        lines = [f"the state and the checkpoint differ in {counted(len(differences), 'place')}:"]
         if nothing:
-            what = f"the checkpoint has nothing of the state: {what}"
-        hint = ""
-        if renaming is not None:
-            text = str(renaming)
-            hint = f"\n{text[0].upper()}{text[1:]}"
+            lines[0] = f"the checkpoint has nothing of the state: {lines[0]}"
+        for kind, of_kind in texts.items():
+            lines += [f"  {text}" for text in of_kind[:SHOWN]]
+            if len(of_kind) > SHOWN:
+                lines.append(f"  and {len(of_kind) - SHOWN:,} more {_KINDS[kind]}")
+        lines += [hint[0].upper() + hint[1:] for hint in hints]
         return MismatchError(
-            f"{what}:{listed}{hint}\n", uri=self._uri, advice=advice, differences=tuple(refused)
+            "\n".join(lines) + "\n", uri=self._uri, advice=advice, differences=differences
         )
 
     def _log(self, left: Differences, renaming: Renaming | None) -> None:
@@ -162,14 +192,15 @@ class DifferenceCheck:
                     f"value {format_path(path)} of the checkpoint: the state has no place for it",
                 )
             )
-        if self._part is None:
-            return out
-        return [(name, text) for name, text in out if self._part.holds(name)]
+        return out
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._part is None or self._part.holds(name)
 
 
-def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothing: bool) -> str:
-    """Return the next step, mentioning only remedies for the differences that were ``found``."""
-    if "left" in found:
+def _advice(refused: _Found, found: _Found, renaming: Renaming | None, *, nothing: bool) -> str:
+    """Return the next step, mentioning only options with which the load succeeds."""
+    if "left" in refused:
         return (
             "Do not use the state as it is: create it again, or load a checkpoint that has "
             "all of these names."
@@ -177,17 +208,20 @@ def _advice(strict: Strict, found: set[str], renaming: Renaming | None, *, nothi
     advice = ["Nothing was loaded."]
     if renaming and renaming.advice:
         advice.append(renaming.advice)
-    if "mismatched" in found or nothing:
+    if "mismatched" in refused or nothing:
         return " ".join(advice)
-    if "castable" in found:
+    if "castable" in refused:
         advice.append("cast=True converts dtypes.")
-    if "missing" in found and strict:
-        advice.append("strict=False loads what both have.")
-    elif "unexpected" in found and strict is True:
-        advice.append(
-            'strict="state" loads what the state has, and leaves the rest of the checkpoint.'
-        )
-    if "shared" in found and strict is True:
+    if refused.keys() & {"missing", "unexpected"}:
+        if not found["missing"]:
+            advice.append(
+                'strict="state" loads what the state has, and leaves the rest of the checkpoint.'
+            )
+        elif found["unexpected"] or found["shared"]:
+            advice.append("strict=False loads what both have.")
+        else:
+            advice.append('strict="checkpoint" or strict=False loads what both have.')
+    if "shared" in refused:
         advice.append(
             'With strict="state" or False, shared memory gets the values of the last name.'
         )

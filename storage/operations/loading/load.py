@@ -40,7 +40,7 @@ from ...state.filling.targets import Match, Wanted, match, subtree_paths
 from ...state.flat_state import FlatState, Subtree
 from ..driver_progress import with_progress
 from ..rounds import ARRIVED, FITS, HOSTS, Arrived, Differences, Fit, FitReport, Hosts, OnHost
-from .differences import DifferenceCheck, Strict, report_of
+from .differences import DifferenceCheck, Strict, report_of, wants_state
 from .fill import Report, build_part, delivery, fill
 from .overlaps import Overlaps, overlapping, read_overlaps
 
@@ -235,7 +235,12 @@ async def _overlaps(driver: Driver, team: Team, seen: _Seen, job: LoadJob) -> Ov
     found = job.match
     wanted = found.wanted
     groups = await offload(overlapping, wanted)
-    if not groups or found.mismatched or found.castable or (found.missing and job.strict):
+    if (
+        not groups
+        or found.mismatched
+        or found.castable
+        or (found.missing and wants_state(job.strict))
+    ):
         return Overlaps()
     numbers = {number for group in groups for number in group}
     found.wanted = wanted.without(numbers)
@@ -321,6 +326,7 @@ def _matched(
 ) -> tuple[Match, list[tuple[Subtree, object]]]:
     found = match(job.flat, manifest, rank, cast=job.cast)
     built: list[tuple[Subtree, object]] = []
+    missing: dict[str, str] = {}
     stored_dtypes = found.wanted.stored_dtypes(manifest.tensors) if job.cast else None
     source = Source(manifest, rank, world, found.wanted, stored_dtypes)
     for subtree, path in zip(job.flat.subtrees, subtree_paths(job.flat), strict=True):
@@ -329,20 +335,21 @@ def _matched(
                 made = build_object_state(subtree, job.flat.modules, source, path)
             except KeyError:
                 keys = [key for _, key in path]
-                found.missing[dotted(keys)] = f"{format_path(keys)}: nothing in the checkpoint"
+                missing[dotted(keys)] = f"{format_path(keys)}: nothing in the checkpoint"
                 continue
             built.append((subtree, made.state))
             found.filled.add(dotted(key for _, key in path))
-            if not job.strict:  # with strict, the object gets everything or is refused
+            if not wants_state(job.strict):  # else the object gets everything or is refused
                 found.filled.update(manifest.tensors.names[row] for row in made.rows)
             found.tensors |= made.rows
-            found.missing |= made.missing
+            missing |= made.missing
             found.mismatched |= made.mismatched
             if job.strict:
                 found.mismatched |= made.dealt
             else:
                 for text in made.dealt.values():
                     _log.warning("%s", text)
+    found.missing = missing | found.missing  # errors show the first names: whole objects
     job.given = allocate(job.flat, found.wanted)
     found.filled.update(found.wanted.names.values())
     for name in sorted(job.touched - found.filled):

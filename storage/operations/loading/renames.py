@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import takewhile
 
 WRAPPERS = frozenset(
@@ -27,6 +28,7 @@ WRAPPERS = frozenset(
 _SAMPLE = 32
 _SCORED = 1000
 _NEIGHBOURS = 3
+_QUESTIONS = 3
 
 Words = tuple[str, ...]
 Change = tuple[Words, Words, Words]
@@ -91,6 +93,32 @@ def find_renaming(missing: Iterable[str], unexpected: Iterable[str]) -> Renaming
     found = [*_replaced(ours, theirs), *_unwrapped(ours, theirs)]
     best = max(found, key=lambda renaming: renaming.count, default=None)
     return best if best and best.count >= min(2, len(ours)) else None
+
+
+def misspellings(missing: Sequence[str], unexpected: Iterable[str]) -> list[str]:
+    """Return questions after likely misspellings in ``missing`` names of the state, one for each
+    misspelt word: at most three. The stored name has a similar word in the same place."""
+    below: dict[Words, dict[str, None]] = {}
+    for name in unexpected:
+        words = name.split(".")
+        for depth, word in enumerate(words):
+            below.setdefault(tuple(words[:depth]), {})[word] = None
+    found: dict[Words, list[str]] = {}
+    for name in missing[:_SCORED]:
+        head: Words = ()
+        for word in name.split("."):
+            siblings = below.get(head, {})
+            if word not in siblings:
+                wrong = (*head, word)
+                if wrong not in found and not word.isdecimal():
+                    found[wrong] = get_close_matches(word, siblings, 1)
+                break
+            head = (*head, word)
+    return [
+        f"did you mean {'.'.join((*wrong[:-1], *near))!r} instead of {'.'.join(wrong)!r}?"
+        for wrong, near in found.items()
+        if near
+    ][:_QUESTIONS]
 
 
 def _replaced(ours: Sequence[Words], theirs: set[Words]) -> list[Renaming]:
