@@ -11,8 +11,8 @@ from .commands import JSON, Command, argument, count, size
 
 ONLY = argument(
     "--only",
-    "PATTERN",
-    "take only matching names, such as 'model.*'; may be given several times",
+    "NAME",
+    "take only this item and those below it, such as model; may be given several times",
     action="append",
     default=[],
 )
@@ -110,7 +110,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "export",
         "export a checkpoint as a Hugging Face model, a torch.save file, or a DCP folder",
-        more="A * in a pattern stands for any text; patterns match whole names.",
+        more="A * in a name stands for any text. OLD matches whole names.",
         runs="conversion:run_export",
         arguments=(
             argument("uri", "CKPT", "a checkpoint"),
@@ -137,7 +137,7 @@ COMMANDS: tuple[Command, ...] = (
             JSON,
         ),
         examples={
-            "holdfast export run/step-500 /models/new --only 'model.*' --rename 'model.*=*'": (
+            "holdfast export run/step-500 /models/new --only model --rename 'model.*=*'": (
                 "the weights, for Hugging Face's libraries"
             ),
             "holdfast export /run/step-500 /models/new.pt --format torch --dtype bf16": (
@@ -149,7 +149,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "import",
         "make a checkpoint from files of other programs",
-        more="A * in a pattern stands for any text; patterns match whole names.",
+        more="A * in a name stands for any text. OLD matches whole names.",
         runs="conversion:run_import",
         arguments=(
             argument(
@@ -163,8 +163,8 @@ COMMANDS: tuple[Command, ...] = (
             RENAME,
             argument(
                 "--skip",
-                "PATTERN",
-                "skip matching names, such as 'optim.*'; may be given several times",
+                "NAME",
+                "skip this item and those below it, such as optim; may be given several times",
                 action="append",
                 default=[],
             ),
@@ -174,7 +174,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
         examples={
             "holdfast import /models/base s3://bucket/base": "a folder of safetensors files",
-            "holdfast import old.pt /run/step-0 --only 'model.*' --step 0": (
+            "holdfast import old.pt /run/step-0 --only model --step 0": (
                 "the weights in a file of torch.save"
             ),
         },

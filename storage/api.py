@@ -236,7 +236,7 @@ def load(
     with its own part.
 
     ``only``: the name of a part of the checkpoint, such as ``"model"`` or ``"model.encoder"``, or
-    the sequence of its keys, such as ``("optim", 0)``. That part is loaded into ``into``, or
+    the tuple of its keys, such as ``("optim", 0)``. That part is loaded into ``into``, or
     returned; the rest of the checkpoint is ignored, also by ``strict``.
 
     ``strict``: which names must exist on both sides. True: all names of the state and of the

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from torch.distributed.checkpoint import FileSystemReader
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
+from holdfast.storage.format.part import Selection
 from holdfast.storage.operations.conversion import dcp_export
-from holdfast.storage.operations.reading.selection import chosen, renamed, rules_of
+from holdfast.storage.operations.reading.selection import chosen, renamed, rules_of, without
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -109,7 +109,9 @@ def test_whole_chunks_are_read_in_place(tmp_path: Path, rng: np.random.Generator
     ("only", "rename", "message"),
     [
         ((), {}, r"and these are not tensors: 'step', 'optim\.lr'"),
-        (("*lr", "model.*"), {}, "no tensor has a name like '\\*lr'"),
+        (["*lr", "model.*"], {}, "no tensor has a name like '\\*lr'"),
+        (("model", "optim"), {}, r"like 'model\.optim'. A tuple has the keys of one name, a list"),
+        ("modle", {}, "Did you mean 'model' instead of 'modle'"),
         (("*l*",), {}, r"these are not tensors: 'optim\.lr'"),
         (("modle.*",), {}, "no tensor has a name like 'modle"),
         (("model.*",), {"optim.*": "*"}, "no tensor has a name like 'optim"),
@@ -121,7 +123,7 @@ def test_whole_chunks_are_read_in_place(tmp_path: Path, rng: np.random.Generator
     ],
 )
 def test_unsuitable_selection_is_refused(
-    tmp_path: Path, only: Sequence[str], rename: dict[str, str], message: str
+    tmp_path: Path, only: Selection, rename: dict[str, str], message: str
 ) -> None:
     """The error names the tensor, before anything is written."""
     uri = fresh_uri()
@@ -238,12 +240,44 @@ def test_malformed_rule_is_refused(text: str) -> None:
         rules_of([text])
 
 
-def test_patterns_match_whole_names() -> None:
+@pytest.mark.parametrize("only", ["model", ("model",), ["model"], [("model",)], ["model.*"]])
+def test_a_part_has_one_name_everywhere(tmp_path: Path, only: Selection) -> None:
+    """Export, import and shares select the items that a load of that part returns."""
+    uri = saved({"model": {"a": {"w": torch.ones(2)}}, "modeling": torch.zeros(1)})
+    part = {
+        f"model.a.{name}": tensor for name, tensor in holdfast.load(uri, only="model.a").items()
+    }
+    with holdfast.open(uri) as checkpoint:
+        assert difference(part, dict(checkpoint.read_shares(only))) is None
+    for form in ("hf", "torch", "dcp"):
+        file = tmp_path / {"hf": "hf", "torch": "m.pt", "dcp": "dcp"}[form]
+        holdfast.export(uri, file, format=form, only=only)  # type: ignore[arg-type]
+        imported = fresh_uri()
+        holdfast.import_(file, imported)
+        with holdfast.open(imported) as checkpoint:
+            assert checkpoint.tensors.keys() == part.keys()
+    holdfast.export(uri, tmp_path / "whole")
+    holdfast.import_(tmp_path / "whole", fresh_uri(), only=only)
+    holdfast.import_(tmp_path / "whole", imported, skip=only, overwrite=True)
+    assert holdfast.load(imported).keys() == {"modeling"}
+
+
+def test_a_name_selects_everything_below_it() -> None:
     """A star stands for any text, with dots or empty; everything else is literal."""
-    names = ["a.b", "a", "xa.b", "a+b"]
-    assert chosen(names, ["a.*"]) == ["a.b"]
+    names = ["a.b", "a", "xa.b", "a+b", "a.0.b", "ab"]
+    assert chosen(names, []) == names
+    assert chosen(names, "a") == ["a.b", "a", "a.0.b"]
+    assert chosen(names, ["a.*"]) == ["a.b", "a.0.b"]
     assert chosen(names, ["*a*"]) == names
-    assert chosen(names, ["a+b", "a"]) == ["a", "a+b"]
+    assert chosen(names, ["a+b", "xa"]) == ["xa.b", "a+b"]
+    assert chosen(names, ("a", 0)) == chosen(names, [("a", 0)]) == chosen(names, "a.0") == ["a.0.b"]
+    assert chosen(names, "a*b") == ["a.b", "a+b", "a.0.b", "ab"]
+    assert without(names, "a") == ["xa.b", "a+b", "ab"]
+    assert without(names, []) == names
+
+
+def test_rules_match_whole_names() -> None:
+    """Each star of the new name stands for the text that its star matched."""
     assert renamed(["l.0.q.w", "n"], {"l.*.q.*": "h.*.q_proj.*"}) == {
         "l.0.q.w": "h.0.q_proj.w",
         "n": "n",

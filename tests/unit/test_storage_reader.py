@@ -282,9 +282,9 @@ def test_missing_part_is_named(uri: str) -> None:
         holdfast.load(uri, into=network(), only="modell")
 
 
-@pytest.mark.parametrize("only", ["", "model.", (), ("",)])
-def test_empty_name_is_refused(uri: str, only: Only) -> None:
-    """An empty name is refused before anything is read."""
+@pytest.mark.parametrize("only", ["", "model.", (), ("",), "model.*", [], ["model", "step"]])
+def test_anything_but_one_name_is_refused(uri: str, only: Any) -> None:
+    """An empty name, a pattern or a list is refused before anything is read."""
     with pytest.raises(UsageError, match="only="):
         holdfast.load(uri, only=only)
 

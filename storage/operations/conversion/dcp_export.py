@@ -30,6 +30,7 @@ from ....core.units import round_up
 from ....planner.box import Box
 from ...format.dcp_metadata import DCP_METADATA_KEY
 from ...format.model_folder import ModelFile, ModelTensor, image_rank, joined
+from ...format.part import Selection
 from ...format.torch_archive import TORCH_DTYPES, alignment_of, torch_pieces
 from ...runtime.engine import run
 from ...state.compat import DcpPlace
@@ -48,7 +49,7 @@ _RANK = 0
 
 def plan_dcp_folder(
     checkpoint: Checkpoint,
-    only: Sequence[str],
+    only: Selection,
     rules: Mapping[str, str],
     dtype: str | None,
     file_nbytes: int,

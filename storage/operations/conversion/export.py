@@ -32,6 +32,7 @@ from ...format.model_folder import (
     index_text,
     model_files,
 )
+from ...format.part import Selection
 from ...format.torch_archive import TORCH_DTYPES, torch_file
 from ...format.tree import dotted
 from ...runtime.engine import offload, run
@@ -76,7 +77,7 @@ def export(
     dest: UriLike,
     *,
     format: Format = "hf",
-    only: Sequence[str] = (),
+    only: Selection = (),
     rename: Mapping[str, str] | None = None,
     dtype: str | None = None,
     file_nbytes: int = FILE_NBYTES,
@@ -93,8 +94,11 @@ def export(
     holds a dict for ``torch.load(weights_only=True)``. ``format="dcp"``: the folder ``dest`` can be
     read with ``torch.distributed.checkpoint.load``; it includes values, as saved by rank 0.
 
-    ``only``: name patterns such as ``model.*``; empty selects all tensors. ``rename``: patterns and
-    replacements such as ``{"model.*": "*"}``; the first that matches a whole name applies.
+    ``only``: the name of a part, such as ``"model"``, or its keys, such as ``("optim", 0)``, as in
+    :func:`~holdfast.load`, or a list of these; it selects that item and everything below. A ``*``
+    in a name stands for any text: ``"model.*.weight"``. Empty selects all tensors. ``rename``:
+    patterns and replacements such as ``{"model.*": "*"}``; the first that matches a whole name
+    applies.
     ``dtype``: convert floating-point tensors, to ``bf16`` for example; other tensors are unchanged.
     Tied tensors are written once, under the first selected name; the metadata of safetensors files
     lists the other names, as safetensors' ``save_model`` does. A torch file contains all names,
@@ -105,7 +109,7 @@ def export(
     removed. Extra host memory stays within ``budget_nbytes``. ``progress(done_nbytes,
     total_nbytes)`` is called periodically on a separate thread.
 
-    Raises UsageError for patterns that match nothing, colliding names, selected small values,
+    Raises UsageError for names that match nothing, colliding names, selected small values,
     tensors that differ per rank, dtypes that the format lacks, and numbers out of range for
     ``dtype``; ExistsError if ``dest`` already contains a model, unless ``overwrite``;
     NotACheckpointError, DamagedError, ReplacedError and StorageError.
@@ -143,7 +147,7 @@ class _Request:
     """Arguments of an export; see :func:`export`."""
 
     format: Format
-    only: Sequence[str]
+    only: Selection
     rules: Mapping[str, str]
     dtype: str | None
     file_nbytes: int

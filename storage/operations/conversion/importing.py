@@ -6,13 +6,14 @@ Scope: tensors without conversion, and small values if the format names them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ....drivers.contract import Driver
 from ....errors import DamagedError, ExistsError, UsageError
 from ...format.dcp_metadata import DCP_METADATA_KEY
 from ...format.manifest import MANIFEST_KEY
+from ...format.part import Selection
 from ...format.torch_pickle import StoredTensor, Value, leaves
 from ...protocol.current import current_attempt
 from ...runtime.engine import run
@@ -63,8 +64,8 @@ def import_(
     source: UriLike,
     uri: UriLike,
     *,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
+    only: Selection = (),
+    skip: Selection = (),
     rename: Mapping[str, str] | None = None,
     step: int | None = None,
     overwrite: bool = False,
@@ -85,11 +86,12 @@ def import_(
     Pickles are read as data, never unpickled. Tensors of a ``torch.save`` file are named by their
     paths.
 
-    ``only``: name patterns such as ``model.*``; empty selects everything. ``skip``: patterns of
-    names to exclude. ``rename``: patterns and replacements such as ``{"*": "model.*"}``; the first
-    that matches a whole name applies. The state of the checkpoint is a dict by name. Items of a
-    distributed checkpoint that keep their name also keep their place in the state; items from
-    Megatron go where a loading job expects them. ``step`` is recorded in the checkpoint.
+    ``only``: the names to import, such as ``"model"``, as in :func:`~holdfast.export`; empty
+    selects everything. ``skip``: the names to exclude, likewise. ``rename``: patterns and
+    replacements such as ``{"*": "model.*"}``; the first that matches a whole name applies. The
+    state of the checkpoint is a dict by name. Items of a distributed checkpoint that keep their
+    name also keep their place in the state; items from Megatron go where a loading job expects
+    them. ``step`` is recorded in the checkpoint.
 
     Atomic like a save: existing contents of ``uri`` are replaced completely or stay untouched.
     Files are read once, in chunks, within ``budget_nbytes`` of host memory. ``progress(done_nbytes,
@@ -103,7 +105,7 @@ def import_(
     Raises NotFoundError if there is no model; DamagedError if a file contradicts its header, the
     index or ``.metadata``, if an index points outside its folder (checked before anything is read
     there), or if a file changes during the import; UnsupportedFormatError, naming unsupported
-    content of a pickle or of ``.metadata``; UsageError for patterns that match nothing and for
+    content of a pickle or of ``.metadata``; UsageError for names that match nothing and for
     colliding names; ExistsError if ``uri`` already has a checkpoint, unless ``overwrite``;
     SaveError and StorageError.
     """
@@ -131,8 +133,8 @@ def import_(
 class _Request:
     """Arguments of an import; see :func:`import_`."""
 
-    only: Sequence[str]
-    skip: Sequence[str]
+    only: Selection
+    skip: Selection
     rules: Mapping[str, str]
     step: int | None
     overwrite: bool

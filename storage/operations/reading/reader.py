@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ...format.part import Only
+    from ...format.part import Only, Selection
     from ...state.filling.targets import Wanted
     from .shares import Split
 
@@ -255,7 +255,7 @@ class Checkpoint:
 
     def read_shares(
         self,
-        only: Sequence[str] = (),
+        only: Selection = (),
         *,
         rank: int = 0,
         world: int = 1,
@@ -264,7 +264,7 @@ class Checkpoint:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) on the CPU, in the order of the state.
 
-        ``only``: name patterns; empty selects all tensors.
+        ``only`` as in :func:`~holdfast.export`; empty selects all tensors.
 
         ``split`` gives the dimension along which a tensor is divided among ``world`` ranks;
         ``rank`` gets its share. It maps name patterns to dimensions, such as ``{"*.q_proj.weight":

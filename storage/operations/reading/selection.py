@@ -1,34 +1,45 @@
-"""Selects and renames tensors for conversion between formats. Patterns match whole names; ``*``
-stands for any text. Pure."""
+"""Selects and renames tensors for conversion between formats. A ``*`` in a name stands for any
+text. A selection includes everything below its names; rules match whole names. Pure."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ....errors import UsageError
+from ...format.part import Selection, names_in
+from ..loading.renames import misspellings
 
 T = TypeVar("T")
 
 _NAMES_SHOWN = 5
 
 
-def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
-    """Return the names that match any pattern; all without patterns. Raises UsageError."""
+def chosen(names: Iterable[str], only: Selection) -> list[str]:
+    """Return the names in a selection. Raises UsageError if one of its names selects nothing."""
     known = list(names)
-    if not only:
+    patterns = names_in(only)
+    if not patterns:
         return known
     found: set[str] = set()
-    for pattern in only:
-        matches = [name for name in known if _regex(pattern).fullmatch(name)]
+    for pattern in patterns:
+        matches = list(filter(_selector([pattern]).fullmatch, known))
         if not matches:
+            questions = [f"{text[0].upper()}{text[1:]}" for text in misspellings([pattern], known)]
+            rule = "A tuple has the keys of one name, a list several names; * stands for any text."
             raise UsageError(
-                f"no tensor has a name like {pattern!r}",
-                advice="Patterns match whole names; * stands for any text.",
+                f"no tensor has a name like {pattern!r}", advice=" ".join([*questions, rule])
             )
         found.update(matches)
     return [name for name in known if name in found]
+
+
+def _selector(patterns: Iterable[str]) -> re.Pattern[str]:
+    """Return a regex that matches the names of a selection, and all names below them."""
+    either = "|".join(_regex(pattern).pattern for pattern in patterns)
+    return re.compile(rf"(?:{either})(?:\..*)?", re.DOTALL)
 
 
 def first_match(rules: Mapping[str, T], name: str) -> T | None:
@@ -39,10 +50,12 @@ def first_match(rules: Mapping[str, T], name: str) -> T | None:
     return None
 
 
-def without(names: Iterable[str], skip: Sequence[str]) -> list[str]:
-    """Return the names that match none of the patterns."""
-    regexes = [_regex(pattern) for pattern in skip]
-    return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
+def without(names: Iterable[str], skip: Selection) -> list[str]:
+    """Return the names outside a selection; all if it is empty."""
+    patterns = names_in(skip)
+    if not patterns:
+        return list(names)
+    return list(itertools.filterfalse(_selector(patterns).fullmatch, names))
 
 
 def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
@@ -68,10 +81,10 @@ def renamed(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def refuse_values(names: Iterable[str], only: Sequence[str]) -> None:
+def refuse_values(names: Iterable[str], only: Selection) -> None:
     """Raise UsageError if the selection includes non-tensors, which other formats cannot hold."""
-    regexes = [_regex(pattern) for pattern in only]
-    found = [name for name in names if not only or any(regex.fullmatch(name) for regex in regexes)]
+    patterns = names_in(only)
+    found = list(filter(_selector(patterns).fullmatch, names) if patterns else names)
     if not found:
         return
     shown = ", ".join(map(repr, found[:_NAMES_SHOWN]))
@@ -79,7 +92,7 @@ def refuse_values(names: Iterable[str], only: Sequence[str]) -> None:
         shown += f" and {len(found) - _NAMES_SHOWN:,} more"
     raise UsageError(
         f"only tensors can be exported and imported, and these are not tensors: {shown}",
-        advice="Choose tensors by their names, such as only=['model.*'].",
+        advice="Choose tensors by their names, such as only='model'.",
     )
 
 

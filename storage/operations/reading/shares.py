@@ -16,6 +16,7 @@ from ....errors import UsageError
 from ....planner.box import Box
 from ....planner.layout import box_layout
 from ....planner.table import TensorTable
+from ...format.part import Selection
 from ...runtime.engine import start
 from ...state.dtypes import dtype_of, empty
 from ...state.filling.targets import Wanted
@@ -105,7 +106,7 @@ class Share:
 
 
 def shares_of(
-    tensors: TensorTable, only: Sequence[str], rank: int, world: int, split: Split
+    tensors: TensorTable, only: Selection, rank: int, world: int, split: Split
 ) -> list[Share]:
     """Return the share of ``rank`` in each tensor. Raises UsageError."""
     if not 0 <= rank < world:
