@@ -109,19 +109,19 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "export",
-        "export a checkpoint as a Hugging Face model, a torch.save file, or a DCP folder",
+        "export a checkpoint for Hugging Face, safetensors, torch.load or DCP",
         more="A * in a name stands for any text. OLD matches whole names.",
         runs="conversion:run_export",
         arguments=(
             argument("uri", "CKPT", "a checkpoint"),
-            argument("dest", "DEST", "the URI of a folder; for torch, of a file"),
+            argument("dest", "DEST", "the URI of a folder; for safetensors and torch, of a file"),
             argument(
                 "--format",
                 None,
-                "safetensors files in Hugging Face's layout (default), a torch.save file, "
-                "or a folder of torch.distributed.checkpoint",
+                "safetensors files in Hugging Face's layout (default), one such file, a "
+                "torch.save file, or a folder of torch.distributed.checkpoint",
                 default="hf",
-                choices=("hf", "torch", "dcp"),
+                choices=("hf", "safetensors", "torch", "dcp"),
             ),
             argument("--dtype", "DTYPE", "convert floating-point tensors: bf16, fp16, fp32, fp64"),
             ONLY,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.bits import difference
 from support.framework_jobs import check_losses, documented, killed_in_clean_up, run_block, run_job
 
@@ -158,7 +159,7 @@ def test_how_to(tmp_path: Path) -> None:
         str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to=[]
     )
     names: dict[str, Any] = {"model": made, "arguments": arguments, "data": samples()}
-    for block in documented("use-with-hugging-face.md")[:-2]:
+    for block in documented("use-with-hugging-face.md")[:-3]:
         names = run_block(block, tmp_path, names, {"checkpoint-500": "checkpoint-6"})
         arguments.max_steps = 6
     assert names["trainer"].state.global_step == 6
@@ -166,7 +167,7 @@ def test_how_to(tmp_path: Path) -> None:
     assert difference(dict(made.state_dict()), dict(exported.state_dict())) is None
 
 
-@pytest.mark.parametrize("block", [-2, -1])
+@pytest.mark.parametrize("block", [-3, -2])
 def test_how_to_loads_adapters_alone(tmp_path: Path, block: int) -> None:
     """Adapters are loaded from a checkpoint of their own, and from one of the whole model; the
     frozen weights stay as they are."""
@@ -182,10 +183,75 @@ def test_how_to_loads_adapters_alone(tmp_path: Path, block: int) -> None:
     run_block(documented("use-with-hugging-face.md")[block], tmp_path, names)
     for (name, p), q in zip(trained.named_parameters(), fresh.parameters(), strict=True):
         assert torch.equal(q, base.get(name, p)), name
-    if block == -2:
+    if block == -3:
         with holdfast.open(tmp_path / "adapters") as c:
             assert len(c.tensors) == 8
             assert all(".lora_" in name for name in c.tensors)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "linear": {"target_modules": ["q_proj", "v_proj"]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+
+
+def with_adapters(kind: str) -> Any:
+    """Return a PEFT model with two adapters, whose tensors are random."""
+    import peft
+    from support.trainer_job import model
+
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **ADAPTERS[kind])
+    made = peft.get_peft_model(model(lora=False), config)
+    made.add_adapter("other", config)
+    for name, p in made.named_parameters():
+        if ".default" in name or ".other" in name:
+            p.data.uniform_(-1, 1)
+    return made
+
+
+def adapter_in(folder: Path) -> dict[str, Any]:
+    """Return what PEFT opens in the folder of an adapter; fail for other files."""
+    import peft
+    from support.trainer_job import model
+
+    files = {file.name for file in folder.iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    opened = peft.PeftModel.from_pretrained(model(lora=False), folder)
+    return peft.get_peft_model_state_dict(opened)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("adapter", ["default", "other"])
+def test_how_to_exports_adapters(tmp_path: Path, kind: str, adapter: str) -> None:
+    """PEFT opens the folder. It has one adapter alone, as PEFT would have written it."""
+    import peft
+
+    trained = with_adapters(kind)
+    holdfast.save(tmp_path / "run" / "checkpoint-500", {"model": trained, "step": 1})
+    expected = peft.get_peft_model_state_dict(trained, adapter_name=adapter)
+    block = documented("use-with-hugging-face.md")[-1]
+    names = {"model": with_adapters(kind).to("meta")}
+    run_block(block, tmp_path, names, {'"default"': f'"{adapter}"'})
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert difference(expected, written) is None
+    assert difference(expected, adapter_in(tmp_path / "adapter")) is None
+
+
+def test_command_exports_adapters_of_linear_layers(tmp_path: Path) -> None:
+    """The rule of the page names them as PEFT does."""
+    import peft
+
+    trained = with_adapters("linear")
+    holdfast.save(tmp_path / "c", {"model": trained, "step": 1})
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    rule = ["--only", "model.*.default", "--rename", "model.*.default.*=*.*"]
+    command = ["export", str(tmp_path / "c"), str(file), "--format", "safetensors", *rule]
+    assert app.run(command) == 0
+    trained.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    expected = peft.get_peft_model_state_dict(trained)
+    assert difference(expected, adapter_in(tmp_path / "adapter")) is None
 
 
 @pytest.mark.parametrize(

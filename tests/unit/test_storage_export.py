@@ -29,6 +29,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.storage.format.part import Selection
 from holdfast.storage.operations.conversion import dcp_export
+from holdfast.storage.operations.conversion.export import Format
 from holdfast.storage.operations.reading.selection import chosen, renamed, rules_of, without
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -142,6 +143,31 @@ def test_unsuitable_selection_is_refused(
     assert not (tmp_path / "x").exists()
 
 
+def test_one_safetensors_file(tmp_path: Path) -> None:
+    """It holds everything, whatever the limit for files of a folder, and the metadata of its source.
+    It is replaced only if asked; its neighbours are left alone."""
+    tensor = torch.randn(5)
+    state = {"embed": tensor, "head": tensor, "other": tensor[:2].clone()}
+    holdfast.export(saved(state), tmp_path / "a.safetensors", format="safetensors", file_nbytes=1)
+    assert (
+        difference({"embed": tensor, "other": tensor[:2]}, load_file(tmp_path / "a.safetensors"))
+        is None
+    )
+    uri = fresh_uri()
+    holdfast.import_(tmp_path / "a.safetensors", uri)
+    for overwrite in (False, True):
+        report = holdfast.export(
+            uri, tmp_path / "b.safetensors", format="safetensors", only="other", overwrite=overwrite
+        )
+        assert report.files == ("b.safetensors",)
+        with safe_open(tmp_path / "b.safetensors", "pt") as f:
+            assert f.metadata() == {"format": "pt", "head": "embed"}
+            assert [*f.keys()] == ["other"]
+    with pytest.raises(holdfast.ExistsError, match="the file already exists"):
+        holdfast.export(uri, tmp_path / "b.safetensors", format="safetensors")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
 def test_reserved_name_is_refused(tmp_path: Path) -> None:
     """No reader opens a file with a tensor named __metadata__, but a rename helps."""
     uri = saved({"__metadata__": torch.ones(2), "w": torch.zeros(2)})
@@ -249,9 +275,12 @@ def test_a_part_has_one_name_everywhere(tmp_path: Path, only: Selection) -> None
     }
     with holdfast.open(uri) as checkpoint:
         assert difference(part, dict(checkpoint.read_shares(only))) is None
-    for form in ("hf", "torch", "dcp"):
-        file = tmp_path / {"hf": "hf", "torch": "m.pt", "dcp": "dcp"}[form]
-        holdfast.export(uri, file, format=form, only=only)  # type: ignore[arg-type]
+    forms: dict[str, Format] = {
+        "hf": "hf", "m.safetensors": "safetensors", "m.pt": "torch", "dcp": "dcp",
+    }  # fmt: skip
+    for name, form in forms.items():
+        file = tmp_path / name
+        holdfast.export(uri, file, format=form, only=only)
         imported = fresh_uri()
         holdfast.import_(file, imported)
         with holdfast.open(imported) as checkpoint:

@@ -1,9 +1,10 @@
 """Exports tensors of a checkpoint for other programs, to any storage.
 
-Formats: a Hugging Face model (whole tensors in safetensors files), one ``torch.save`` file, or a
-folder of torch's distributed checkpoint (DCP). Files are processed in windows: several are read and
-verified, converted and written at the same time, so a tensor need not fit in memory. A file becomes
-visible only when complete; the file that the others depend on is written last.
+Formats: a Hugging Face model (whole tensors in safetensors files), one safetensors file, one
+``torch.save`` file, or a folder of torch's distributed checkpoint (DCP). Files are processed in
+windows: several are read and verified, converted and written at the same time, so a tensor need not
+fit in memory. A file becomes visible only when complete; the file that the others depend on is
+written last.
 
 Scope: tensors, and the values that DCP stores. Configurations and tokenizers are not written.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -51,9 +53,9 @@ _DTYPES = {
 }  # fmt: skip
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
-Format = Literal["hf", "torch", "dcp"]
-"""Output format: a folder of safetensors files, one ``torch.save`` file, or a folder of torch's
-distributed checkpoint."""
+Format = Literal["hf", "safetensors", "torch", "dcp"]
+"""Output format: a folder of safetensors files, one such file, one ``torch.save`` file, or a folder
+of torch's distributed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def export(
     """Write the tensors of the checkpoint ``uri`` to ``dest`` in another program's format.
 
     ``format="hf"``: the folder ``dest`` becomes a Hugging Face model, with ``model.safetensors``,
-    or several files of at most ``file_nbytes`` and an index. ``format="torch"``: the file ``dest``
+    or several files of at most ``file_nbytes`` and an index. ``format="safetensors"``: the file
+    ``dest`` holds all tensors, as PEFT expects of adapters. ``format="torch"``: the file ``dest``
     holds a dict for ``torch.load(weights_only=True)``. ``format="dcp"``: the folder ``dest`` can be
     read with ``torch.distributed.checkpoint.load``; it includes values, as saved by rank 0.
 
@@ -116,7 +119,9 @@ def export(
     """
     began_s = time.perf_counter()
     if format not in get_args(Format):
-        raise UsageError(f"{format!r} is not a format", advice="Use hf, torch or dcp.")
+        raise UsageError(
+            f"{format!r} is not a format", advice=f"Use one of {', '.join(get_args(Format))}."
+        )
     if file_nbytes < 1:
         raise UsageError(f"files of {file_nbytes} bytes hold nothing")
     request = _Request(format, only, rename or {}, _dtype_of(dtype), file_nbytes, overwrite)
@@ -127,7 +132,7 @@ def export(
     ):
         folder = place
         key = ""
-        if format == "torch":
+        if format not in _FOLDERS:
             folder, key = place.divided()
         plan = request.plan(checkpoint, key)
         run(_export(checkpoint, folder, plan, request, budget_nbytes, reporter))
@@ -154,7 +159,8 @@ class _Request:
     overwrite: bool
 
     def plan(self, checkpoint: Checkpoint, key: str) -> ExportPlan:
-        """Plan the files to write; ``key`` names the file of format torch. Raises UsageError."""
+        """Plan the files to write; ``key`` names the file of a format with one. Raises
+        UsageError."""
         if self.format == "dcp":
             from .dcp_export import plan_dcp_folder
 
@@ -176,11 +182,15 @@ class _Request:
             _check_form(tensors)
             form = m.metadata.get("format", "pt")
             metadata = {**m.metadata, **exported.tied, "format": form}
+            file_nbytes = self.file_nbytes if self.format == "hf" else sys.maxsize
             try:
-                files = model_files(tensors, self.file_nbytes, metadata)
+                files = model_files(tensors, file_nbytes, metadata)
             except ValueError as error:
-                raise UsageError(str(error), advice="Write more files (file_nbytes).") from error
-            if len(files) > 1:
+                advice = 'Write more files (format="hf", file_nbytes).'
+                raise UsageError(str(error), advice=advice) from error
+            if self.format == "safetensors":
+                files = [replace(files[0], key=key)]
+            elif len(files) > 1:
                 last = LastFile(INDEX_KEY, partial(index_text, files))
         return ExportPlan(files, exported.sources, len(tensors), exported.tied, last)
 
@@ -232,7 +242,7 @@ async def _export(
         reporter.report(done_nbytes, total_nbytes)
 
     async with place.opened() as driver:
-        if request.format == "torch":
+        if request.format not in _FOLDERS:
             await _check_free(driver, plan.files[0].key, request.overwrite)
         else:
             await _empty_folder(driver, _FOLDERS[request.format], request.overwrite)
