@@ -11,6 +11,8 @@ TREE  := .venv/tree
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 PIP   := $(BIN)/pip install -qq --no-build-isolation -c constraints.txt
+# By an import hook, which finds new files at once; by default, an editable install is a tree of links, for type checkers.
+EDITABLE := -C editable_mode=lenient -e
 MYPY_ARGS := --config-file holdfast/pyproject.toml --cache-dir ../../.mypy_cache
 # Processes that share the tests, file by file; more than two cores, since many tests wait for others. 0: none, the tests run in
 # pytest itself. A test that takes too long is ended by a signal: a timeout by a thread would end its process, and say nothing.
@@ -85,7 +87,7 @@ $(TORCH_OLD_ENV)/.ready: pyproject.toml constraints.txt | $(READY)
 	@$(TORCH_OLD_ENV)/bin/pip install -qq --index-url $(TORCH_OLD_INDEX) 'torch==$(TORCH_OLD)'
 	@echo "torch==$(TORCH_OLD)" >> $(TORCH_OLD_ENV)/constraints.txt
 	@$(TORCH_OLD_ENV)/bin/pip install -qq -c $(TORCH_OLD_ENV)/constraints.txt setuptools
-	@$(TORCH_OLD_ENV)/bin/pip install -qq --no-build-isolation -c $(TORCH_OLD_ENV)/constraints.txt -e '.[dev]'
+	@$(TORCH_OLD_ENV)/bin/pip install -qq --no-build-isolation -c $(TORCH_OLD_ENV)/constraints.txt $(EDITABLE) '.[dev]'
 	@touch $@
 
 # The trainers that storage/integrations serves, in an environment of its own: `make setup` stays as fast as it is.
@@ -101,7 +103,7 @@ $(FRAMEWORKS_ENV)/.ready: pyproject.toml constraints.txt constraints-frameworks.
 	@echo "$(TORCH), and the frameworks"
 	@$(FRAMEWORKS_ENV)/bin/pip install -qq -c constraints.txt '$(TORCH)' setuptools
 	@$(FRAMEWORKS_ENV)/bin/pip install -qq --no-build-isolation -c constraints.txt -c constraints-frameworks.txt \
-		-e '.[dev,lightning,hf,deepspeed,megatron,ray]' torchao tyro
+		$(EDITABLE) '.[dev,lightning,hf,deepspeed,megatron,ray]' torchao tyro
 	@$(FRAMEWORKS_ENV)/bin/pip install -qq --no-deps $(UNRESOLVED)
 	@touch $@
 
@@ -119,7 +121,7 @@ soak: $(READY)  ## everything at once, at random, on storage that fails: make so
 	@MALLOC_ARENA_MAX=1 PYTHONPATH=tests $(BIN)/python -m support.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(URI),--uri '$(URI)')
 
 fuzz: $(READY)  ## fuzz manifests, headers, URIs and configuration files with atheris: make fuzz [SECONDS=60] [TARGET=all] [FOUND=folder]
-	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -e '.[fuzz]'
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) $(EDITABLE) '.[fuzz]'
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || { \
 		echo "atheris has no wheel for this machine or Python: fuzzing is left to tests/property/test_fuzzed.py" >&2; exit 1; }
 	@$(BIN)/python tests/fuzz/run.py $(or $(TARGET),all) $(or $(SECONDS),60) $(FOUND)
@@ -182,6 +184,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setup 2/3: $(TORCH) (large; minutes on a slow line)"
 	@$(PIP) '$(TORCH)' setuptools
 	@echo "setup 3/3: holdfast itself, editable, and the tools for tests and checks"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) $(EDITABLE) '.[dev]'
 	@mkdir -p $(TREE) && ln -sfn ../.. $(TREE)/holdfast  # for mypy, which cannot follow an editable install
 	@touch $@

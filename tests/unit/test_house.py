@@ -7,8 +7,10 @@ import functools
 import gc
 import os
 import re
+import shutil
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import holdfast
 ROOT = Path(__file__).parents[2]
 ROOMS = "bench|cli|core|docs|drivers|errors|planner|storage|tests"
 MODULE_LINES_MAX = 600
+PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
 # Made by tools, as are names that begin with a dot.
 NOT_OURS = {"build", "dist", "demo-run", "__pycache__"}
 BANNED_KEYWORDS = {("shell", True), ("allow_pickle", True), ("weights_only", False)}
@@ -96,6 +99,24 @@ def test_every_folder_of_the_package_is_listed() -> None:
     folders = {path.parent for path in shipped()}
     assert [at(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
     assert set(listed) == {".".join(("holdfast", *f.relative_to(ROOT).parts)) for f in folders}
+
+
+def test_an_editable_install_shows_its_types(tmp_path: Path) -> None:
+    """Type checkers follow a folder on the path, and no import hook. They want ``py.typed``."""
+    root = tmp_path / "project"
+    for path in [*shipped(), ROOT / "py.typed", *(ROOT / name for name in PROJECT_FILES)]:
+        copied = root / path.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copied)
+    code = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
+    finished([sys.executable, "-c", code, str(tmp_path)], cwd=root)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        (paths,) = (content.read(name).decode() for name in content.namelist() if ".pth" in name)
+    seen = Path(paths.strip()) / "holdfast"
+    assert (seen / "py.typed").is_file()
+    for path in shipped():
+        assert (seen / path.relative_to(ROOT)).samefile(root / path.relative_to(ROOT))
 
 
 def test_the_root_holds_what_python_looks_for_there() -> None:
