@@ -62,8 +62,10 @@ class Walked:
 
     @cached_property
     def parts(self) -> list[tuple[str, torch.nn.Module]]:
-        """All modules in it, once each, with the prefixes of their tensors' names."""
-        return [(f"{name}." if name else "", part) for name, part in self.root.named_modules()]
+        """All modules in it, shared ones at each of their places, with the prefixes of their
+        tensors' names."""
+        named = self.root.named_modules(remove_duplicate=False)
+        return [(f"{name}." if name else "", part) for name, part in named]
 
     @cached_property
     def names(self) -> Names:
@@ -82,11 +84,18 @@ class Walked:
             for name, parameter in self.parameters:
                 named.setdefault(parameter, []).append(self.names[name])
             return self.zero.parts(named)
+        places: dict[torch.nn.Module, list[str]] = {}
+        for prefix, part in self.parts:
+            places.setdefault(part, []).append(prefix)
         return [
             FlatPart(
-                tuple(dict.fromkeys(self.names[prefix + name] for name in piece.names)), unit, piece
+                tuple(
+                    dict.fromkeys(self.names[p + name] for p in prefixes for name in piece.names)
+                ),
+                unit,
+                piece,
             )
-            for prefix, part in self.parts
+            for part, prefixes in places.items()
             for unit in flat_units(part)
             for piece in unit.pieces()
         ]
