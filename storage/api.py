@@ -242,12 +242,13 @@ def load(
     ``strict``: which names must exist on both sides. True: all names of the state and of the
     checkpoint. ``"state"``: all names of the state; extra names in the checkpoint are skipped.
     ``"checkpoint"``: all names of the checkpoint; extra names in the state stay as they are. False:
-    none; only the common names are loaded. Skipped names are logged, and listed in the report. All
-    mismatches are raised together as one MismatchError, before anything is filled: missing names
-    and, in every mode, different shapes or dtypes, objects where the checkpoint has something else,
-    and a state with no name in common with the checkpoint. ``cast=True`` converts dtypes. Every
-    byte is verified before use. ``storage_options`` as in :func:`save`. ``on_report`` is called
-    with the report of this rank.
+    none; only the common names are loaded. A tensor whose memory is filled under other names, such
+    as a tied weight, needs no name of its own in the checkpoint. Skipped names are logged, and
+    listed in the report. All mismatches are raised together as one MismatchError, before anything
+    is filled: missing names and, in every mode, different shapes or dtypes, objects where the
+    checkpoint has something else, and a state with no name in common with the checkpoint.
+    ``cast=True`` converts dtypes. Every byte is verified before use. ``storage_options`` as in
+    :func:`save`. ``on_report`` is called with the report of this rank.
 
     ``exchange``: data that several ranks need is read by one of them, which passes it on to the
     others. "auto": among ranks of one host, through shared memory, if the amount is worth it. True:

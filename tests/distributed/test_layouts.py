@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.bits import difference
-from support.jobs import fsdp_evaluated, fsdp_load, fsdp_save, fsdp_train, one_memory
+from support.jobs import fsdp_evaluated, fsdp_load, fsdp_save, fsdp_tied, fsdp_train, one_memory
 from support.rank_processes import RankProcesses
 from support.rank_tasks import load_around, save_around
 
@@ -63,6 +64,19 @@ def test_a_model_that_was_sharded_on_meta_is_given_memory_by_a_load(
     uri, _ = trained[layout]
     for found in ranks.run(fsdp_load, uri, layout, 2, True, "meta", world=world):
         assert difference(ranks.run(fsdp_load, uri, layout, 2, world=world)[0], found) is None
+
+
+@pytest.mark.parametrize("stored", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tied_model_is_sharded_and_loaded_from_one_of_its_names(
+    device: str, stored: str, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Neither name is missing, also on a rank that has no row of the weight."""
+    weight = torch.arange(8.0).view(2, 4)
+    holdfast.save(tmp_path / "c", {stored: weight, "head.bias": torch.ones(2)})
+    for strict in (True, False):
+        found = ranks.run(fsdp_tied, str(tmp_path / "c"), device, strict, world=3)
+        assert difference([[weight, weight, True]] * 3, found) is None
 
 
 @pytest.mark.nightly(6)

@@ -129,6 +129,26 @@ def fsdp_load(
     return state_of(model, optim)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight of two rows: of three ranks, one has no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(2, 4), nn.Linear(4, 2)
+        self.head.weight = self.embed.weight
+
+
+def fsdp_tied(uri: str, device: str, strict: bool) -> list[Any]:
+    """Load into a tied model; return the weight by both names, and whether it is still one."""
+    with torch.device(device):
+        model = fully_shard(Tied(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    weight = model.embed.weight
+    holdfast.load(uri, into=model, strict=strict)
+    state = model.state_dict()
+    whole = [state[f"{name}.weight"].full_tensor() for name in ("embed", "head")]
+    return [*whole, model.embed.weight is model.head.weight is weight]
+
+
 def fsdp_evaluated(uri: str, lazy: bool) -> list[dict[str, Any]]:
     """Save and load after an evaluation, with the optimizer ahead of the model; return both states."""
     states = []

@@ -445,6 +445,19 @@ def test_tensors_within_tensors() -> None:
     assert (into.a.a[0].item(), into.a.b[0].item(), into.b[0].item()) == (1.0, 2.0, 3.0)
 
 
+@pytest.mark.parametrize("stored", ["a", "b"])
+@pytest.mark.parametrize("strict", [True, "state", False])
+def test_a_tied_tensor_made_of_tensors_is_filled_by_either_name(stored: str, strict: Any) -> None:
+    """Its inner tensors are tied, and its description needs to be stored only next to them."""
+    uri, into = fresh_uri(), scaled(1)
+    holdfast.save(uri, {stored: scaled(3)})
+    holdfast.load(uri, into={"a": into, "b": into}, strict=strict)
+    assert values(into) == values(scaled(3))
+    with pytest.raises(holdfast.MismatchError, match=r"no tensor 'c\.codes'") as caught:
+        holdfast.load(uri, into={stored: into, "c": scaled(1)})
+    assert "'c.scale'" in str(caught.value)
+
+
 def test_a_plain_tensor_is_not_loaded_into_one_that_is_made_of_tensors() -> None:
     """Nor the other way round: the names differ."""
     uri = fresh_uri()

@@ -42,7 +42,7 @@ from ..driver_progress import with_progress
 from ..rounds import ARRIVED, FITS, HOSTS, Arrived, Differences, Fit, FitReport, Hosts, OnHost
 from .differences import DifferenceCheck, Strict, report_of, wants_state
 from .fill import Report, build_part, delivery, fill
-from .overlaps import Overlaps, overlapping, read_overlaps
+from .overlaps import Overlaps, filled_by_others, overlapping, read_overlaps
 
 _log = logging.getLogger(__name__)
 
@@ -169,9 +169,8 @@ async def _load(
 
 def _written(job: LoadJob) -> Iterator[torch.Tensor]:
     yield from job.match.wanted.buffers
-    filled = set(job.match.wanted.names.values())
     for name, origin in zip(job.flat.names, job.flat.origins, strict=True):
-        if name in filled and isinstance(origin, torch.Tensor):
+        if name in job.match.filled and isinstance(origin, torch.Tensor):
             yield origin
 
 
@@ -350,8 +349,11 @@ def _matched(
                 for text in made.dealt.values():
                     _log.warning("%s", text)
     found.missing = missing | found.missing  # errors show the first names: whole objects
+    shared = filled_by_others(job.flat, found)
+    for name in shared:
+        del found.missing[name]
     job.given = allocate(job.flat, found.wanted)
-    found.filled.update(found.wanted.names.values())
+    found.filled |= shared.union(found.wanted.names.values())
     for name in sorted(job.touched - found.filled):
         found.left[name] = (
             f"{name!r} still has values of a failed load, and this checkpoint has none for it"

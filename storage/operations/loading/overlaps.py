@@ -5,7 +5,9 @@ values are first read into separate memory, one tensor after the other in the or
 conflicting values are detected before the state is touched. On a conflict the state gets the last
 tensor's values completely, never a mixture.
 
-Scope: memory of one process. Tensors that are stored once are not handled here.
+A checkpoint may lack some of the names that share memory, if the others fill all of it.
+
+Scope: memory of one process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ...runtime.buffers import memory_for
 from ...runtime.engine import offload
 from ...state.bits import span_of, writable
 from ...state.compat import neg_view
-from ...state.filling.targets import MemoryTable, Wanted
+from ...state.filling.targets import Match, MemoryTable, Wanted
+from ...state.flat_state import FlatState
 from .fill import Report, fill
 
 _ALIGNED = 16
@@ -140,8 +143,91 @@ def _view(memory: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tens
 def overlapping(wanted: Wanted) -> list[list[int]]:
     """Return groups of distinct buffers that share memory, by their numbers, in order."""
     buffers = wanted.buffers
-    memory = wanted.memory()
-    numbers = np.fromiter(wanted.wishes, np.int64, len(wanted.wishes))
+    wishes = wanted.wishes
+    numbers = np.fromiter(wishes, np.int64, len(wishes))
+    # Two names of a tensor that is stored once put the same values into the same elements.
+    return sorted(
+        group
+        for group in _groups(buffers, wanted.memory(), numbers)
+        if len({(*_layout(buffers[number]), wishes[number]) for number in group}) > 1
+    )
+
+
+def filled_by_others(flat: FlatState, found: Match) -> set[str]:
+    """Return the names of missing tensors whose memory this load fills under other names.
+
+    Most are tied weights: model files have them under one name only. Others are views of stored
+    tensors, or consist of such views.
+    """
+    names = flat.names
+    absent = [row for row, name in enumerate(names) if name in found.missing]
+    if not absent:
+        return set()
+    present = [row for row, name in enumerate(names) if name not in found.missing]
+    places = {name: id(place) for name, place in flat.without_memory.items()}
+    given = {places.get(names[row]) for row in present} - {None}
+    others = [*found.wanted.buffers, *(flat.locals[row] for row in present)]
+    covered = _covered([flat.locals[row] for row in absent], others)
+    unfilled = {
+        names[row]
+        for row, is_covered in zip(absent, covered, strict=True)
+        if not is_covered and places.get(names[row]) not in given
+    }
+    return {names[row] for row in absent} - unfilled
+
+
+def _covered(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each of ``tensors`` if its memory also belongs to ``others``, every byte of it.
+
+    A tensor without elements must be one of the others. Tensors on the meta device have no memory.
+    """
+    empty = [other for other in others if not other.numel() and not other.is_meta]
+    covered = [
+        not tensor.numel()
+        and any(tensor.device == other.device and tensor.is_set_to(other) for other in empty)
+        for tensor in tensors
+    ]
+    both = [*tensors, *others]
+    numbers = np.flatnonzero([not tensor.is_meta for tensor in both])
+    for group in _groups(both, MemoryTable.of(both), numbers):
+        ours = [number for number in group if number < len(tensors)]
+        theirs = group[len(ours) :]
+        if not ours or not theirs:
+            continue
+        start, stop = _runs([both[number] for number in theirs])
+        for number in ours:
+            starts, stops = _runs([both[number]])
+            run = start.searchsorted(starts, side="right") - 1
+            covered[number] = bool(((run >= 0) & (stops <= stop[run])).all())
+    return covered
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> tuple[Ints, Ints]:
+    """Return the address range of each run of adjacent bytes in the memory of ``tensors``: the
+    starts, and the stops, both ascending."""
+    firsts = []
+    sizes = []
+    for tensor in tensors:
+        first = np.array([tensor.data_ptr()])
+        nbytes = tensor.itemsize
+        for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            step = stride * tensor.itemsize
+            if step <= nbytes:
+                nbytes += step * (length - 1)
+            else:
+                first = np.add.outer(first, step * np.arange(length)).reshape(-1)
+        firsts.append(first)
+        sizes.append(np.full(len(first), nbytes))
+    first = np.concatenate(firsts)
+    order = np.argsort(first, kind="stable")
+    first = first[order]
+    reach = np.maximum.accumulate(first + np.concatenate(sizes)[order])
+    begins = np.flatnonzero(np.r_[True, first[1:] > reach[:-1]])
+    return first[begins], reach[np.r_[begins[1:] - 1, len(first) - 1]]
+
+
+def _groups(buffers: Sequence[torch.Tensor], memory: MemoryTable, numbers: Ints) -> list[list[int]]:
+    """Return groups of at least two of the buffers in ``numbers`` whose memory overlaps."""
     numbers = numbers[memory.nbytes[numbers] > 0]
     if len(numbers) < 2:
         return []
@@ -161,15 +247,7 @@ def overlapping(wanted: Wanted) -> list[list[int]]:
             np.diff(cuts) > 1
         )  # nearly all of the thousands of groups are a single buffer
         found += [sorted(numbers[rows[cuts[g] : cuts[g + 1]]].tolist()) for g in shared.tolist()]
-    if not found:
-        return []
-    wishes = wanted.wishes
-    # Two names of a tensor that is stored once put the same values into the same elements.
-    return sorted(
-        group
-        for group in found
-        if len({(*_layout(buffers[number]), wishes[number]) for number in group}) > 1
-    )
+    return found
 
 
 def _devices(buffers: Sequence[torch.Tensor], memory: MemoryTable, numbers: Ints) -> Ints:

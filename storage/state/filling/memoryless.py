@@ -101,24 +101,24 @@ def allocate(flat: FlatState, wanted: Wanted) -> list[Given]:
     """Allocate memory for the wanted tensors of ``flat.without_memory``, and put it into
     ``wanted``.
 
-    Tied tensors share their memory.
+    Tied tensors share their memory, under all of their names.
     """
     if not flat.without_memory:
         return []
-    rows = {name: row for row, name in enumerate(flat.names)}
     made: dict[int, torch.Tensor] = {}
-    given = []
     for number, name in wanted.names.items():
         place = flat.without_memory.get(name)
         if place is None or not wanted.buffers[number].is_meta:
             continue
         if id(place) not in made:
             made[id(place)] = torch.empty_like(place, requires_grad=False, device=device_for(place))
-        whole = made[id(place)]
-        wanted.buffers[number] = local_of(whole)
-        copy = flat.origins[rows[name]]
-        assert isinstance(copy, torch.Tensor)
-        given.append(Given(place, copy, whole))
+        wanted.buffers[number] = local_of(made[id(place)])
+    given = []
+    for name, copy in zip(flat.names, flat.origins, strict=True):
+        place = flat.without_memory.get(name)
+        if place is not None and id(place) in made:
+            assert isinstance(copy, torch.Tensor)
+            given.append(Given(place, copy, made[id(place)]))
     return given
 
 

@@ -66,6 +66,7 @@ class MemoryTable:
 
 
 TypedPath = tuple[tuple[str, Key], ...]
+_Slot = tuple[int, str, Key]
 
 
 _CASTABLE = " (cast=True converts)"
@@ -345,6 +346,10 @@ def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> Non
     # ones are loaded, all others stay as they are.
     objects = subtree_paths(flat)
     lenient = [path for path, s in zip(objects, flat.subtrees, strict=True) if s.state is not None]
+    filled = {
+        c for c, name in zip(flat.containers, flat.names, strict=True) if name not in found.missing
+    }
+    absent: list[tuple[Value, list[Key]]] = []
     for path, value in zip(value_paths(flat.tree), flat.tree.values, strict=True):
         inside = next((p for p in lenient if path[: len(p)] == p), None)
         if path in at:
@@ -354,8 +359,11 @@ def _match_values(found: Match, flat: FlatState, stored: Tree, rank: int) -> Non
                 continue
             if inside is None or not _is_own_layout(path[len(inside) :]):
                 found.assign.append((value.container, value.key, at[path]))
-        elif inside is None:
-            keys = [key for _, key in path]
+        elif inside is None and (value.container not in flat.made_of or value.container in filled):
+            absent.append((value, [key for _, key in path]))
+    assigned = {_slot(flat, container, key) for container, key, _ in found.assign}
+    for value, keys in absent:
+        if _slot(flat, value.container, value.key) not in assigned:
             found.missing[dotted(keys)] = f"{format_path(keys)}: no such value in the checkpoint"
     found.values.update(i for path, i in at.items() if any(path[: len(p)] == p for p in objects))
 
@@ -378,12 +386,9 @@ def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank:
 
     Reports those whose stored values differ.
     """
-    last: dict[tuple[int, Key, str], int] = {}
+    last: dict[_Slot, int] = {}
     for container, key, row in found.assign:
-        node = flat.nodes[container]
-        place = (id(node), key, type(key).__name__)
-        if isinstance(node, tuple):
-            continue  # rebuilt at each place
+        place = _slot(flat, container, key)
         before = last.setdefault(place, row)
         if before != row and repr(stored.values[before].of(rank)) != repr(
             stored.values[row].of(rank)
@@ -398,8 +403,15 @@ def _settle_shared_containers(found: Match, flat: FlatState, stored: Tree, rank:
         found.assign = [
             (container, key, row)
             for container, key, row in found.assign
-            if last.get((id(flat.nodes[container]), key, type(key).__name__), row) == row
+            if last.get(_slot(flat, container, key), row) == row
         ]
+
+
+def _slot(flat: FlatState, container: int, key: Key) -> _Slot:
+    """Return the place of a value: the same for a container that is in the state twice, unless it
+    is a tuple, which is rebuilt at each place."""
+    node = flat.nodes[container]
+    return ~container if isinstance(node, tuple) else id(node), *typed(key)
 
 
 def _dotted_value(tree: Tree, row: int) -> str:
