@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar, overload
 
 from .format.packed import Compression
@@ -15,7 +16,8 @@ from .operations.loading.start_load import load_state
 from .operations.location import UriLike
 from .operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from .operations.report import LoadReport, SaveReport
-from .operations.saving.handle import SaveHandle
+from .operations.saving.handle import SaveHandle, StageHandle
+from .operations.saving.save_job import Admit
 from .operations.saving.start_save import Destination, begin_save, step_of_state
 from .operations.telemetry import Telemetry
 from .ranks.process_group import Group, acting_in
@@ -86,30 +88,22 @@ def save(
     shows no sign of life for ``deadline_s`` seconds, or after ``timeout_s``.
     """
     check_may_wait()
-    if step is None:
-        step = step_of_state(state)
-    with acting_in(process_group):
-        with announcing_errors_of_call("save", uri, step, deadline_s):
-            options = SaveOptions(
-                budget_nbytes=budget_nbytes,
-                deadline_s=deadline_s,
-                timeout_s=timeout_s,
-                compression=compression,
-                allow_empty=allow_empty,
-                default=default,
-                progress=progress,
-                telemetry=telemetry,
-            )
-            options.check()
-            to = Destination(uri, storage_options)
-        handle, future = begin_save(to, state, step, options, logs_failure=False)
-    try:
-        report = handle.wait()
-    except KeyboardInterrupt:
-        interrupt(future)
-        raise
-    assert report is not None
-    return report
+    options = SaveOptions(
+        budget_nbytes=budget_nbytes,
+        deadline_s=deadline_s,
+        timeout_s=timeout_s,
+        compression=compression,
+        allow_empty=allow_empty,
+        default=default,
+        progress=progress,
+        telemetry=telemetry,
+    )
+    handle, future = begin(
+        uri, state, step, options, storage_options, process_group, logs_failure=False
+    )
+    reach(handle.durable, future)
+    assert handle.report is not None
+    return handle.report
 
 
 def async_save(
@@ -150,31 +144,52 @@ def async_save(
     """
     if not lazy:
         check_may_wait()
+    options = SaveOptions(
+        lazy=lazy,
+        budget_nbytes=budget_nbytes,
+        deadline_s=deadline_s,
+        timeout_s=timeout_s,
+        compression=compression,
+        allow_empty=allow_empty,
+        default=default,
+        progress=progress,
+        telemetry=telemetry,
+    )
+    handle, future = begin(uri, state, step, options, storage_options, process_group)
+    if not lazy:
+        reach(handle.captured, future)
+    return handle
+
+
+def begin(
+    uri: UriLike,
+    state: object,
+    step: int | None,
+    options: SaveOptions,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: Group = None,
+    *,
+    admit: Admit | None = None,
+    logs_failure: bool = True,
+) -> tuple[SaveHandle, Future[None]]:
+    """Begin a save; for the arguments, see :func:`.start_save.begin_save`."""
     if step is None:
         step = step_of_state(state)
     with acting_in(process_group):
-        with announcing_errors_of_call("save", uri, step, deadline_s):
-            options = SaveOptions(
-                lazy=lazy,
-                budget_nbytes=budget_nbytes,
-                deadline_s=deadline_s,
-                timeout_s=timeout_s,
-                compression=compression,
-                allow_empty=allow_empty,
-                default=default,
-                progress=progress,
-                telemetry=telemetry,
-            )
+        with announcing_errors_of_call("save", uri, step, options.deadline_s):
             options.check()
             to = Destination(uri, storage_options)
-        handle, future = begin_save(to, state, step, options)
-    if not lazy:
-        try:
-            handle.captured.wait()
-        except KeyboardInterrupt:
-            interrupt(future)
-            raise
-    return handle
+        return begin_save(to, state, step, options, admit=admit, logs_failure=logs_failure)
+
+
+def reach(stage: StageHandle, future: Future[None]) -> None:
+    """Wait until a save reaches a stage; cancel the save if the user interrupts that. Raises its
+    error."""
+    try:
+        stage.wait()
+    except KeyboardInterrupt:
+        interrupt(future)
+        raise
 
 
 @overload

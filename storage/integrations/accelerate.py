@@ -4,6 +4,9 @@ checkpoint.
     save_state(accelerator, "s3://bucket/run/step-500", step=500)
     load_state(accelerator, "s3://bucket/run/step-500")
 
+A save is part of the lineage of the checkpoints in its folder: after a load, saves into the same
+folder abandon later checkpoints.
+
 These are functions, not hooks: Accelerate passes only the models to hooks, and pickles the rest
 itself.
 
@@ -13,20 +16,30 @@ sharded by DeepSpeed or FSDP. Accelerate itself is not imported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from ..api import load, save
 from ..operations.location import UriLike
+from ..operations.options import Lazy
 from ..operations.report import SaveReport
+from ..operations.saving.handle import SaveHandle
 from ..state.adapters.deepspeed import engine_counters, engine_of, set_engine_counters
 from ..state.adapters.per_rank import PerRank
 from ..state.adapters.stateful import RNGState
+from .doors import Door
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["async_save_state", "load_state", "save_state"]
+
+_STOCK_FILE = "random_states_0.pkl"
+"""A file in each checkpoint of Accelerate itself."""
+
+
+_doors: WeakKeyDictionary[Accelerator, Door] = WeakKeyDictionary()
 
 
 def save_state(
@@ -41,7 +54,39 @@ def save_state(
 
     Returns once it is committed. Every rank calls this. Raises as :func:`holdfast.save`.
     """
-    return save(uri, _state_of(accelerator), step=step, storage_options=storage_options)
+    handle = _begun(accelerator, uri, step, None, storage_options)
+    assert handle.report is not None
+    return handle.report
+
+
+def async_save_state(
+    accelerator: Accelerator,
+    uri: UriLike,
+    *,
+    step: int | None = None,
+    lazy: Lazy = False,
+    storage_options: Mapping[str, object] | None = None,
+) -> SaveHandle:
+    """Save like :func:`save_state`, but return once the state is copied to host memory; with
+    ``lazy`` (see :func:`holdfast.async_save`), even before that.
+
+    The next save and the next load wait for this one, and raise its error. After the last one, call
+    ``wait()`` of the handle.
+    """
+    return _begun(accelerator, uri, step, lazy, storage_options)
+
+
+def _begun(
+    accelerator: Accelerator,
+    uri: UriLike,
+    step: int | None,
+    lazy: Lazy | None,
+    storage_options: Mapping[str, object] | None,
+) -> SaveHandle:
+    door = _door_of(accelerator)
+    door.wait()
+    state = _state_of(accelerator)
+    return door.save(uri, state, step=step, lazy=lazy, storage_options=storage_options)
 
 
 def load_state(
@@ -53,9 +98,18 @@ def load_state(
     """Load a checkpoint of :func:`save_state` into an accelerator that has prepared the same
     objects.
 
-    The number of ranks may differ. Every rank calls this. Raises as :func:`holdfast.load`.
+    The number of ranks may differ. Every rank calls this. A folder of ``accelerator.save_state`` is
+    loaded by Accelerate. Raises as :func:`holdfast.load`.
     """
-    load(uri, into=_state_of(accelerator), storage_options=storage_options)
+    if os.path.isfile(os.path.join(uri, _STOCK_FILE)):
+        accelerator.load_state(os.fspath(uri))
+        return
+    door = _door_of(accelerator)
+    door.load_to_train(uri, into=_state_of(accelerator), storage_options=storage_options)
+
+
+def _door_of(accelerator: Accelerator) -> Door:
+    return _doors.setdefault(accelerator, Door())
 
 
 class _Counters:

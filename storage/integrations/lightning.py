@@ -14,10 +14,12 @@ Scope: DeepSpeed's strategy is unchanged.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import pickle  # noqa: TID251  # only its error is caught
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -47,6 +49,8 @@ _MODEL = "state_dict"
 _OPTIMIZERS = "optimizer_states"
 _REST = "trainer"
 """The key of everything in a checkpoint that is not sharded."""
+_STOCK_FILE = "meta.pt"
+"""A file in each sharded checkpoint of Lightning itself."""
 
 
 class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are not installed
@@ -113,14 +117,18 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
     ) -> dict[str, object]:
         """Return the checkpoint, with its tensors on the CPU. Called by every rank independently.
 
-        Stored data cannot run code, so ``weights_only`` has no effect.
+        Stored data cannot run code, so ``weights_only`` has no effect. A file is loaded as by
+        Lightning itself, without pickle unless ``weights_only=False``.
         """
+        if os.path.isfile(path):
+            load = TorchCheckpointIO().load_checkpoint
+            return _without_pickle(load, os.fspath(path), weights_only, map_location=map_location)
         if map_location not in (None, "cpu"):
             raise UsageError(
                 f"map_location={map_location!r}: checkpoints are loaded to the CPU",
                 advice="Leave it out: Lightning copies from there.",
             )
-        loaded = self._door.load(path)
+        loaded = self._door.load_to_train(path)
         rest = loaded.pop(_REST, {})  # as saved by the strategies below
         checkpoint: dict[str, object] = from_stored({**loaded, **rest})
         return checkpoint
@@ -133,7 +141,8 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         Called by every rank. Raises MismatchError if no such strategy saved it.
         """
         rest = PerRank(None)  # so that one load gets both, on any number of ranks
-        self._door.load(path, into={**into, _REST: rest}, strict="state" if strict else False)
+        into = {**into, _REST: rest}
+        self._door.load_to_train(path, into=into, strict="state" if strict else False)
         if rest.value is None:
             raise MismatchError(
                 f"no strategy of {__name__} has saved it: it has no {_REST!r}",
@@ -148,7 +157,10 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
 
         Called by the first rank only.
         """
-        self._door.remove(path)
+        if os.path.isfile(path):
+            self._door.afterwards(partial(TorchCheckpointIO().remove_checkpoint, path))
+        else:
+            self._door.remove(path)
 
     def wait(self) -> None:
         """Wait for the saves in flight, then run pending deletions.
@@ -245,16 +257,18 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
     ) -> dict[str, object]:
         """Load the model and, for training, the optimizers; return the rest of the checkpoint.
 
-        Called by every rank. Stored data cannot run code, so ``weights_only`` has no effect.
+        Called by every rank. Stored data cannot run code, so ``weights_only`` has no effect. A
+        checkpoint of Lightning itself is loaded by Lightning, without pickle unless
+        ``weights_only=False``.
         """
+        path = self.broadcast(os.fspath(checkpoint_path))
+        if os.path.isfile(path) or os.path.isfile(os.path.join(path, _STOCK_FILE)):
+            return _without_pickle(super().load_checkpoint, path, weights_only)
         into: dict[str, object] = {_MODEL: self.model}
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             into[_OPTIMIZERS] = list(self.optimizers)
-        return self.checkpoint_io.load_state(
-            self.broadcast(os.fspath(checkpoint_path)),
-            into,
-            strict=self.lightning_module.strict_loading,
-        )
+        strict = self.lightning_module.strict_loading
+        return self.checkpoint_io.load_state(path, into, strict=strict)
 
     def teardown(self) -> None:
         """Wait for the saves in flight."""
@@ -280,6 +294,19 @@ class HoldfastModelParallelStrategy(_SavesOnAllRanks, ModelParallelStrategy):  #
 
 class HoldfastFSDPStrategy(_SavesOnAllRanks, FSDPStrategy):  # type: ignore[misc]
     """Lightning's FSDPStrategy (FSDP1) with Holdfast checkpoints."""
+
+
+def _without_pickle(
+    load: Callable[..., dict[str, object]], path: str, weights_only: bool | None, **others: object
+) -> dict[str, object]:
+    """Load a checkpoint of Lightning itself, without pickle unless the caller allows it."""
+    try:
+        return load(path, weights_only=weights_only is not False, **others)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"Lightning has saved {path}, with objects that need pickle: {error}",
+            advice="If you trust the file, pass weights_only=False to fit().",
+        ) from error
 
 
 def _step_of(checkpoint: Mapping[str, object]) -> int | None:

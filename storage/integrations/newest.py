@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from ...drivers.uri import Uri, join, parse
 from ..operations.location import UriLike
-from ..operations.maintenance.listing import check_lineages, list_checkpoints
+from ..operations.maintenance.listing import ListedCheckpoint, check_lineages, list_checkpoints
 
-__all__ = ["as_path_or_uri", "newest_checkpoint", "resumable"]
+__all__ = ["as_path_or_uri", "is_resumable", "listed_below", "newest_checkpoint"]
+
+_NAMED = 10
+"""The most checkpoints that a message names."""
+_log = logging.getLogger(__name__)
 
 
 def newest_checkpoint(
@@ -16,27 +21,36 @@ def newest_checkpoint(
 ) -> str | None:
     """Return the checkpoint below ``uri`` with the highest step, as a path or URI.
 
-    Of several, return the latest; without any, return None. Checkpoints that are damaged or have no
-    step are ignored. Checks that all images exist and have their sizes; bytes are verified when
-    loaded. Raises UriError, StorageError; DamagedError if the record of a run's branches cannot be
-    read.
+    Of several, return the latest; without any, return None. Checkpoints that are damaged, that have
+    no step, or that training has abandoned by going back to an earlier step are ignored; those with
+    a higher step are logged. Checks that all images exist and have their sizes; bytes are verified
+    when loaded. Raises UriError, StorageError; DamagedError if the record of a run's branches
+    cannot be read.
     """
-    paths = resumable(uri, storage_options)
-    return as_path_or_uri(join(uri, *paths[-1].split("/"))) if paths else None
+    listed = listed_below(uri, storage_options)
+    whole = [c for c in listed if is_resumable(c)]
+    newest = (whole[-1].step or 0) if whole else -1
+    later = [c for c in listed if c.step is not None and c.step > newest]
+    damaged = [f"{c.path} ({c.damage})" for c in later if c.damage]
+    abandoned = [f"{c.path} (training went back)" for c in later if not c.damage]
+    if later:
+        names = ", ".join([*damaged, *abandoned][:_NAMED])
+        _log.warning("%s: passing over later checkpoints: %s", parse(uri).redacted, names)
+    return as_path_or_uri(join(uri, *whole[-1].path.split("/"))) if whole else None
 
 
-def resumable(uri: UriLike, storage_options: Mapping[str, object] | None) -> list[str]:
-    """Return the paths of the checkpoints below ``uri`` that a run may resume from, oldest first.
-
-    Raises like :func:`newest_checkpoint`.
-    """
+def listed_below(
+    uri: UriLike, storage_options: Mapping[str, object] | None
+) -> list[ListedCheckpoint]:
+    """Return the checkpoints below ``uri``, oldest first. Raises like :func:`newest_checkpoint`."""
     listed = list_checkpoints(uri, storage_options=storage_options)
     check_lineages(parse(uri).redacted, listed)
-    return [
-        c.path
-        for c in listed
-        if c.step is not None and not (c.problem or c.damage or c.abandoned) and c.path
-    ]
+    return [c for c in listed if c.path]
+
+
+def is_resumable(c: ListedCheckpoint) -> bool:
+    """Return whether a run may resume from a checkpoint."""
+    return c.step is not None and not (c.problem or c.damage or c.abandoned)
 
 
 def as_path_or_uri(uri: Uri) -> str:

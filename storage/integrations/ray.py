@@ -19,15 +19,16 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from ...drivers.uri import parse
 from ...errors import UsageError
-from ..api import load, save
 from ..operations.loading.differences import Strict
 from ..operations.location import UriLike
+from .doors import Door
 from .newest import as_path_or_uri, newest_checkpoint
 
 __all__ = ["load_reported", "save_and_report", "uri_of"]
 
 _PREFIXES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """URI prefixes by pyarrow's file system type."""
+_door = Door()
 
 
 def save_and_report(
@@ -49,7 +50,7 @@ def save_and_report(
     else:
         place = Checkpoint(as_path_or_uri(parse(folder)))
     reported = Checkpoint(f"{place.path}/checkpoint-{step}", place.filesystem)
-    save(uri_of(reported), state, step=step, storage_options=storage_options)
+    _door.save(uri_of(reported), state, step=step, storage_options=storage_options)
     ray.train.report(
         dict(metrics),
         checkpoint=reported,
@@ -78,7 +79,7 @@ def load_reported(
     else:
         uri = None
     if uri is not None:
-        load(uri, into=state, strict=strict, storage_options=storage_options)
+        _door.load_to_train(uri, into=state, strict=strict, storage_options=storage_options)
     return uri is not None
 
 

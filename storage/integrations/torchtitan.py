@@ -82,7 +82,8 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
             lazy = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
         _, name = divided(parse(checkpoint_id))
         step = int(name.removeprefix(_PREFIX))
-        return self._door.save(checkpoint_id, state_dict, step=step, lazy=lazy)
+        handle = self._door.save(checkpoint_id, state_dict, step=step, lazy=lazy)
+        return None if lazy is None else handle
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -126,8 +127,14 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
                 from_hf=False,
                 from_quantized=False,
             )
+            self._note_resumed(step)
             return True
         return self._load_initial()
+
+    def _note_resumed(self, step: int) -> None:
+        uri = self._create_checkpoint_id(step)
+        is_stock = _is_from_dcp(uri)
+        self._run().resumed(None if is_stock else uri, step, self._stock_steps())
 
     def _load_initial(self) -> bool:
         source = self.initial_load_path
@@ -149,18 +156,25 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest whole step of Holdfast or torchtitan; -1 without any."""
-        steps = self._run(folder).steps()
-        if not filesystem.is_remote(folder or self.folder):
-            steps.append(super()._find_load_step(folder or self.folder))
-        return max(steps, default=-1)
+        """Return the newest whole step of Holdfast or torchtitan that training has not abandoned by
+        going back; -1 without any."""
+        return max(self._run(folder).steps(self._stock_steps(folder)), default=-1)
+
+    def _stock_steps(self, folder: str = "") -> list[int]:
+        """Return the steps of the checkpoints that torchtitan itself has saved."""
+        folder = folder or self.folder
+        if filesystem.is_remote(folder):
+            return []
+        names = [path.parent.name for path in Path(folder).glob(f"{_PREFIX}*/.metadata")]
+        numbers = [name.removeprefix(_PREFIX) for name in names]
+        return [int(number) for number in numbers if number.isdecimal()]
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         """Return the path or URI of a step's checkpoint; options at the end of a URI stay there."""
         return self._run(folder).uri(step)
 
     def _run(self, folder: str = "") -> RunFolder:
-        return RunFolder(folder or self.folder, _PREFIX, self._door.storage_options)
+        return RunFolder(self._door, folder or self.folder, _PREFIX)
 
     def _maybe_wait_for_staging(self) -> None:
         self._door.wait_for_capture()

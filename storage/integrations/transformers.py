@@ -30,7 +30,6 @@ from ..operations.location import UriLike
 from ..state.adapters.deepspeed import engine_counters, set_engine_counters
 from ..state.adapters.stateful import RNGState
 from .doors import Door, RunFolder
-from .newest import newest_checkpoint
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -40,6 +39,7 @@ else:
 __all__ = ["HoldfastTrainerMixin"]
 
 _STATE_FILE = "trainer_state.json"
+_PREFIX = "checkpoint-"
 
 
 class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not installed
@@ -65,10 +65,12 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     ) -> None:
         super().__init__(*args, **kwargs)
         folder = self.args.output_dir if checkpoints is None else checkpoints
-        self._run = RunFolder(folder, "checkpoint-", storage_options)
         self._door = Door(storage_options)
+        self._run = RunFolder(self._door, folder, _PREFIX)
         self._lazy = asynchronous == "lazy" if asynchronous else None
         self._resumed_from = ""
+        self._is_stock = False
+        """True if training resumes from a checkpoint of Trainer itself."""
         self._counters: Mapping[str, int] = {}
         self._refuse_what_is_not_known()
 
@@ -77,16 +79,19 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
     ) -> Any:
         """Train as Trainer does.
 
-        ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the newest whole one.
-        Raises NotACheckpointError if none is whole.
+        ``resume_from_checkpoint`` is the URI of a checkpoint, or True for the newest whole one that
+        training has not abandoned by going back. It may be one that Trainer itself has saved:
+        Trainer then loads it. Raises NotACheckpointError if none is whole.
         """
         self._door.wait()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
-        if resume_from_checkpoint:
-            done = self._resume(resume_from_checkpoint, *args, **kwargs)
+        checkpoint = resume_from_checkpoint or None
+        self._is_stock = _is_stock(checkpoint)
+        if checkpoint is None or self._is_stock:
+            done = super().train(checkpoint, *args, **kwargs)
         else:
-            done = super().train(None, *args, **kwargs)
+            done = self._resume(checkpoint, *args, **kwargs)
         self._door.wait()
         return done
 
@@ -135,29 +140,70 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
 
         Trainer would have DeepSpeed read it from files.
         """
+        if self._is_stock:
+            return super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
-        """Do nothing: the model is loaded together with the optimizer, which needs its names."""
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
+        if checkpoint is None:
+            return
+        if self._is_stock:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
             into = {"model": self._what_holds_weights()} | self._what_steps()
             self._load(self._resumed_from, into)
             if self.is_deepspeed_enabled:
                 set_engine_counters(self.deepspeed, self._counters)
+        self._note_resumed(Path(checkpoint))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Do nothing: the scaler is loaded with the optimizer."""
+        if self._is_stock:  # ours is loaded with the optimizer
+            super()._load_scaler(checkpoint)
+
+    def _note_resumed(self, folder: Path) -> None:
+        """Record that training continues from the checkpoint whose state is in ``folder``."""
+        step = json.loads((folder / _STATE_FILE).read_text())["global_step"]
+        if not self._is_stock:
+            self._run.resumed(self._resumed_from, step, self._stock_steps())
+        elif folder.parent.resolve() == Path(self.args.output_dir).resolve():
+            self._run.resumed(None, step, self._stock_steps())
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Finish as Trainer does: with a limit of one checkpoint, it deletes all but the best."""
+        self._door.wait()
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if self.args.should_save and limit == 1 and best is not None:
+            for uri in self._run.uris():
+                if uri != best:
+                    self._door.remove(uri)
+        self.args.save_total_limit = None  # Trainer would delete files of a checkpoint in any order
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
+        """Load a checkpoint of Trainer itself. Ours are loaded together with the optimizer, which
+        needs the model's names."""
+        if self._is_stock:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
+        if self._is_stock:
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None:
             self._load(self._resumed_from, {"rng": RNGState()})
 
     def _load_best_model(self) -> None:
-        self._load(self.state.best_model_checkpoint, {"model": self._what_holds_weights()})
+        best = self.state.best_model_checkpoint
+        if _is_stock(best):
+            super()._load_best_model()
+        else:
+            self._load(best, {"model": self._what_holds_weights()})
 
     def _what_holds_weights(self) -> object:
         """Return the model, as sharded; with DeepSpeed, the engine."""
@@ -176,20 +222,32 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
         self._door.load(uri, into=into, strict="state")
 
     def _newest(self) -> str:
-        options = self._door.storage_options
-        newest = newest_checkpoint(self._run.folder, storage_options=options)
-        if newest is None:
+        """Return the newest checkpoint that is not abandoned, ours or one of Trainer itself."""
+        stock = self._stock_steps()
+        steps = self._run.steps(stock)
+        if not steps:
             raise NotACheckpointError(
                 "there is no whole checkpoint to resume from",
                 uri=parse(self._run.folder).redacted,
                 advice="Leave resume_from_checkpoint out to start a new run.",
             )
-        return newest
+        if steps[-1] in stock:
+            return str(Path(self.args.output_dir, f"{_PREFIX}{steps[-1]}"))
+        return self._run.uri(steps[-1])
+
+    def _stock_steps(self) -> list[int]:
+        """Return the steps of the checkpoints that Trainer itself has saved."""
+        folders = Path(self.args.output_dir).glob(f"{_PREFIX}*")
+        numbers = [path.name.removeprefix(_PREFIX) for path in folders if _is_stock(path)]
+        return [int(number) for number in numbers if number.isdecimal()]
 
     def _note_best(self) -> None:
-        """Record the location of the best model, by the configured metric."""
-        if self.state.best_global_step:
-            self.state.best_model_checkpoint = self._run.uri(self.state.best_global_step)
+        """Record the location of the best model, by the configured metric, if it is saved."""
+        best = self.state.best_global_step
+        if not best or self.state.best_model_checkpoint == self._run.uri(best):
+            return
+        if best == self.state.global_step or best in self._run.steps():
+            self.state.best_model_checkpoint = self._run.uri(best)
 
     def _note_callbacks(self) -> None:
         """Record the states of callbacks in the trainer's state, as a list per class."""
@@ -210,3 +268,8 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
                 "this release of transformers resumes under DeepSpeed only from files",
                 advice="Upgrade transformers.",
             )
+
+
+def _is_stock(checkpoint: UriLike | None) -> bool:
+    """Return whether Trainer itself has saved this checkpoint."""
+    return checkpoint is not None and Path(checkpoint, _STATE_FILE).is_file()

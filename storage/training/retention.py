@@ -143,6 +143,21 @@ class Retention:
         return self._metrics
 
 
+def beyond(
+    listed: Sequence[ListedCheckpoint], count: int, kept: Collection[int | None] = ()
+) -> list[ListedCheckpoint]:
+    """Return the checkpoints to delete so that ``count`` whole ones remain, for trainers that limit
+    their total.
+
+    The newest one and the steps ``kept`` always stay. Next in line are the newest ones, and last
+    the abandoned ones. Pure.
+    """
+    whole = [c for c in listed if c.step is not None and not (c.problem or c.damage)]
+    whole.sort(key=lambda c: (c.abandoned, -(c.step or 0)))
+    others = [c for c in whole[1:] if c.step not in kept]
+    return others[max(0, count - (len(whole) - len(others))) :]
+
+
 def _decoded(data: bytes) -> dict[int, float]:
     try:
         if len(data) > _METRICS_NBYTES_MAX:

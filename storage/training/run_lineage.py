@@ -152,27 +152,39 @@ class RunLineage:
         else:
             return
         later = [c for c in survey.steps if not c.abandoned and _step(c) > step]
-        if not later and not is_abandoned and not self._is_unknown:
-            return
-        self._lineage = self._lineage.gone_back(branch, step, secrets.token_hex(8))
-        self._recorded = False
-        if record:
+        if later or is_abandoned or self._is_unknown:
+            self._go_back(branch, step)
+        if record and not self._recorded:
             await self._record()
 
     async def admit(self, step: int) -> str:
         """Return the branch of a save at ``step``. Raises UsageError before the newest step."""
+        return await self._admit(checkpoint_name(step), step)
+
+    async def _admit(self, name: str, step: int | None) -> str:
+        """Return the branch of a save at ``step`` as ``name``."""
         async with self._turn:
             await self._folder.check()
             if not self._admits:
-                newest = (await self.survey()).newest()
-                if newest is not None and step < _step(newest):
-                    raise below(step, _step(newest), self._root.uri.redacted)
+                await self._check_first(step)
                 self._admits = True
             if not self._recorded:
                 await self._record()
-            self._folder.note(checkpoint_name(step))
+            self._folder.note(name)
             assert self._lineage is not None
             return self._lineage.current
+
+    async def _check_first(self, step: int | None) -> None:
+        """Check the first save of a run that has not been resumed."""
+        newest = (await self.survey()).newest()
+        if newest is not None and step is not None and step < _step(newest):
+            raise below(step, _step(newest), self._root.uri.redacted)
+
+    def _go_back(self, branch: str, step: int) -> None:
+        """Continue on a new branch, which forks at ``step`` of ``branch``."""
+        assert self._lineage is not None
+        self._lineage = self._lineage.gone_back(branch, step, secrets.token_hex(8))
+        self._recorded = False
 
     async def _record(self) -> None:
         assert self._lineage is not None

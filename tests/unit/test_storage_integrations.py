@@ -128,7 +128,7 @@ def test_retention(count: int, options: dict[str, Any], kept: list[int]) -> None
     uri = fresh_uri()
     for name, step in (("step-2", 2), ("step-10", 10), ("step-9", 9), ("step-8", 8), ("x", 1)):
         holdfast.save(f"{uri}/{name}", {"n": step}, step=step)
-    run = RunFolder(uri, "step-", None)
+    run = RunFolder(Door(), uri, "step-")
     run.retain(count, **options)
     assert run.steps() == kept
     assert holdfast.load(f"{uri}/x") == {"n": 1}
@@ -138,7 +138,7 @@ def test_retention_counts_whole_checkpoints(tmp_path: Path) -> None:
     """A damaged checkpoint never takes the place of a whole one."""
     for image in (saved(tmp_path, 1, 2, 3) / "step-3").rglob("data/*/*.safetensors"):
         image.unlink()
-    RunFolder(tmp_path, "step-", None).retain(1)
+    RunFolder(Door(), tmp_path, "step-").retain(1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
 
 

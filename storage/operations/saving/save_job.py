@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ....core.lru import LruCache
 from ....errors import DeadlineError, UsageError
@@ -20,6 +21,10 @@ from .keeper_request import Keeping
 
 PLANS_KEPT = 8
 """Number of global plans that a process keeps."""
+
+Admit: TypeAlias = Callable[[], Awaitable[str]]
+"""Called by the leader before anything is written. Raises if the run may not be saved at this step;
+returns the branch to record in the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,7 @@ class SaveJob:
     """Storage format of images; the same on all ranks."""
     keeping: Keeping | None = None
     """Set if the save goes through a keeper; None: this process writes to storage."""
-    admit: Callable[[], Awaitable[str]] | None = None
-    """Called by the leader before anything is written. Raises if the run may not be saved at
-    this step; returns the branch to record in the manifest."""
+    admit: Admit | None = None
 
     @property
     def fenced_s(self) -> float:

@@ -8,7 +8,7 @@ import logging
 import operator
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +49,7 @@ from .handle import SaveHandle, StageHandle
 from .keeper_request import ByKeeper, Keeping
 from .keeper_save import make_agreement, run_memory_step
 from .save import run_save
-from .save_job import PLANS_KEPT, Deadline, SaveJob
+from .save_job import PLANS_KEPT, Admit, Deadline, SaveJob
 
 LAZY_PAUSE_S = 0.002
 """Initial pause of a lazy save. Without it, the trainer, returning from the call, would wait for
@@ -112,11 +112,12 @@ def begin_save(
     options: SaveOptions,
     *,
     after: Future[None] | None = None,
-    admit: Callable[[], Awaitable[str]] | None = None,
+    admit: Admit | None = None,
     logs_failure: bool = True,
 ) -> tuple[SaveHandle, Future[None]]:
     """Begin a save and return immediately: its handle, and a future that completes when it has
-    ended. Writing waits for the end of ``after``; ``admit``: see :class:`SaveJob`.
+    ended. Writing waits for the end of ``after``; ``admit``: see
+    :data:`.save_job.Admit`.
     ``logs_failure``: log a failure, because the caller may never ask the handle for the outcome."""
     began_s = time.perf_counter()
     if step is None:
