@@ -151,7 +151,8 @@ class Door:
         return self._lineages.setdefault(str(folder.uri), _Lineage(folder)), name
 
     def load(self, uri: UriLike, *, storage_options: _Options = None, **options: Any) -> Any:
-        """Load, after the saves in flight. ``storage_options`` extend the door's; other ``options`` as in :func:`holdfast.load`."""
+        """Load, after the saves in flight. ``storage_options`` extend the door's; other ``options``
+        as in :func:`holdfast.load`."""
         self.wait()
         return load(uri, storage_options=self._storage(storage_options), **options)
 

@@ -103,6 +103,9 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         if step is None or step != self._step:
             self.wait()
         self._step = step
+        uri = parse(path)
+        if self._lazy is not None and uri.scheme == "file":
+            os.makedirs(os.path.dirname(uri.location), exist_ok=True)  # Lightning may link to it
         self._door.save(
             path,
             state,
