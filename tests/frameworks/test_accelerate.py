@@ -11,6 +11,7 @@ from support.framework_jobs import check_losses, losses, run_job, run_page
 from torch import nn
 
 import holdfast
+from holdfast.storage.integrations.newest import newest_checkpoint
 
 pytest.importorskip("accelerate", reason="not installed: make frameworks")
 
@@ -95,6 +96,37 @@ def test_stateful_loader_resumes_with_the_next_batch(tmp_path: Path) -> None:
     assert torch.equal(other_model.weight, model.weight)
 
 
+@pytest.mark.parametrize("lazy", [None, False, True])
+def test_a_step_back_abandons_later_checkpoints(tmp_path: Path, lazy: bool | None) -> None:
+    """Also if the run was begun by Accelerate itself, whose folders Accelerate loads."""
+    from holdfast.storage.integrations.accelerate import async_save_state, load_state, save_state
+
+    accelerator, model, _ = prepared()
+
+    def save(step: int) -> None:
+        model.weight.data.fill_(step)
+        if lazy is None:
+            save_state(accelerator, tmp_path / f"step-{step}", step=step)
+        else:
+            async_save_state(accelerator, tmp_path / f"step-{step}", step=step, lazy=lazy)
+
+    model.weight.data.fill_(1)
+    accelerator.save_state(tmp_path / "step-1")
+    for step in (2, 4, 6):
+        save(step)
+    load_state(accelerator, tmp_path / "step-4")  # waits for the saves
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step-6")
+    assert model.weight.eq(4).all()
+    save(5)
+    load_state(accelerator, tmp_path / "step-5")
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step-5")
+    load_state(accelerator, tmp_path / "step-1")
+    assert model.weight.eq(1).all()
+    save(2)
+    load_state(accelerator, tmp_path / "step-2")
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step-2")
+
+
 def test_mismatch_is_refused(tmp_path: Path) -> None:
     """A model of another shape, and an object whose state cannot be stored, are errors."""
     from holdfast.storage.integrations.accelerate import load_state, save_state
@@ -121,5 +153,6 @@ def test_mismatch_is_refused(tmp_path: Path) -> None:
 def test_how_to(tmp_path: Path) -> None:
     """The page's code runs."""
     run_page("use-with-accelerate.md", tmp_path, {"accelerator": prepared()[0], "step": 500})
-    assert [c.path for c in holdfast.list_checkpoints(tmp_path / "run")] == ["step-500"]
+    listed = holdfast.list_checkpoints(tmp_path / "run")
+    assert [c.path for c in listed] == ["step-500", "step-501"]
     assert (tmp_path / "back").is_dir()

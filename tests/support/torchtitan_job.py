@@ -189,10 +189,14 @@ def export_and_load(folder: str) -> None:
 
 
 def load_steps(folder: str) -> None:
-    """Train; load single steps, one that is not there, and one of another model."""
+    """Train; load single steps, one that is not there, and one of another model. A step back is
+    not undone by the next job."""
     Job(folder, {}).run(6)
     job = Job(folder, {})
     assert job.checkpoints.load(4)
+    assert job.state.step == 4
+    job = Job(folder, {})
+    assert job.checkpoints.load()
     assert job.state.step == 4
     raised(NotACheckpointError, job.checkpoints.load, 5)
     job.checkpoints.states["more"] = TrainState()
