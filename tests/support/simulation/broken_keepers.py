@@ -1,14 +1,15 @@
 """Keepers that are broken on purpose, each in one way. A simulator that does not catch them proves
 nothing.
 
-A row names what is wrong, and the attributes that are replaced: owner, name, and a function that
-makes the replacement from the original.
+A row names what is wrong, and the attributes that are replaced: owner, name, and a replacement. It
+is called like the original, which is its first argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from holdfast.storage.arenas.label import GenerationId
@@ -30,87 +31,71 @@ from .keeper_host import HostKeeper
 from .keeper_hosts import RANKS_MAX, Hosts
 from .keeper_promises import Promises
 
-Row = tuple[Any, str, Callable[[Any], Any]]
+Row = tuple[Any, str, Callable[..., Any]]
 
 
 def keeper(name: str, *rows: Row, first: int = 0) -> Broken:
     """Return a broken keeper. ``first``: the seed to begin with, if earlier ones catch nothing."""
 
     def patches() -> Iterator[Patch]:
-        for owner, attribute, make in rows:
-            yield owner, attribute, make(owner.__dict__[attribute])
+        for owner, attribute, replacement in rows:
+            yield owner, attribute, replaced(owner.__dict__[attribute], replacement)
 
     return Broken(name, patches, first=first)
 
 
-def always(value: Any) -> Callable[[Any], Any]:
+def replaced(real: Any, replacement: Callable[..., Any]) -> Any:
+    """Return a property or function that passes the original to its replacement."""
+    if isinstance(real, property):
+        return property(partial(replacement, real.fget))
+    return lambda *given, **options: replacement(real, *given, **options)
+
+
+def always(value: Any) -> Callable[..., Any]:
     """Replace a function by one that returns ``value``."""
-    return lambda real: lambda *given, **options: value
+    return lambda *given, **options: value
 
 
-def instead(replacement: Any) -> Callable[[Any], Any]:
-    """Replace an attribute, whatever it was."""
-    return lambda real: replacement
-
-
-def only_agreed(self: Generations, id: GenerationId) -> bool:
+def only_agreed(real: Any, self: Generations, id: GenerationId) -> bool:
     """Tell whether a generation is the newest agreed one; no other is wanted."""
     return id == self.newest_agreed
 
 
-def late_pages(real: Any) -> Any:
+def late_pages(real: Any, self: HostKeeper, *given: Any) -> Any:
     """Write pages after the label."""
-
-    def write_pages(self: HostKeeper, *given: Any) -> Any:
-        self.tasks.append(real(self, *given))
-        yield
-
-    return write_pages
+    self.tasks.append(real(self, *given))
+    yield
 
 
-def early_vote(real: Any) -> Any:
+def early_vote(real: Any, self: HostKeeper, *given: Any) -> Any:
     """Vote before sealing."""
-
-    def seal(self: HostKeeper, trainer: Any, number: int, slot: Any, draft: Any) -> Any:
-        self.vote(draft)
-        yield from real(self, trainer, number, slot, draft)
-
-    return seal
+    self.vote(given[-1])
+    yield from real(self, *given)
 
 
-def filled_in_any_epoch(real: Any) -> Any:
+def filled_in_any_epoch(real: Any, self: Generations, client: int, *given: Any) -> Any:
     """Take each client for one of this epoch."""
-
-    def fill(self: Generations, client: int, *given: Any) -> Any:
-        self._epochs[client] = self.epoch
-        return real(self, client, *given)
-
-    return fill
+    self._epochs[client] = self.epoch
+    return real(self, client, *given)
 
 
-def nothing_left_out(real: Any) -> Any:
+def nothing_left_out(real: Any, self: Generations, *given: Any) -> Any:
     """Forget the steps that a rank has skipped."""
-
-    def fill(self: Generations, *given: Any) -> Any:
-        self._left_out = []
-        return real(self, *given)
-
-    return fill
+    self._left_out = []
+    return real(self, *given)
 
 
-def emptied_at_once(real: Any) -> Any:
+def emptied_at_once(real: Any, self: Generations, chosen: int | None) -> None:
     """Free slots that are still being hashed."""
-
-    def drop(self: Generations, chosen: int | None) -> None:
-        real(self, chosen)
-        for slot in self._slots.values():
-            if slot.content is Content.ABANDONED:
-                self._empty(slot)
-
-    return drop
+    real(self, chosen)
+    for slot in self._slots.values():
+        if slot.content is Content.ABANDONED:
+            self._empty(slot)
 
 
-def newest_of_rank(self: Generations, client: int, id: GenerationId, rank: int) -> int | None:
+def newest_of_rank(
+    real: Any, self: Generations, client: int, id: GenerationId, rank: int
+) -> int | None:
     """Open the newest image of a rank, whatever was asked for."""
     found = [
         (slot.generation, number)
@@ -120,59 +105,46 @@ def newest_of_rank(self: Generations, client: int, id: GenerationId, rank: int) 
     return max(found)[1] if found else None
 
 
-def offering(**changed: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def offering(**changed: Callable[[Any], Any]) -> Callable[..., Any]:
     """Change what the inventory says of each generation."""
 
-    def make(real: Any) -> Any:
-        def inventory(self: HostKeeper) -> Any:
-            found = real(self)
-            entries = [
-                replace(held, **{name: change(held) for name, change in changed.items()})
-                for held in found.generations
-            ]
-            return replace(found, generations=tuple(entries))
+    def inventory(real: Any, self: HostKeeper) -> Any:
+        found = real(self)
+        entries = [
+            replace(held, **{name: change(held) for name, change in changed.items()})
+            for held in found.generations
+        ]
+        return replace(found, generations=tuple(entries))
 
-        return inventory
-
-    return make
+    return inventory
 
 
-def unpinned(real: Any) -> Any:
+def unpinned(real: Any, self: Generations, client: int, *given: Any) -> Any:
     """Release what was opened at once."""
-
-    def opened(self: Generations, client: int, id: GenerationId, rank: int) -> int | None:
-        found: int | None = real(self, client, id, rank)
-        self.released(client)
-        return found
-
-    return opened
+    found = real(self, client, *given)
+    self.released(client)
+    return found
 
 
-def unlimited(real: Any) -> Any:
+def unlimited(real: Any, *given: Any) -> Any:
     """Refuse a slot only for lack of slots."""
-
-    def room(self: Generations, rank: int, nbytes: int) -> Any:
-        problem = real(self, rank, nbytes)
-        return problem if problem and problem.reason.value == "no-free-slot" else None
-
-    return room
+    problem = real(*given)
+    return problem if problem and problem.reason.value == "no-free-slot" else None
 
 
-def counted_twice(self: Ballot, vote: Any) -> Outcome | None:
+def counted_twice(real: Any, self: Ballot, vote: Any) -> Outcome | None:
     """Count duplicates of a vote."""
     count = self.__dict__.setdefault("twice", {}).setdefault(vote.generation, [])
     count.append(vote)
     return Outcome.AGREED if len(count) == vote.world else None
 
 
-def one_less(real: Any) -> Any:
+def one_less(real: Any, self: Ballot, vote: Any) -> Any:
     """Be content with one vote less."""
-    return lambda self, vote: real(
-        self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1))
-    )
+    return real(self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1)))
 
 
-def agreed_anyway(self: Generations, id: GenerationId) -> bool:
+def agreed_anyway(real: Any, self: Generations, id: GenerationId) -> bool:
     """Agree on a generation, whether it is complete or not."""
     of = self._generations.get(id)
     if of is not None:
@@ -190,12 +162,12 @@ BROKEN_ALONE = [
     ),
     keeper(
         "generations that may still be agreed are overwritten",
-        (Generations, "_is_wanted", instead(only_agreed)),
+        (Generations, "_is_wanted", only_agreed),
     ),
     keeper(
         "the others keep a step that a rank has skipped",
         (Generations, "fill", nothing_left_out),
-        (Generations, "_is_wanted", instead(only_agreed)),
+        (Generations, "_is_wanted", only_agreed),
     ),
     keeper("an older epoch is granted slots", (Generations, "fill", filled_in_any_epoch)),
     keeper(
@@ -213,13 +185,10 @@ BROKEN_ALONE = [
     ),
     keeper(
         "each keeper counts epochs anew",
-        (Epochs, "newest", instead(property(lambda self: -1))),
+        (Epochs, "newest", always(-1)),
         (Epochs, "has_left", always(False)),
     ),
-    keeper(
-        "a restart takes the newest image of each rank",
-        (Generations, "open", instead(newest_of_rank)),
-    ),
+    keeper("a restart takes the newest image of each rank", (Generations, "open", newest_of_rank)),
     keeper(
         "a restart does not check that all ranks are there",
         (
@@ -238,17 +207,17 @@ BROKEN_ALONE = [
     ),
     keeper("images being flushed may be overwritten", (Generations, "pin", always(()))),
     keeper("a keeper exceeds its budget", (Generations, "_no_room", unlimited)),
-    keeper("duplicates of a vote count", (Ballot, "cast", instead(counted_twice))),
+    keeper("duplicates of a vote count", (Ballot, "cast", counted_twice)),
     keeper("one vote less than all suffices", (Ballot, "cast", one_less)),
     keeper("contradicting votes agree", (votes, "_are_alike", always(True))),
     keeper(
         "a generation with an overwritten image is agreed",
-        (Generations, "agreed", instead(agreed_anyway)),
-        (Generations, "_is_wanted", instead(only_agreed)),
+        (Generations, "agreed", agreed_anyway),
+        (Generations, "_is_wanted", only_agreed),
     ),
     keeper(
         "a capture counts though its slot was granted for a later step",
-        (Generations, "is_filling", instead(lambda self, slot, client, id: slot in self._slots)),
+        (Generations, "is_filling", lambda real, self, slot, client, id: slot in self._slots),
     ),
     keeper(
         "surplus slots of a rank are never freed",
@@ -260,7 +229,7 @@ BROKEN_ALONE = [
         (
             Generations,
             "_free_useless",
-            lambda real: lambda self, rank, nbytes, world: real(self, rank, nbytes, RANKS_MAX),
+            lambda real, self, rank, nbytes, world: real(self, rank, nbytes, RANKS_MAX),
         ),
         (Generations, "_free_foreign", always(None)),
         first=220,
@@ -270,9 +239,7 @@ BROKEN_ALONE = [
         (
             Generations,
             "recall",
-            lambda real: (
-                lambda self, *given, **options: real(self, *given, **{**options, "outlived": False})
-            ),
+            lambda real, *given, **options: real(*given, **{**options, "outlived": False}),
         ),
     ),
     keeper(
@@ -286,59 +253,41 @@ BROKEN_ALONE = [
 ]
 
 
-def one_is_enough(real: Any) -> Any:
+def one_is_enough(real: Any, self: Lead, report: Any) -> None:
     """Take a generation for protected that one keeper has encoded."""
-
-    def note(self: Lead, report: Any) -> None:
-        if self._guard is not None and report.guarded == self._guard:
-            self._have_guarded = set(self._names)
-        real(self, report)
-
-    return note
+    if self._guard is not None and report.guarded == self._guard:
+        self._have_guarded = set(self._names)
+    real(self, report)
 
 
-def any_parity(real: Any) -> Any:
+def any_parity(real: Any, self: Lead, report: Any) -> None:
     """Take parity of any generation for that of the requested one."""
-    return lambda self, report: real(
-        self, replace(report, guarded=self._guard) if report.guarded else report
-    )
+    real(self, replace(report, guarded=self._guard) if report.guarded else report)
 
 
-def forgetful_resume(real: Any) -> Any:
+def forgetful_resume(real: Any, self: Agreement, epoch: int, *given: Any) -> None:
     """Give up what is protected."""
-
-    def enter(self: Agreement, epoch: int, *given: Any) -> None:
-        if epoch > self.reporting.lead.epoch:
-            self._guarded, self._guarding, self.protected = set(), set(), None
-            self._pool.generations.guarding(())
-        real(self, epoch, *given)
-
-    return enter
+    if epoch > self.reporting.lead.epoch:
+        self._guarded, self._guarding, self.protected = set(), set(), None
+        self._pool.generations.guarding(())
+    real(self, epoch, *given)
 
 
-def silent_on_protection(real: Any) -> Any:
+def silent_on_protection(real: Any, self: Agreement) -> Any:
     """Do not report what is protected, unless to itself."""
-
-    def report(self: Agreement) -> Any:
-        said = real(self)
-        return said if self.reporting.leads else replace(said, guarded_by_all=None)
-
-    return report
+    said = real(self)
+    return said if self.reporting.leads else replace(said, guarded_by_all=None)
 
 
-def asked_once(real: Any) -> Any:
+def asked_once(real: Any, self: HostKeeper, trainer: Any, step: int) -> None:
     """Take each request for a flush once, whichever keeper it was sent to."""
-    seen = set[tuple[Any, int]]()
-
-    def wish(self: HostKeeper, trainer: Any, step: int) -> None:
-        if (trainer, step) not in seen:
-            seen.add((trainer, step))
-            real(self, trainer, step)
-
-    return wish
+    seen = trainer.__dict__.setdefault("seen", set())
+    if step not in seen:
+        seen.add(step)
+        real(self, trainer, step)
 
 
-async def agreed_or_void(self: Agreement, id: GenerationId) -> None:
+async def agreed_or_void(real: Any, self: Agreement, id: GenerationId) -> None:
     """Void an agreed step that this keeper holds no image of, though one may be handed over."""
     has_it = self._pool.generations.agreed(id)
     await self._tell(Agreed(id) if has_it else Voided(id, "no image"))
@@ -346,13 +295,15 @@ async def agreed_or_void(self: Agreement, id: GenerationId) -> None:
         self.writing.agreed(id)
 
 
-def settled_by_silence(self: Agreement, standing: Any, agreed: Any) -> list[GenerationId]:
+def settled_by_silence(
+    real: Any, self: Agreement, standing: Any, agreed: Any
+) -> list[GenerationId]:
     """Take every generation for void that the leader does not name."""
     named = {*agreed, *standing.open}
     return [id for id in self._pool.generations.undecided if id not in named]
 
 
-async def newest_pieces(self: Any, name: str, number: int) -> Any:
+async def newest_pieces(real: Any, self: Any, name: str, number: int) -> Any:
     """Read pieces of the newest images, whatever their generation."""
     found = await keeper_peers._at(name)
     newest: dict[int, Any] = {}
@@ -364,7 +315,7 @@ async def newest_pieces(self: Any, name: str, number: int) -> Any:
     return {rank: slot.memory.pieces[number] for rank, slot in newest.items()}
 
 
-def looks_once(self: Hosts, job: Any) -> Any:
+def looks_once(real: Any, self: Hosts, job: Any) -> Any:
     """Choose by the first answers of all keepers."""
     stocks, others, unheard = yield from self.answers(job)
     for host in self.hosts.values():
@@ -373,16 +324,12 @@ def looks_once(self: Hosts, job: Any) -> Any:
     return stocks, others, unheard, promised
 
 
-def any_attempt(real: Any) -> Any:
+def any_attempt(real: Any, self: Lead, report: Any) -> None:
     """Take what was written for one attempt for that of another."""
-
-    def hear(self: Lead, report: Any) -> None:
-        part, ordered = report.written, self._flush
-        if part is not None and ordered is not None:
-            report = replace(report, written=replace(part, attempt=ordered.attempt))
-        real(self, report)
-
-    return hear
+    part, ordered = report.written, self._flush
+    if part is not None and ordered is not None:
+        report = replace(report, written=replace(part, attempt=ordered.attempt))
+    real(self, report)
 
 
 async def nothing_written(*given: Any) -> dict[str, Any]:
@@ -390,19 +337,17 @@ async def nothing_written(*given: Any) -> dict[str, Any]:
     return {}
 
 
-def damage_ignored(real: Any) -> Any:
+def damage_ignored(real: Any, *given: Any) -> Any:
     """Take damaged images for held ones."""
-    return lambda *given: real(*given[:-1], memory_survey.Tried(failed=given[-1].failed))
+    return real(*given[:-1], memory_survey.Tried(failed=given[-1].failed))
 
 
-def rebuilt_in_place(real: Any) -> Any:
+def rebuilt_in_place(
+    real: Any, stocks: Any, rebuilders: Any, is_of_use: Any, damaged: Any = ()
+) -> Any:
     """Let the keeper of a damaged image rebuild it."""
-
-    def anywhere(stocks: Any, rebuilders: Any, is_of_use: Any, damaged: Any = ()) -> Any:
-        names = [name for _, _, name in damaged if name in rebuilders]
-        return real(stocks, names[:1] or rebuilders, is_of_use, damaged)
-
-    return anywhere
+    names = [name for _, _, name in damaged if name in rebuilders]
+    return real(stocks, names[:1] or rebuilders, is_of_use, damaged)
 
 
 BROKEN_HOSTS = [
@@ -411,7 +356,7 @@ BROKEN_HOSTS = [
         (
             Promises,
             "raises",
-            instead(lambda self, found, failed, touched: found is None and bool(touched)),
+            lambda real, self, found, failed, touched: found is None and bool(touched),
         ),
     ),
     keeper(
@@ -429,7 +374,7 @@ BROKEN_HOSTS = [
     ),
     keeper(
         "parity is dropped before all keepers have encoded the next step",
-        (Guards, "keep", lambda real: lambda self, ids: real(self, ())),
+        (Guards, "keep", lambda real, self, ids: real(self, ())),
         first=30,
     ),
     keeper("a resume gives up what is protected", (Agreement, "enter", forgetful_resume)),
@@ -438,7 +383,7 @@ BROKEN_HOSTS = [
     ),
     keeper(
         "a new leader does not hear which flushes wait for it",
-        (Agreement, "report", lambda real: lambda self: replace(real(self), wanted=())),
+        (Agreement, "report", lambda real, self: replace(real(self), wanted=())),
         first=40,
     ),
     keeper(
@@ -447,21 +392,18 @@ BROKEN_HOSTS = [
     ),
     keeper(
         "a new keeper voids an agreed step before its images are handed over",
-        (Agreement, "_agreed", instead(agreed_or_void)),
+        (Agreement, "_agreed", agreed_or_void),
     ),
     keeper(
         "steps that a new leader has not heard of are void",
-        (Agreement, "_settled", instead(settled_by_silence)),
+        (Agreement, "_settled", settled_by_silence),
     ),
     keeper(
         "a rebuilt image is not compared with its checksums",
         (keeper_peers, "is_sealed", always(True)),
         (Promises, "intact", always(True)),
     ),
-    keeper(
-        "parity is made of images of any step",
-        (keeper_peers.Peers, "pieces", instead(newest_pieces)),
-    ),
+    keeper("parity is made of images of any step", (keeper_peers.Peers, "pieces", newest_pieces)),
     keeper(
         "a restart resumes from a step that is not agreed",
         (HostKeeper, "inventory", offering(agreed=lambda held: True)),
@@ -484,7 +426,7 @@ BROKEN_HOSTS = [
     ),
     keeper(
         "a restart goes by what a keeper offered before the others did",
-        (Hosts, "survey", instead(looks_once)),
+        (Hosts, "survey", looks_once),
         first=95,
     ),
     keeper(
@@ -495,12 +437,10 @@ BROKEN_HOSTS = [
     keeper("parts written for one attempt count for another", (Lead, "hear", any_attempt)),
     keeper(
         "a checkpoint is committed though a keeper has written nothing",
-        (flush, "_written", instead(nothing_written)),
+        (flush, "_written", nothing_written),
     ),
     keeper(
-        "the next epoch follows the newest one in storage",
-        (Epochs, "newest", instead(property(lambda self: -1))),
-        first=18,
+        "the next epoch follows the newest one in storage", (Epochs, "newest", always(-1)), first=18
     ),
     keeper(
         "a damaged image counts as held",
