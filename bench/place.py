@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from ..drivers.contract import Traits
-from ..drivers.registry import open_driver
-from ..drivers.uri import Uri
+from ..drivers.registry import opened_driver
+from ..drivers.uri import Uri, divided
 
 
 def clear(uri: Uri) -> None:
     """Delete everything at ``uri``."""
 
     async def delete() -> None:
-        root, _, name = uri.location.rpartition("/")
-        driver = open_driver(Uri(uri.scheme, root, uri.options))
-        try:
+        folder, name = divided(uri)
+        async with opened_driver(folder) as driver:
             await driver.delete_all(name)
-        finally:
-            await driver.close()
 
     asyncio.run(delete())
 
@@ -27,10 +24,7 @@ def traits_of(uri: Uri) -> Traits:
     """Return the traits of the driver of ``uri`` without touching the storage. Raises UriError."""
 
     async def ask() -> Traits:
-        driver = open_driver(uri)
-        try:
+        async with opened_driver(uri) as driver:
             return driver.traits
-        finally:
-            await driver.close()
 
     return asyncio.run(ask())

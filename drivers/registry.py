@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import ClassVar, Protocol, cast
 
 from ..errors import UriError
@@ -70,6 +71,18 @@ def open_driver(
     driver = cls.open(Uri(uri.scheme, uri.location, own))
     values = {name: found.value for name, found in resolved.items() if name not in cls.OPTIONS}
     return stacked(driver, values, store=f"{uri.scheme}://{redact(uri.location).partition('/')[0]}")
+
+
+@asynccontextmanager
+async def opened_driver(
+    uri: str | os.PathLike[str] | Uri, writers: int | None = None, /, **options: object
+) -> AsyncIterator[Driver]:
+    """Open a driver like :func:`open_driver`, and close it at the end of the block."""
+    driver = open_driver(uri, writers, **options)
+    try:
+        yield driver
+    finally:
+        await driver.close()
 
 
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:

@@ -18,7 +18,7 @@ import numpy as np
 from ...core.aio import at_most
 from ...core.units import round_up
 from ...drivers.contract import Driver, Traits, Upload, segments
-from ...drivers.registry import open_driver
+from ...drivers.registry import opened_driver
 from ...drivers.uri import Uri
 from ...storage.runtime.buffers import HostBuffer
 
@@ -150,14 +150,11 @@ class Transfer:
     async def _with_driver(
         self, work: Callable[[Driver, Shape], Coroutine[Any, Any, None]]
     ) -> None:
-        driver = open_driver(self._place, **self._options)
-        try:
+        async with opened_driver(self._place, **self._options) as driver:
             shape = self._shape or preferred(driver.traits)
             if self._memory is None:
                 self._memory = Memory(min(shape.memory_nbytes, round_up(self.nbytes, ALIGN_NBYTES)))
             await work(driver, shape)
-        finally:
-            await driver.close()
 
     async def _write(self, driver: Driver, shape: Shape) -> None:
         at_a_time = 1 if driver.traits.part_order == "serial" else shape.concurrency

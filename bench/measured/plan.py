@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.units import size_text
-from ...drivers.registry import driver_class, open_driver, serving
+from ...drivers.registry import driver_class, opened_driver, serving
 from ...drivers.uri import Uri, join, parse
 from ...errors import UsageError
 from ..machine import available_nbytes
@@ -186,15 +186,8 @@ async def _write_something(uri: Uri) -> None:
     known = driver_class(serving(uri)).OPTIONS
     answer_s = f"{ANSWER_S:g}"  # some drivers take whole numbers only
     impatient: dict[str, Any] = {"deadline": 0, "timeout": answer_s, "read_timeout": answer_s}
-    driver = open_driver(
-        uri,
-        retries=0,
-        op_timeout_s=ANSWER_S + 1,
-        **{name: value for name, value in impatient.items() if name in known},
-    )
+    options = {name: value for name, value in impatient.items() if name in known}
     key = f"holdfast-bench-{uuid.uuid4().hex[:12]}"
-    try:
+    async with opened_driver(uri, retries=0, op_timeout_s=ANSWER_S + 1, **options) as driver:
         await driver.put(key, b"holdfast bench")
         await driver.delete(key)
-    finally:
-        await driver.close()

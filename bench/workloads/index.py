@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from ...drivers.contract import Driver
-from ...drivers.registry import open_driver
+from ...drivers.registry import opened_driver
 from ...drivers.uri import Uri, divided, parse
 from ...errors import UsageError
 from ...storage.operations.conversion.model_source import (
@@ -46,11 +46,8 @@ async def _read(place: Uri) -> Model:
     folder, name = place, ""
     if place.location.endswith((_SUFFIX, _INDEX_SUFFIX)):
         folder, name = divided(place)
-    driver = open_driver(folder)
-    try:
+    async with opened_driver(folder) as driver:
         model = await read_model(driver, await _files(driver, name))
-    finally:
-        await driver.close()
     if len(model.tensors) > TENSORS_MAX:
         raise UsageError(f"{place.redacted} has {len(model.tensors):,} tensors, too many to save")
     return model

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...drivers.local.names import is_temporary
-from ...drivers.registry import open_driver
+from ...drivers.registry import opened_driver
 from ...drivers.uri import parse
 
 
@@ -60,8 +60,5 @@ def _on_disk(root: str) -> Iterator[Found]:
 
 
 async def _listed(uri: str) -> list[Found]:
-    driver = open_driver(uri)
-    try:
+    async with opened_driver(uri) as driver:
         return [Found(info.key, info.nbytes, info.nbytes, True) async for info in driver.list()]
-    finally:
-        await driver.close()

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from ...errors import ExistsError, NotFoundError
 from ..checks.ground import begun, store
 from ..contract import Driver
-from ..registry import open_driver
+from ..registry import opened_driver
 from .place import Place
 
 CHILD_TIMEOUT_S = 60.0
@@ -100,11 +100,8 @@ _TASKS: dict[str, Callable[[Driver, str], Awaitable[None]]] = {
 async def main() -> None:
     """Run the task given on the command line."""
     uri, task, name = sys.argv[1:4]
-    driver = open_driver(uri)
-    try:
+    async with opened_driver(uri) as driver:
         await _TASKS[task](driver, name)
-    finally:
-        await driver.close()
 
 
 if __name__ == "__main__":

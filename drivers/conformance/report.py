@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ..contract import Driver
-from ..registry import driver_class, open_driver, serving
+from ..registry import driver_class, opened_driver, serving
 from ..uri import Uri, join, parse
 from .place import BARE, Held, Place, held_now
 from .probes import probe_class
@@ -56,7 +56,8 @@ class Session:
         self._root = parsed
         self._below = join(parsed, self._name)
         self._places = 0
-        driver = open_driver(parsed, **BARE)
+        self._began_s = time.monotonic()
+        driver = asyncio.run(_used(parsed, self._name))
         self.driver = _name_of(parsed)
         self.uri = driver.uri
         self.traits = driver.traits
@@ -67,8 +68,6 @@ class Session:
         self._untidy: list[str] = []
         self._left: list[str] = []
         self._opened = 0
-        self._began_s = time.monotonic()
-        asyncio.run(_use(driver, self._name))
 
     @contextmanager
     def place(self) -> Iterator[tuple[Held, Place]]:
@@ -92,7 +91,7 @@ class Session:
         """Remove these prefixes. A failure is reported at the end and fails the run, but does not
         interrupt it."""
         try:
-            asyncio.run(_remove(open_driver(root), prefixes))
+            asyncio.run(_remove(root, prefixes))
         except Exception as error:  # any kind of error: the report matters more
             self._left.append(f"{type(error).__name__}: {error}")
 
@@ -223,18 +222,15 @@ def _name_of(uri: Uri) -> str:
     return f"{getattr(cls, '__module__', '')}.{getattr(cls, '__qualname__', cls)}"
 
 
-async def _use(driver: Driver, name: str) -> None:
-    try:
+async def _used(uri: Uri, name: str) -> Driver:
+    """Return the driver, closed, after it has stored and read an object."""
+    async with opened_driver(uri, **BARE) as driver:
         await driver.put(f"{name}/warm", b"up")
         await driver.get(f"{name}/warm")
-    finally:
-        await driver.close()
+        return driver
 
 
-async def _remove(driver: Driver, prefixes: Iterable[str]) -> None:
-    try:
-        async with asyncio.timeout(REMOVAL_TIMEOUT_S):
-            for prefix in prefixes:
-                await driver.delete_all(prefix)
-    finally:
-        await driver.close()
+async def _remove(root: Uri, prefixes: Iterable[str]) -> None:
+    async with opened_driver(root) as driver, asyncio.timeout(REMOVAL_TIMEOUT_S):
+        for prefix in prefixes:
+            await driver.delete_all(prefix)

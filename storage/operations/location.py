@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from ...drivers.contract import Driver
-from ...drivers.registry import open_driver
+from ...drivers.registry import opened_driver
 from ...drivers.uri import Uri, divided, join, parse
 
 UriLike = str | os.PathLike[str]
@@ -32,11 +32,7 @@ class Place:
         folder, key = divided(self.uri)
         return Place(folder, self.options), key
 
-    @contextlib.asynccontextmanager
-    async def opened(self, path: str = "") -> AsyncIterator[Driver]:
+    def opened(self, path: str = "") -> AbstractAsyncContextManager[Driver]:
         """Open a driver for ``path`` (a key, or empty); close it at the end."""
-        driver = open_driver(join(self.uri, *path.split("/")) if path else self.uri, **self.options)
-        try:
-            yield driver
-        finally:
-            await driver.close()
+        uri = join(self.uri, *path.split("/")) if path else self.uri
+        return opened_driver(uri, **self.options)

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from ....drivers.contract import Driver
-from ....drivers.registry import open_driver
+from ....drivers.registry import opened_driver
 from ....errors import DamagedError, SaveError, SupersededError
 from ....planner.image import ImageLayout
 from ...arenas.label import GenerationId, Label
@@ -41,11 +41,8 @@ async def opened_for(
     environment of the request to this process for good, so the last trainer's driver settings
     count. Raises UsageError or UriError for a bad URI or options."""
     os.environ.update(request.environment)
-    driver = open_driver(request.uri, writers, **json.loads(request.options))
-    try:
+    async with opened_driver(request.uri, writers, **json.loads(request.options)) as driver:
         yield driver, checked_compression(request.compression or None)
-    finally:
-        await driver.close()
 
 
 async def flush_part(request: Flush, attempt: str, images: Sequence[LocalImage]) -> Written:
