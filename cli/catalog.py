@@ -197,7 +197,6 @@ COMMANDS: tuple[Command, ...] = (
                 "--idle-hours",
                 "H",
                 "an unfinished save without a write for this long is dead (default: 24)",
-                type=float,
                 default=24.0,
             ),
             argument("--dry-run", None, "print what would be deleted, and delete nothing"),
@@ -297,9 +296,7 @@ COMMANDS: tuple[Command, ...] = (
                 "FOLDER",
                 "folder on storage of this host, such as NVMe, to write to as well",
             ),
-            argument(
-                "--local-every", "N", "write there every N steps (default: 1)", type=int, default=1
-            ),
+            argument("--local-every", "N", "write there every N steps (default: 1)", default=1),
             argument(
                 "--serve",
                 "WHERE",
@@ -315,10 +312,8 @@ COMMANDS: tuple[Command, ...] = (
             argument("--key", "FILE", "private key of the certificate", default=""),
             argument("--max-bytes-per-s", "RATE", "limit of reads from other keepers, such as 1GB"),
             argument("--cpus", "LIST", "CPUs to run on, such as 0-3,8 (default: any)"),
-            argument(
-                "--history", "N", "older steps to keep, if memory suffices", type=int, default=0
-            ),
-            argument("--every", "N", "distance of kept steps (default: 1)", type=int, default=1),
+            argument("--history", "N", "older steps to keep, if memory suffices", default=0),
+            argument("--every", "N", "distance of kept steps (default: 1)", default=1),
             argument(
                 "--spare-of",
                 "ADDRESSES",
@@ -455,18 +450,11 @@ COMMANDS: tuple[Command, ...] = (
                 "--out",
                 "X",
                 "folder for logs and pictures; emptied first (default: demo-run)",
-                type=str,
                 default="demo-run",
             ),
-            argument(
-                "--steps", "X", "number of training steps (default: 40)", type=int, default=40
-            ),
-            argument(
-                "--ranks-before", "X", "ranks before the kill (default: 4)", type=int, default=4
-            ),
-            argument(
-                "--ranks-after", "X", "ranks after the kill (default: 2)", type=int, default=2
-            ),
+            argument("--steps", "X", "number of training steps (default: 40)", default=40),
+            argument("--ranks-before", "X", "ranks before the kill (default: 4)", default=4),
+            argument("--ranks-after", "X", "ranks after the kill (default: 2)", default=2),
         ),
         examples={
             "holdfast demo": "four ranks, then two",

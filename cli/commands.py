@@ -34,10 +34,13 @@ class Argument(NamedTuple):
 
 
 def argument(name: str, value: str | None, help: str, *, short: str = "", **how: Any) -> Argument:
-    """Return an argument. ``value`` is the name of its value; an option without one is a flag."""
+    """Return an argument. ``value`` is the name of its value; an option without one is a flag. The
+    type of a value is by default that of the argument's default."""
     names = (short, name) if short else (name,)
     if value is not None:
         how["metavar"] = value
+        if isinstance(how.get("default"), int | float):
+            how.setdefault("type", type(how["default"]))
     elif not how:
         how["action"] = "store_true"
     return Argument(names, {"help": help, **how})

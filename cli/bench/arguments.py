@@ -115,8 +115,6 @@ GROUPS = {
             None,
             "plan a save and a load of all ranks of a job in this process, without data",
         ),
-        argument(
-            "--ranks-per-host", "N", "for --simulate (default: %(default)s)", type=int, default=8
-        ),
+        argument("--ranks-per-host", "N", "for --simulate (default: %(default)s)", default=8),
     ),
 }
