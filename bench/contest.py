@@ -16,10 +16,6 @@ from .program import GIB
 from .report import LIMIT, OURS, Series, median_ratio
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Contestant:
     """A contestant. ``run`` is timed; ``before`` and ``after`` are not. ``after`` checks the result
@@ -27,8 +23,8 @@ class Contestant:
 
     name: str
     run: Callable[[], object]
-    before: Callable[[], None] = _nothing
-    after: Callable[[], None] = _nothing
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
 
 
 @contextmanager
@@ -68,7 +64,7 @@ def contest(
     rounds: int,
     settle_s: float,
     say: Callable[[str], None] = _print,
-    meet: Callable[[], None] = _nothing,
+    meet: Callable[[], None] = lambda: None,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Series]:
     """Run the contestants in turn, for ``rounds`` rounds, and return their times.

@@ -70,24 +70,19 @@ class _Steps:
         self._run = holdfast.Checkpointer(given.dir / "run", keeper=keeper, grace_s=None)
         self._number = 0
 
-    def alone(self) -> float:
-        """Take a step and return its seconds."""
+    def step_s(self, *, kept: bool) -> float:
+        """Take a step and return its seconds, including any wait for the keeper if it is kept."""
         began_s = time.perf_counter()
-        self._take()
-        return time.perf_counter() - began_s
-
-    def kept(self) -> float:
-        """Take a step that is kept, and return its seconds, including any wait for the keeper."""
-        began_s = time.perf_counter()
-        self._number += 1
-        self._run.step(self._number, self._state)
-        self._take()
-        return time.perf_counter() - began_s
-
-    def _take(self) -> None:
+        if kept:
+            self._keep()
         self._training.compute("asleep")
         dist.barrier()
         self._training.update()
+        return time.perf_counter() - began_s
+
+    def _keep(self) -> holdfast.SaveHandle | None:
+        self._number += 1
+        return self._run.step(self._number, self._state)
 
     def settle(self) -> None:
         """Keep steps until one is protected on all ranks. The first ones are skipped, because their
@@ -98,8 +93,7 @@ class _Steps:
                 raise AssertionError(f"no step is protected: {self._run.counters}")
 
     def _is_settled(self) -> bool:
-        self._number += 1
-        handle = self._run.step(self._number, self._state)
+        handle = self._keep()
         if handle is None:
             return False
         try:
@@ -159,12 +153,12 @@ def _rounds(steps: _Steps, given: Options) -> dict[str, Any]:
     found: dict[str, list[float]] = {ALONE: [], KEPT: []}
     protected = left_out = 0
     for _ in range(given.runs):
-        found[ALONE] += [steps.alone() for _ in range(STEPS)]
+        found[ALONE] += [steps.step_s(kept=False) for _ in range(STEPS)]
         protected_before = steps.protected
         left_out_before = steps.not_kept
-        found[KEPT] += [steps.kept() for _ in range(STEPS)]
+        found[KEPT] += [steps.step_s(kept=True) for _ in range(STEPS)]
         left_out += steps.not_kept - left_out_before
-        steps.alone()  # the last kept step is protected during this one
+        steps.step_s(kept=False)  # the last kept step is protected during this one
         protected += steps.protected - protected_before
         steps.settle()
     return {"seconds": found, "nbytes": steps.nbytes, "protected": protected, "left_out": left_out}

@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +80,6 @@ class _Clocks:
         self.waited_s = time.perf_counter() - self._came_s
 
 
-class _Holdfast:
-    """A Checkpointer with a save at every step, as a user would have it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._ckpt = holdfast.Checkpointer(
-            folder, every=1, keep=1, when_busy="wait", on_error="raise", grace_s=None
-        )
-
-    def save(self, step: int, state: State) -> None:
-        self._ckpt.step(step, state)
-
-    def wait(self) -> None:
-        self._ckpt.wait()
-
-
 class _DCP:
     """torch.distributed.checkpoint.async_save, one save at a time."""
 
@@ -102,7 +88,8 @@ class _DCP:
         self._saving: Any = None
         self._options: dict[str, Any] = {}
 
-    def save(self, step: int, state: State) -> None:
+    def step(self, step: int, state: State) -> None:
+        """Save, like :meth:`holdfast.Checkpointer.step`."""
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()
@@ -111,6 +98,7 @@ class _DCP:
             self._saving = async_save(state, checkpoint_id=self._folder / "saved", **self._options)
 
     def wait(self) -> None:
+        """Wait for the save in progress, if any."""
         if self._saving is not None:
             getattr(self._saving, "upload_completion", self._saving).result()
 
@@ -143,8 +131,11 @@ class _DCPProcess(_DCP):
             self._saving.staging_completion.result()
 
 
+# A Checkpointer with a save at every step, as a user would have it, and DCP in the same form.
 CONTESTANTS: dict[str, Callable[[Path], Any]] = {
-    OURS: _Holdfast,
+    OURS: partial(
+        holdfast.Checkpointer, every=1, keep=1, when_busy="wait", on_error="raise", grace_s=None
+    ),
     "DCP": _DCP,
     "DCP, process": _DCPProcess,
 }
@@ -163,7 +154,7 @@ def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     saver = CONTESTANTS[name](folder)
     clocks.made_all()
     for step in (1, 2):  # the first allocates memory and does not count
-        saver.save(step, state)
+        saver.step(step, state)
         saver.wait()
     rounds = _Rounds(name, saver, training, clocks)
     found = [each for kind in _kinds(name) for each in rounds.beside(kind, state, given.runs)]
@@ -196,7 +187,7 @@ class _Rounds:
             alone_s = self._training.step(kind)
             self._step += 1
             began_s = time.perf_counter()
-            self._saver.save(self._step, state)
+            self._saver.step(self._step, state)
             called_s = time.perf_counter() - began_s
             beside_s = self._training.step(kind)
             if number:
@@ -213,7 +204,7 @@ class _Rounds:
         for _ in range(steps):
             self._training.step("asleep", copies / COPIES_A_STEP)
             self._step += 1
-            self._saver.save(self._step, state)
+            self._saver.step(self._step, state)
         self._saver.wait()
         return Series(f"{self._name}, {_every(copies)}", [(time.perf_counter() - began_s) / steps])
 

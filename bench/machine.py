@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..drivers.local.tree import sync_path
 from ..drivers.mounts import fs_type
 
 _LOOK_S = 0.5
@@ -98,11 +99,7 @@ def trim_heap() -> None:
 def sync_tree(path: Path) -> None:
     """Make ``path``, a file or a folder with everything below it, durable: contents and names."""
     for entry in (path, *_below(path), path.parent):
-        fd = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_path(str(entry), 0)
 
 
 def drop_caches(path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from .workloads.sized import MASTER_AND_MOMENTS, scaled_parameters
+from .workloads.llama3 import OPTIMIZERS
+from .workloads.sized import scaled_parameters
 
 State = dict[str, Any]
 
@@ -26,7 +27,7 @@ def build(gib: float, seed: int = 0, *, share: int = 1) -> State:
     optimizer = {
         name: {
             kind: torch.empty(rows // share, *rest).normal_(generator=random)
-            for kind in MASTER_AND_MOMENTS
+            for kind in OPTIMIZERS["adam+master"]
         }
         for name, (rows, *rest) in scaled_parameters(gib).items()
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from ...drivers.registry import driver_class, resolved_options, serving
+from ...drivers.layers.layer import bottom
+from ...drivers.registry import open_driver
 from ...drivers.uri import Uri
 
 
@@ -39,6 +41,12 @@ class Setting(Client, Protocol):
         """Key of the stored form. Settings with equal keys can read each other's data."""
 
 
+def ranges(nbytes: int, part_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and stop of each part of ``nbytes``."""
+    for start in range(0, nbytes, part_nbytes):
+        yield start, min(start + part_nbytes, nbytes)
+
+
 def bare_driver(uri: Uri) -> Any:
     """Return the driver that serves ``uri`` without its layers, with the options that it would have
     in a save.
@@ -47,10 +55,4 @@ def bare_driver(uri: Uri) -> Any:
     might use another endpoint, other credentials or another signature, and measure the limit of
     something else. It performs no I/O. Raises what :func:`...drivers.registry.open_driver` raises.
     """
-    cls = driver_class(serving(uri))
-    own = {
-        name: found.text
-        for name, found in resolved_options(uri).items()
-        if name in cls.OPTIONS and found.text is not None
-    }
-    return cls.open(Uri(uri.scheme, uri.location, own))
+    return bottom(open_driver(uri))

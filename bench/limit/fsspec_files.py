@@ -13,7 +13,7 @@ import numpy as np
 
 from ...drivers.uri import Uri
 from ..machine import sync_tree
-from .client import bare_driver
+from .client import bare_driver, ranges
 
 PART_NBYTES = 16 << 20
 BATCH = 8
@@ -60,18 +60,18 @@ class FsspecFiles:
 
     def _write_one(self, fs: Any, path: str, data: bytes) -> None:
         with fs.open(f"{path}/whole", "wb", block_size=PART_NBYTES) as file:
-            for start, stop in self._ranges():
+            for start, stop in ranges(self.nbytes, PART_NBYTES):
                 file.write(data[: stop - start])
 
     def _pipe(self, fs: Any, path: str, data: bytes) -> None:
-        parts = enumerate(self._ranges())
+        parts = enumerate(ranges(self.nbytes, PART_NBYTES))
         while batch := list(itertools.islice(parts, BATCH)):
             fs.pipe({f"{path}/{number}": data[: stop - start] for number, (start, stop) in batch})
 
     def read(self) -> None:
         """Read everything."""
         with self._connected() as (fs, path):
-            parts = enumerate(self._ranges())
+            parts = enumerate(ranges(self.nbytes, PART_NBYTES))
             while batch := list(itertools.islice(parts, BATCH)):
                 self._cat(fs, path, batch)
 
@@ -92,10 +92,6 @@ class FsspecFiles:
         """Delete everything."""
         with self._connected() as (fs, path), contextlib.suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
-
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.nbytes, PART_NBYTES):
-            yield start, min(start + PART_NBYTES, self.nbytes)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[tuple[Any, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ...drivers.objects.options import Requests
 from ...drivers.uri import Uri
-from .client import bare_driver
+from .client import bare_driver, ranges
 
 PARTS_NBYTES = (16 << 20, 8 << 20)
 CONCURRENCIES = (8, 16, 4)
@@ -48,7 +48,7 @@ class Bare:
         data = np.random.default_rng(0).bytes(self.part_nbytes)
 
         async def parts() -> AsyncIterator[bytes]:
-            for start, stop in self._ranges():
+            for start, stop in ranges(self.nbytes, self.part_nbytes):
                 yield data[: stop - start]
 
         store, path = self._connected()
@@ -63,10 +63,10 @@ class Bare:
         import obstore
 
         store, path = self._connected()
-        ranges = self._ranges()
+        left = ranges(self.nbytes, self.part_nbytes)
 
         async def reader() -> None:
-            for start, stop in ranges:
+            for start, stop in left:
                 await obstore.get_range_async(store, path, start=start, end=stop)
 
         async with asyncio.TaskGroup() as group:
@@ -82,10 +82,6 @@ class Bare:
             obstore.delete(store, path)
         except FileNotFoundError:
             return
-
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.nbytes, self.part_nbytes):
-            yield start, min(start + self.part_nbytes, self.nbytes)
 
     def _connected(self) -> tuple[Any, str]:
         """Return obstore's store, and the object's name in it."""

@@ -111,7 +111,7 @@ class Phases:
     ``state``."""
 
     def __init__(self, place: Uri, state: State, plan: Plan, course: Course) -> None:
-        self.nbytes = _local_nbytes(state)
+        self.nbytes = sum(map(_local_nbytes, state.values()))
         self._place = place
         self._state = state
         self._plan = plan
@@ -132,7 +132,8 @@ class Phases:
         """Yield the phases that read."""
         yield self._loading("load", self._state)
         if self._course.ranks.world > 1:
-            yield self._loading("reshard", _in_another_layout(self._state))
+            resharded = {key: _by_columns(value) for key, value in self._state.items()}
+            yield self._loading("reshard", resharded)
         yield Contestant("verify", self._verify)
 
     def save_another(self) -> None:
@@ -204,16 +205,10 @@ def _count(noted: Noted, report: holdfast.SaveReport | holdfast.LoadReport) -> N
     noted.retries += sum(stage.retries + stage.hedges for stage in report.stages.values())
 
 
-def _in_another_layout(state: State) -> State:
-    """Return the state with row-sharded tensors sharded by columns, where the ranks divide them
-    evenly. The result shares the memory of ``state``, so only one of the two holds meaningful
+def _by_columns(value: torch.Tensor) -> torch.Tensor:
+    """Return a row-sharded tensor sharded by columns if the ranks divide it evenly, and others
+    unchanged. The result shares the memory of ``value``, so only one of the two holds meaningful
     values."""
-    return {key: _by_columns(value) for key, value in state.items()}
-
-
-def _by_columns(value: object) -> object:
-    if isinstance(value, dict):
-        return _in_another_layout(value)
     if not isinstance(value, DTensor) or value.ndim != 2 or tuple(value.placements) != (Shard(0),):
         return value
     rows, columns = value.shape
@@ -224,10 +219,6 @@ def _by_columns(value: object) -> object:
     return DTensor.from_local(local, value.device_mesh, [Shard(1)], run_check=False)
 
 
-def _local_nbytes(value: object) -> int:
+def _local_nbytes(value: torch.Tensor) -> int:
     """Return the bytes that this rank holds."""
-    if isinstance(value, dict):
-        return sum(map(_local_nbytes, value.values()))
-    if isinstance(value, DTensor):
-        return value.to_local().nbytes
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+    return value.to_local().nbytes if isinstance(value, DTensor) else value.nbytes

@@ -40,10 +40,8 @@ def _names(text: str) -> list[str]:
 def _named(name: str, uri: Uri) -> Peer:
     known = [peer for peer in PEERS if peer.key == name]
     if not known:
-        keys = ", ".join(dict.fromkeys(peer.key for peer in PEERS))
-        raise UsageError(
-            f"no peer is called {name!r}", advice=f"Known names are {keys}, and {ALL}."
-        )
+        advice = f"Known names are {_keys(PEERS)}, and {ALL}."
+        raise UsageError(f"no peer is called {name!r}", advice=advice)
     serving = [peer for peer in known if peer.serves(uri)]
     if not serving:
         raise UsageError(

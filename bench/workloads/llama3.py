@@ -8,7 +8,7 @@ along dimension 0, as by FSDP2. Scope: pure, and without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...errors import UsageError
@@ -115,14 +115,16 @@ def llama3(name: str, optimizer: str = "none", layers: int | None = None) -> Lis
         model = replace(model, layers=layers)
     if optimizer != "none":
         title += f", {optimizer}"
-    return Listed(title, lambda: training_specs(model, optimizer))
+    return Listed(title, lambda: training_specs(dict(model.stage(0, 1)), optimizer))
 
 
-def training_specs(model: Llama, optimizer: str) -> Iterator[Spec]:
-    """Yield the weights of a model, and the tensors of its optimizer."""
-    parameters = list(model.stage(0, 1))
-    for name, shape in parameters:
-        yield Spec(name, shape, "bfloat16", sharded=True)
-    for name, shape in parameters:
+def training_specs(
+    parameters: Mapping[str, tuple[int, ...]], optimizer: str, prefix: str = ""
+) -> Iterator[Spec]:
+    """Yield the weights of a model, with ``prefix`` before their names, and the tensors of its
+    optimizer."""
+    for name, shape in parameters.items():
+        yield Spec(f"{prefix}{name}", shape, "bfloat16", sharded=True)
+    for name, shape in parameters.items():
         for kind in OPTIMIZERS[optimizer]:
             yield Spec(f"optim.{name}.{kind}", shape, "float32", sharded=True)

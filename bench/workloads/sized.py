@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from ...core.units import GIB, size_text
 from ...errors import UsageError
-from .llama3 import EMBEDDING, NORM, Llama
+from .llama3 import EMBEDDING, NORM, Llama, training_specs
 from .spec import Listed, Spec
 
-MASTER_AND_MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 NBYTES_PER_PARAMETER = 14
 """The bf16 weight, and the optimizer's fp32 master copy and two moments."""
 TENSORS_MAX = 1_000_000
@@ -52,12 +51,7 @@ def _specs(nbytes: int) -> Iterator[Spec]:
             f"{size_text(nbytes)} would be {layers:,} layers, too many to name",
             advice="Give a smaller --size, or a --model.",
         )
-    parameters = scaled_parameters(nbytes / GIB)
-    for name, shape in parameters.items():
-        yield Spec(f"model.{name}", shape, "bfloat16", sharded=True)
-    for name, shape in parameters.items():
-        for kind in MASTER_AND_MOMENTS:
-            yield Spec(f"optim.{name}.{kind}", shape, "float32", sharded=True)
+    yield from training_specs(scaled_parameters(nbytes / GIB), "adam+master", "model.")
 
 
 def equal_tensors(nbytes: int, count: int) -> Listed:
