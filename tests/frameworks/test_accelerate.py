@@ -51,8 +51,12 @@ def test_killed_job_resumes(tmp_path: Path, world: int, sharded: str | None) -> 
 
 
 @pytest.mark.nightly(30)
-@pytest.mark.parametrize(("before", "after"), [("zero3", "fsdp2"), ("fsdp1", "zero2")])
-def test_job_resumes_under_another_engine(tmp_path: Path, before: str, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [("zero3", "fsdp2"), ("fsdp1", "zero2"), ("fsdp2", None), (None, "zero1")]
+)
+def test_job_resumes_under_another_engine(
+    tmp_path: Path, before: str | None, after: str | None
+) -> None:
     """The job resumes with the loss that the other engine computed at that step."""
     options = ("--die-at", "7", *sharded_by(before))
     run_job("accelerate", tmp_path, *options, world=2, is_killed=True)

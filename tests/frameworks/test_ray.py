@@ -79,3 +79,17 @@ def test_how_to(tmp_path: Path) -> None:
     names["state"]["step"] = 0
     run_block(back, tmp_path, names | {"result": result})
     assert names["state"]["step"] == 1000
+
+
+@pytest.mark.nightly(60)
+def test_job_on_a_cluster_survives_a_killed_worker(tmp_path: Path) -> None:
+    """Ray restarts the workers, which continue from the checkpoint reported last. A later run of
+    the same name does, too, with another number of workers."""
+    (tmp_path / "cut").mkdir()
+    run_job("ray", tmp_path / "cut", "8", "--cluster", "2", "--die-at", "5")
+    run_job("ray", tmp_path / "cut", "12", "--cluster", "1")
+    (tmp_path / "whole").mkdir()
+    fit(tmp_path / "whole", 12)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    listed = holdfast.list_checkpoints(tmp_path / "cut" / "storage" / "run")
+    assert [(c.step, c.world) for c in listed] == [(8, 2), (10, 1), (12, 1)]

@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.bits import difference
-from support.framework_jobs import check_losses, documented, killed_in_clean_up, run_block, run_job
+from support.framework_jobs import (
+    check_losses,
+    documented,
+    killed_in_clean_up,
+    losses,
+    run_block,
+    run_job,
+)
 
 import holdfast
 from holdfast.cli import app
@@ -73,6 +80,28 @@ def test_killed_job_resumes(
     files = {path.name for path in checkpoints.rglob("*") if path.is_file()}
     files.discard("attempt.json")  # of the save that was killed
     assert not {name for name in files if name.endswith((".bin", ".pt", ".pth", ".json"))}
+
+
+@pytest.mark.nightly(45)
+@pytest.mark.parametrize(
+    ("before", "after", "sharded", "mode"),
+    [(2, 1, None, "no"), (1, 2, None, "lazy"), (2, 1, "fsdp1", "no"), (2, 1, "zero1", "yes")],
+)
+def test_killed_job_resumes_with_another_number_of_ranks(
+    tmp_path: Path, before: int, after: int, sharded: str | None, mode: str
+) -> None:
+    """Also without sharding. The samples of a step differ, and so do the losses."""
+    checkpoints = tmp_path / "checkpoints"
+    common = ("--checkpoints", checkpoints, "--asynchronous", mode)
+    options = ("--sharded", sharded) if sharded else ()
+    run_job("trainer", tmp_path, *common, *options, "--die-at", "7", world=before, is_killed=True)
+    newest = holdfast.list_checkpoints(checkpoints)[-1].step
+    assert newest in (4, 6)
+    for path in tmp_path.glob("losses-*.jsonl"):
+        path.unlink()
+    run_job("trainer", tmp_path, *common, "--resume", world=after)
+    assert sorted(losses(tmp_path)) == list(range(newest, 12))
+    assert {c.world for c in holdfast.list_checkpoints(checkpoints) if c.step == 12} == {after}
 
 
 def trainer(
