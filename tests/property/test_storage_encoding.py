@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from support.bits import difference
+from support.bits import containers, difference, flipped_bits
 
 import holdfast
 from holdfast.errors import SaveError
@@ -78,9 +78,10 @@ def test_columns_with_a_flipped_bit_are_refused(
 ) -> None:
     """A flipped bit anywhere, and a file cut short, are damage."""
     whole = encode_columns(there, {"a": "b"})
-    position, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
-    flipped = whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :]
-    for damaged in (flipped, whole[:position]):
+    for damaged in (
+        data.draw(flipped_bits(whole)),
+        whole[: data.draw(st.integers(0, len(whole) - 1))],
+    ):
         with pytest.raises(holdfast.DamagedError, match="a file"):
             decode_columns(damaged, "a file")
 
@@ -104,16 +105,7 @@ keys = (
 small = st.none() | st.booleans() | st.sampled_from([0, 1, 1.0, 0.0, -0.0, "1", b"1"])
 
 
-def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Containers of these."""
-    return (
-        st.dictionaries(keys, inner, max_size=4)
-        | st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-    )
-
-
-states = st.dictionaries(keys, st.recursive(small, branches, max_leaves=12), max_size=5)
+states = st.dictionaries(keys, st.recursive(small, containers(keys), max_leaves=12), max_size=5)
 
 
 def tree_of(state: Any, rank: int = 0) -> Tree:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.effort import examples
+from support.ranks import as_ranks, succeeded
 
 import holdfast
 from holdfast.core.lru import LruCache
@@ -29,7 +27,6 @@ from holdfast.storage.state.plan import Agreed
 WORLD = 3
 MESHES = [(0, 1), (2,)]
 """Of tensors whose names begin with "p": each is held whole by all ranks of its mesh."""
-_numbers = itertools.count()
 _kin: dict[Any, object] = {}
 
 State = dict[str, int]
@@ -56,30 +53,20 @@ def agree_all(
     flats: Sequence[FlatState], memory: Sequence[GlobalPlans]
 ) -> tuple[list[Agreed], int, list[int]]:
     """Return each rank's agreement, the number of rounds, and the rows each digested."""
-    store, prefix = dist.HashStore(), f"plan {next(_numbers)}"
-    teams = [StoreTeam(store, rank, WORLD, prefix, 20.0) for rank in range(WORLD)]
     digested = [0] * WORLD
 
     def digests(rank: int, rows: Sequence[int]) -> dict[int, bytes]:
         digested[rank] += len(rows)
         return fingerprints(flats[rank], rows)
 
-    async def agreed(team: StoreTeam, *args: Any) -> Any:
+    async def agreed(team: StoreTeam) -> tuple[Agreed, int]:
+        rank = team.rank
         async with team.session():
-            return await agree(team, *args)
+            plan = await agree(team, "memory://", flats[rank], partial(digests, rank), memory[rank])
+        return plan.agreed, 1 + len(team.rounds)
 
-    async def run() -> Any:
-        works = (
-            agreed(team, "memory://", flat, partial(digests, rank), plans)
-            for rank, (team, flat, plans) in enumerate(zip(teams, flats, memory, strict=True))
-        )
-        return await asyncio.gather(*works, return_exceptions=True)
-
-    done = asyncio.run(run())
-    for outcome in done:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return [plan.agreed for plan in done], 1 + len(teams[0].rounds), digested
+    done = succeeded(as_ranks(WORLD, agreed))
+    return [found for found, _ in done], done[0][1], digested
 
 
 def by_sight(job: Sequence[State]) -> list[dict[str, tuple[int, ...]]] | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 import holdfast
 
@@ -41,6 +42,25 @@ def flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
+
+
+@st.composite
+def flipped_bits(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Draw these bytes with one bit flipped."""
+    data = bytearray(whole)
+    data[draw(st.integers(0, len(data) - 1))] ^= 1 << draw(st.integers(0, 7))
+    return bytes(data)
+
+
+def containers(
+    keys: st.SearchStrategy[Any],
+) -> Callable[[st.SearchStrategy[Any]], st.SearchStrategy[Any]]:
+    """Return what makes dicts, lists and tuples of items."""
+    return lambda items: (
+        st.dictionaries(keys, items, max_size=4)
+        | st.lists(items, max_size=3)
+        | st.lists(items, max_size=3).map(tuple)
+    )
 
 
 def raw(tensor: torch.Tensor) -> bytes:

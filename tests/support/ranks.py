@@ -96,7 +96,7 @@ def save_cut(
 def save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
     """Save one flattened state per rank."""
     jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
-    _succeeded(as_ranks(len(flats), lambda team: run_save(driver, team, jobs[team.rank])))
+    succeeded(as_ranks(len(flats), lambda team: run_save(driver, team, jobs[team.rank])))
 
 
 def load_as_ranks(
@@ -122,11 +122,12 @@ def load_as_ranks(
     done = as_ranks(len(into), lambda team: run_load(driver, team, jobs[team.rank]), hosts=hosts)
     return [
         finish(job, manifest, rank)
-        for rank, (job, (manifest, *_)) in enumerate(zip(jobs, _succeeded(done), strict=True))
+        for rank, (job, (manifest, *_)) in enumerate(zip(jobs, succeeded(done), strict=True))
     ]
 
 
-def _succeeded(done: list[Any]) -> list[Any]:
+def succeeded(done: list[Any]) -> list[Any]:
+    """Return the results of ranks; raise the first error."""
     for outcome in done:
         if isinstance(outcome, BaseException):
             raise outcome

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.bits import fresh_uri
 from support.commands import HOLDFAST, Printed, finished, run, run_json
+from support.copies import flipped, images
+from support.drivers import storage_at
+from support.ranks import save_as_ranks
 
 import holdfast
 from holdfast.cli import text
 from holdfast.drivers.layers.metrics import snapshots
-from holdfast.drivers.registry import open_driver
-from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.ranks.store_team import StoreTeam
-from holdfast.storage.state.flattening.flatten import flatten
 
 ESCAPE = "\x1b"
 
@@ -44,41 +39,6 @@ def uri(root: str) -> str:
     state = {"model": model, "layers": [1, torch.ones(2)], "note": "x" * 100, "step": 7}
     holdfast.save(f"{root}/step-7", state)
     return f"{root}/step-7"
-
-
-def save_on_ranks(uri: str, states: Sequence[dict[str, Any]]) -> None:
-    """Save a checkpoint of several ranks in this process."""
-    store = dist.HashStore()
-
-    async def save(rank: int) -> None:
-        flat, driver = flatten(states[rank]), open_driver(uri)
-        job = SaveJob(flat, None, 64 << 20)
-        await run_save(driver, StoreTeam(store, rank, len(states), "test", 60), job)
-        await driver.close()
-
-    async def save_all() -> None:
-        await asyncio.gather(*map(save, range(len(states))))
-
-    asyncio.run(save_all())
-
-
-def image(uri: str) -> str:
-    """Return the key of the first image of a checkpoint."""
-    with holdfast.open(uri) as checkpoint:
-        return f"data/{checkpoint.attempt}/0.safetensors"
-
-
-def change(uri: str, key: str, at: int) -> None:
-    """Flip one bit of a stored file."""
-
-    async def flip() -> None:
-        driver = open_driver(uri)
-        data = bytearray(await driver.get(key))
-        data[at] ^= 1
-        await driver.put(key, bytes(data))
-        await driver.close()
-
-    asyncio.run(flip())
 
 
 def test_package_runs_as_the_command() -> None:
@@ -132,7 +92,7 @@ def test_ls_without_a_checkpoint_says_so(root: str) -> None:
 def test_ls_shows_damaged_checkpoints(root: str, uri: str) -> None:
     """A checkpoint that cannot be opened is listed with its problem."""
     holdfast.save(f"{root}/step-8", {"step": 8})
-    change(uri, "manifest.safetensors", 100)
+    flipped(storage_at(uri), "manifest.safetensors", 100)
     (line,) = [line for line in run("ls", root).stdout.splitlines() if "step-7" in line]
     problem = "the manifest does not match its own checksum"
     assert line.endswith(f"step-7  {problem}")
@@ -173,7 +133,9 @@ def test_show_says_how_ranks_share_tensors(root: str) -> None:
     """Split tensors, tensors per rank and values that differ are each described in a few words."""
     shared = torch.arange(4096.0).reshape(1024, 4)
     own = [{"own": torch.full((3,), rank), "odd": {"n": rank}} for rank in range(4)]
-    save_on_ranks(root, [{"w": shared, "lr": rank // 2, **own[rank]} for rank in range(4)])
+    save_as_ranks(
+        storage_at(root), [{"w": shared, "lr": rank // 2, **own[rank]} for rank in range(4)]
+    )
     lines = [line.strip() for line in run("show", root).stdout.splitlines()]
     assert "w  float32 [1024×4]  16.0 KiB  4 shards [256×4] on ranks 0–3" in lines
     assert "own  int64 [3]  24 B  per rank 0–3" in lines
@@ -188,7 +150,7 @@ def test_show_prints_json(root: str) -> None:
     w = torch.ones(1024, 4)
     common = {"w": w, "x": w, "b": b"abc"}
     states = [{**common, "own": torch.full((3,), rank), "n": rank} for rank in (0, 1)]
-    save_on_ranks(root, states)
+    save_as_ranks(storage_at(root), states)
     document = run_json("show", root)
     own, w, x = sorted(document["tensors"], key=lambda tensor: tensor["name"])
     assert (w["shape"], w["dtype"], w["shards"], w["ranks"]) == ([1024, 4], "float32", 2, [0, 1])
@@ -212,8 +174,8 @@ def test_names_cannot_command_the_terminal(root: str) -> None:
 
 def test_verify_finds_a_flipped_bit(uri: str) -> None:
     """The exit status is 1, and the damage is printed with file, bytes and tensor."""
-    key = image(uri)
-    change(uri, key, 4096)  # the first byte of the first tensor
+    key = images(storage_at(uri))[0]
+    flipped(storage_at(uri), key, 4096)  # the first byte of the first tensor
     first, second = run("verify", uri, status=1).stdout.splitlines()
     assert first.startswith("damaged: 1 place; 2 files, ")
     said = "bytes 0 to 8,192: not what was written; tensors: model.tied"
@@ -227,14 +189,14 @@ def test_verify_joins_neighbours(root: str) -> None:
     """Adjacent damaged blocks are joined into one place."""
     holdfast.save(root, {"w": torch.zeros(1 << 18)})
     for at in (70_000, 140_000, 600_000):
-        change(root, image(root), at)
+        flipped(storage_at(root), images(storage_at(root))[0], at)
     damages = run_json("verify", root, status=1)["damages"]
     assert [(d["start"], d["stop"]) for d in damages] == [(65536, 196608), (589824, 655360)]
 
 
 def test_verify_finds_a_damaged_manifest(uri: str) -> None:
     """A damaged manifest is damage, not a failure."""
-    change(uri, "manifest.safetensors", 100)
+    flipped(storage_at(uri), "manifest.safetensors", 100)
     said = "manifest.safetensors: the manifest does not match its own checksum"
     assert said in run("verify", uri, status=1).stdout
 

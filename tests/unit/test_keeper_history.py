@@ -123,6 +123,28 @@ def test_a_checkpointer_whose_keeper_writes_to_storage_of_the_host_says_when(
 # Older steps.
 
 
+def captured(
+    generations: Generations,
+    client: int,
+    rank: int,
+    step: int,
+    ranks: int = 1,
+    *,
+    slots_max: int | None = None,
+) -> bool:
+    """Capture an image of a rank. Return False if the system has no memory for another slot."""
+    grant = generations.fill(client, rank, step, SIZE, ranks)
+    assert isinstance(grant, Grant), grant
+    if grant.fresh and slots_max is not None and len(generations.slots) > slots_max:
+        generations.unmade(grant.slot)
+        return False
+    if grant.fresh:
+        generations.made(grant.slot)
+    generations.captured(grant.slot)
+    generations.sealed(grant.slot)
+    return True
+
+
 def kept_steps(steps: range, ranks: int, images: int, history: int) -> list[int]:
     """Return the steps that all ranks of a host can restore, newest first, after they have captured
     ``steps``. ``images``: how many fit in memory."""
@@ -133,12 +155,7 @@ def kept_steps(steps: range, ranks: int, images: int, history: int) -> list[int]
         assert generations.enter(rank, rank, 0, None) is None
     for step in steps:
         for rank in range(ranks):
-            grant = generations.fill(rank, rank, step, SIZE, ranks)
-            assert isinstance(grant, Grant), grant
-            if grant.fresh:
-                generations.made(grant.slot)
-            generations.captured(grant.slot)
-            generations.sealed(grant.slot)
+            assert captured(generations, rank, rank, step, ranks)
         assert generations.agreed(GenerationId(0, step))
     return [
         held.generation.step
@@ -190,16 +207,8 @@ def test_the_history_leaves_memory_that_the_system_lacks() -> None:
     assert generations.enter(1, 0, 0, None) is None
     kept = 0
     for step in range(20):
-        grant = generations.fill(1, 0, step, SIZE, 1)
-        assert isinstance(grant, Grant)
-        if grant.fresh and len(generations.slots) > 3:
-            generations.unmade(grant.slot)
-            continue
-        if grant.fresh:
-            generations.made(grant.slot)
-        generations.captured(grant.slot)
-        generations.sealed(grant.slot)
-        kept += generations.agreed(GenerationId(0, step))
+        if captured(generations, 1, 0, step, slots_max=3):
+            kept += generations.agreed(GenerationId(0, step))
     assert kept == 19
 
 
@@ -212,12 +221,7 @@ def test_a_history_outlives_its_keeper() -> None:
         generations.was_agreed(GenerationId(0, step))
     assert generations.enter(1, 0, 1, 59) is None
     for step in range(60, 64):
-        grant = generations.fill(1, 0, step, SIZE, 1)
-        assert isinstance(grant, Grant)
-        if grant.fresh:
-            generations.made(grant.slot)
-        generations.captured(grant.slot)
-        generations.sealed(grant.slot)
+        assert captured(generations, 1, 0, step)
         assert generations.agreed(GenerationId(1, step))
     held = {one.generation.step for one in generations.restorable()}
     assert {63, 60, 48} <= held

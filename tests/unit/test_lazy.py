@@ -84,6 +84,14 @@ def introduce(state: Any) -> None:
     holdfast.fence()
 
 
+def save_halted(gate: Gate, state: Any) -> tuple[str, holdfast.SaveHandle]:
+    """Begin a save that cannot copy yet, of a state that was saved before."""
+    introduce(state)
+    gate.close()
+    uri = fresh_uri()
+    return uri, holdfast.async_save(uri, state, lazy=True)
+
+
 class Net(nn.Module):
     """Parameters, and buffers that a forward pass writes to."""
 
@@ -124,10 +132,8 @@ def test_training_continues_and_the_save_is_of_the_call(kind: str, gate: Gate) -
     backward(net, 0)
     for optim in optims:
         optim.step()
-    expected, uri = snapshot(state), fresh_uri()
-    introduce(state)
-    gate.close()
-    handle = holdfast.async_save(uri, state, lazy=True)
+    expected = snapshot(state)
+    uri, handle = save_halted(gate, state)
     state["step"] = 4
     backward(net, 1)
     backward(net, 2)
@@ -149,9 +155,7 @@ def test_call_returns_before_large_tensors_are_copied(gate: Gate) -> None:
         "small": torch.ones(100),
         "large": torch.ones(100_000),
     }
-    introduce(state)
-    gate.close()
-    handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
+    uri, handle = save_halted(gate, state)
     state["norm"].running_mean.fill_(7)
     state["array"][:] = 7
     state["small"].fill_(7)
@@ -168,9 +172,7 @@ def test_call_returns_before_large_tensors_are_copied(gate: Gate) -> None:
 def test_write_before_the_fence_fails_the_save(gate: Gate) -> None:
     """The error names the tensor, nothing is committed, and the next fence does not wait."""
     ema = {"shadow": torch.ones(100_000)}
-    introduce({"ema": ema})
-    gate.close()
-    handle = holdfast.async_save(uri := fresh_uri(), {"ema": ema}, lazy=True)
+    uri, handle = save_halted(gate, {"ema": ema})
     ema["shadow"].mul_(0.9)
     gate.open.set()
     with pytest.raises(
@@ -332,9 +334,7 @@ def test_load_waits_for_copies(gate: Gate) -> None:
     """A load into the state waits, so that it does not overwrite what is being copied."""
     state = {"x": torch.zeros(100_000)}
     holdfast.save(other := fresh_uri(), {"x": torch.ones(100_000)})
-    introduce(state)
-    gate.close()
-    handle = holdfast.async_save(uri := fresh_uri(), state, lazy=True)
+    uri, handle = save_halted(gate, state)
     gate.open_at_fence()
     holdfast.load(other, into=state)
     handle.wait(60)
@@ -345,10 +345,8 @@ def test_load_waits_for_copies(gate: Gate) -> None:
 def test_forked_child_does_not_wait_for_copies(gate: Gate) -> None:
     """Copies of the parent never end in a child."""
     state = {"x": torch.zeros(100_000)}
-    introduce(state)
-    gate.close()
     before_s = sys.getswitchinterval()
-    handle = holdfast.async_save(fresh_uri(), state, lazy=True)
+    _, handle = save_halted(gate, state)
     assert gate.reached.wait(60)
     child = os.fork()
     if child == 0:
@@ -387,10 +385,8 @@ def test_compiled_step_waits(gate: Gate) -> None:
         step()
     for seed in (2, 3):
         state = {"net": net, "optim": optim}
-        expected, uri = snapshot(state), fresh_uri()
-        introduce(state)
-        gate.close()
-        handle = holdfast.async_save(uri, state, lazy=True)
+        expected = snapshot(state)
+        uri, handle = save_halted(gate, state)
         net.zero_grad()
         backward(net, seed)
         gate.open_at_fence()

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.bits import fresh_uri
 from support.clock import run_virtual
 from support.drivers import Halting, HookedDriver, storage_at
 from support.flaky import Flaky
 from support.given import Serve
 from support.inside import clean_up_within
-from support.ranks import BUDGET_NBYTES, as_ranks
+from support.ranks import BUDGET_NBYTES, as_ranks, succeeded
 
 import holdfast
 from holdfast.drivers.memory import STORES, MemoryDriver
@@ -184,33 +183,23 @@ def test_every_rank_has_copied_its_state_before_the_storage_answers(
     """Ranks agree and copy their states while the storage is silent."""
     place = fresh_uri().removeprefix("memory://")
 
-    async def run() -> None:
-        answers = asyncio.Event()
-        copied: list[int] = []
+    answers = asyncio.Event()
+    copied: list[int] = []
 
-        def captured(rank: int) -> None:
-            copied.append(rank)
-            if len(copied) == world:
-                answers.set()
+    def captured(rank: int) -> None:
+        copied.append(rank)
+        if len(copied) == world:
+            answers.set()
 
-        store = dist.HashStore()
-        saves = []
-        for rank in range(world):
-            flat = flatten(
-                {
-                    "w": torch.full((1000,), 0.0 if alike else float(rank)),
-                    "mine": torch.full((9,), rank),
-                }
-            )
-            job = SaveJob(flat, 7, 64 << 20)
-            job.callbacks = Callbacks(lambda rank=rank: captured(rank), lambda: None)
-            team = StoreTeam(store, rank, world, place, 20.0)
-            saves.append(run_save(_Silent(place, answers), team, job))
-        async with asyncio.timeout(30):
-            await asyncio.gather(*saves)
-        assert sorted(copied) == [*range(world)]
+    async def save(team: StoreTeam) -> None:
+        rank = team.rank
+        w = torch.full((1000,), 0.0 if alike else float(rank))
+        job = SaveJob(flatten({"w": w, "mine": torch.full((9,), rank)}), 7, 64 << 20)
+        job.callbacks = Callbacks(lambda: captured(rank), lambda: None)
+        await run_save(_Silent(place, answers), team, job)
 
-    start(run()).result()
+    succeeded(as_ranks(world, save))
+    assert sorted(copied) == [*range(world)]
     with holdfast.open(f"memory://{place}") as saved:
         assert saved.step == 7
         assert saved.verify().ok

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +16,14 @@ from support.bits import difference, fresh_uri
 from support.commands import run, run_json
 from support.drivers import contents, storage_at
 from support.forgery import forge
-from support.ranks import BUDGET_NBYTES
+from support.ranks import BUDGET_NBYTES, as_ranks
 from support.tiny import Tiny
 
 import holdfast
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
-from holdfast.storage.format.packed import Index, index_nbytes
+from holdfast.storage.format.packed import Compression, Index, index_nbytes
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.ranks.store_team import StoreTeam
@@ -157,18 +156,14 @@ def test_without_lz4_both_ways_say_how_to_get_it(
 
 def test_ranks_that_compress_differently_are_told_so() -> None:
     """Ranks that disagree on compression all raise UsageError, and nothing is committed."""
-    storage, store = MemoryDriver(), torch.distributed.HashStore()
+    storage = MemoryDriver()
 
-    async def save(rank: int) -> Any:
-        job = SaveJob(
-            flatten({"w": torch.ones(50)}), None, BUDGET_NBYTES, compression="lz4" if rank else None
-        )
-        return await run_save(storage, StoreTeam(store, rank, 2, "differ", 20.0), job)
+    async def save(team: StoreTeam) -> Any:
+        compression: Compression | None = "lz4" if team.rank else None
+        job = SaveJob(flatten({"w": torch.ones(50)}), None, BUDGET_NBYTES, compression=compression)
+        return await run_save(storage, team, job)
 
-    async def save_all() -> list[Any]:
-        return await asyncio.gather(save(0), save(1), return_exceptions=True)
-
-    for error in start(save_all()).result(60):
+    for error in as_ranks(2, save):
         assert isinstance(error, holdfast.UsageError)
         assert "rank 1 saves with compression='lz4', rank 0 with None" in str(error)
     assert start(contents(storage)).result() == {}
