@@ -44,7 +44,7 @@ def _save_torch(uri: Uri, state: State) -> None:
 def _load_torch(uri: Uri, state: State) -> None:
     import torch
 
-    loaded = torch.load(uri.location, mmap=False, weights_only=True)
+    loaded = torch.load(uri.location, mmap=False, weights_only=True)  # noqa: TID251 - a peer
     _fill(state, _flat(loaded).items())
 
 
