@@ -136,10 +136,11 @@ class LocalDriver(AsyncDriver):
         self._finalizer: weakref.finalize[..., Self] | None = None
 
     @classmethod
-    def open(cls, uri: Uri) -> LocalDriver:
+    def open(cls, uri: Uri) -> Self:
         """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
         value."""
-        return cls(uri.location, **option_values(cls.OPTIONS, uri))._closed_when_collected()
+        driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
+        return driver._closed_when_collected()
 
     def _closed_when_collected(self) -> Self:
         """Arrange that open files are closed when the driver is garbage-collected in this process,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ...core.units import round_up
 from ..local.driver import LocalDriver
-from ..options import Option, integer, option_values, size
+from ..options import Option, integer, size
 from ..uri import Uri
 from .files import Striper, facts_of
 from .layout import ALL_OSTS, STRIPE_COUNT_MAX, STRIPE_NBYTES, STRIPE_UNIT_NBYTES
@@ -85,10 +85,3 @@ class LustreDriver(LocalDriver):
         stripe_nbytes = stripe_size or STRIPE_NBYTES
         part_nbytes = round_up(self.traits.part_nbytes, stripe_nbytes)
         self.traits = dataclasses.replace(self.traits, part_nbytes=part_nbytes)
-
-    @classmethod
-    def open(cls, uri: Uri) -> LustreDriver:
-        """Return the driver for ``uri``. Raises UriError for an unknown option or an invalid
-        value."""
-        driver = cls(uri.location, scheme=uri.scheme, **option_values(cls.OPTIONS, uri))
-        return driver._closed_when_collected()

@@ -83,6 +83,9 @@ class ObjectDriver(Driver):
     _states_codes = True
     """True if all servers of this kind give the reason for a refusal in XML."""
 
+    _located = staticmethod(split_location)
+    """Returns the bucket and the root that a URI names."""
+
     _object_max_nbytes: int | None = None
     """Maximum object size of this kind of store."""
 
@@ -125,10 +128,6 @@ class ObjectDriver(Driver):
         values = option_values(cls.OPTIONS, uri)
         check_installed(uri.scheme, uri.redacted)
         return cls(uri, values)
-
-    @staticmethod
-    def _located(uri: Uri) -> tuple[str, str]:
-        return split_location(uri)
 
     @property
     @abstractmethod

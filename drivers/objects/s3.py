@@ -79,6 +79,7 @@ _NEVER_SET = (
 class S3Driver(ObjectDriver):
     """Objects in one S3 bucket."""
 
+    _located = staticmethod(bucket_and_root)
     _object_max_nbytes = 5 << 40
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
@@ -120,10 +121,6 @@ class S3Driver(ObjectDriver):
         driver = super().open(uri)
         check_storing(driver._bucket, driver._values, uri)
         return driver
-
-    @staticmethod
-    def _located(uri: Uri) -> tuple[str, str]:
-        return bucket_and_root(uri)
 
     @property
     def _container(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UriError
@@ -20,13 +20,10 @@ _TAG = re.compile(r"[\w +\-.:/@]{1,128}")
 _KEY_NBYTES = 32
 
 
-def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError(f"must be {meaning}")
-        return text
-
-    return parse
+def _storage_class(text: str) -> str:
+    if not _WORD.fullmatch(text):
+        raise ValueError("must be the name of a storage class")
+    return text
 
 
 def _tags(text: str) -> str:
@@ -54,9 +51,7 @@ STORING_OPTIONS: Mapping[str, Option] = {
     ),
     "sse_customer_key": Option(str, "", "for sse=customer: 32 bytes in base64; never in a URI"),
     "storage_class": Option(
-        _matching(_WORD, "the name of a storage class"),
-        "",
-        "storage class of each object, such as STANDARD_IA",
+        _storage_class, "", "storage class of each object, such as STANDARD_IA"
     ),
     "tags": Option(_tags, "", "tags of each object: team=ml,run=7"),
     "requester_pays": Option(switch, False, "pay for requests to somebody else's bucket"),
