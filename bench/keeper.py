@@ -33,7 +33,7 @@ from ..storage.runtime.buffers import HostBuffer
 from ..storage.runtime.engine import CPU_THREADS, start
 from ..storage.state.bits import copy_memory
 from ..storage.training.run_identity import RUN_KEY
-from .contest import Contestant, contest, header, rows
+from .contest import HEADER, Contestant, contest, rows
 from .machine import drop_caches, sync_tree
 from .peers.through_dcp import THROUGH_DCP
 from .program import Options, Program
@@ -218,7 +218,7 @@ def _report(given: Options, folder: Path) -> Report:
     return Report(
         f"Steps in memory: {nbytes / 1e9:.2f} GB in {len(digests(state))} tensors, one process, "
         f"{given.runs} rounds",
-        header(),
+        HEADER,
         rows(found, nbytes),
         series=found,
     )

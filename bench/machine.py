@@ -7,7 +7,6 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..drivers.local.tree import sync_path
@@ -98,7 +97,7 @@ def trim_heap() -> None:
 
 def sync_tree(path: Path) -> None:
     """Make ``path``, a file or a folder with everything below it, durable: contents and names."""
-    for entry in (path, *_below(path), path.parent):
+    for entry in (path, *path.rglob("*"), path.parent):
         sync_path(str(entry), 0)
 
 
@@ -119,7 +118,7 @@ def drop_caches(path: Path) -> None:
 
 def evict(path: Path) -> None:
     """Drop the clean pages of files below ``path``, and no others."""
-    for entry in (path, *_below(path)):
+    for entry in (path, *path.rglob("*")):
         if entry.is_file():
             fd = os.open(entry, os.O_RDONLY)
             try:
@@ -131,12 +130,6 @@ def evict(path: Path) -> None:
 def flush() -> None:
     """Wait until all earlier writes and deletions of any process have reached their devices."""
     os.sync()
-
-
-def _below(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        return path.rglob("*")
-    return iter(())
 
 
 def _may_drop_caches() -> bool:

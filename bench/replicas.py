@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import holdfast
 
-from .contest import header, rows
+from .contest import HEADER, rows
 from .limit.raw_file import RawFile
 from .machine import PeakMemory, drop_caches, flush, read_from_device_nbytes
 from .program import Options, Program, joined, launched
@@ -155,7 +155,7 @@ def _report(given: Options, folder: Path) -> Report:
     return Report(
         f"Cold load of {nbytes / 1e9:.2f} GB by each of {WORLD} ranks, {given.runs} rounds; "
         f"GB/s of one replica",
-        [*header(), "processor s", "replicas asked for", "from the device"],
+        [*HEADER, "processor s", "replicas asked for", "from the device"],
         table,
         series=found,
     )

@@ -8,7 +8,7 @@ that compress.
 from __future__ import annotations
 
 import timeit
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,17 +35,15 @@ def build(gib: float, seed: int = 0, *, share: int = 1) -> State:
     return {"model": model, "optim": optimizer, "step": 100}
 
 
-def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def flat_tensors(state: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a state by their full names, which start with ``prefix``."""
+    found: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            yield prefix + key, value
+            found[prefix + key] = value
         elif isinstance(value, Mapping):
-            yield from _walk(value, f"{prefix}{key}.")
-
-
-def flat_tensors(state: State) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state by their full names."""
-    return dict(_walk(state, ""))
+            found |= flat_tensors(value, f"{prefix}{key}.")
+    return found
 
 
 def nbytes_of(state: State) -> int:

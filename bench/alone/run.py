@@ -28,7 +28,7 @@ def measured_raw(
     """Measure ``points``, which :func:`.plan.check_raw` returned for ``plan``, and call ``say`` for
     each round. The points take turns, so that disturbances affect all alike. Raises the driver's
     errors."""
-    return measured_by(partial(_raw, plan, points), plan, say)
+    return measured_by(partial(_raw, plan, points), plan, say, place=plan.new_place())
 
 
 def _raw(plan: RawPlan, points: Sequence[Point], course: Course, place: Uri) -> Found:

@@ -191,18 +191,12 @@ def measured_by(
     plan: Plan,
     say: Say,
     *,
+    place: Uri,
     ranks: Ranks | None = None,
-    place: Uri | None = None,
 ) -> Measurement:
-    """Run ``work`` with a course and a place, and return its findings as a measurement.
-
-    The place is by default a new folder below the URI, and is deleted afterwards, also on
-    interruption. Raises the errors of ``work``.
-    """
-    if ranks is None:
-        ranks = Ranks()
-    if place is None:
-        place = plan.new_place()
+    """Run ``work`` with a course and a place, and return its findings as a measurement. The place
+    is deleted afterwards, also on interruption. Raises the errors of ``work``."""
+    ranks = ranks or Ranks()
     course = Course(plan, ranks, say)
     began_s = time.time()
     try:

@@ -40,10 +40,9 @@ def measured(
     plan: Plan, say: Say = lambda line: None, ranks: Ranks | None = None, place: Uri | None = None
 ) -> Measurement:
     """Measure according to a plan that :func:`.plan.check` has accepted. Every rank calls this;
-    rank 0 calls ``say`` for each round. ``place`` is as for :func:`.course.measured_by`. Raises the
-    errors of saves and loads."""
-    if place is None:
-        place = plan.new_place()
+    rank 0 calls ``say`` for each round. ``place`` is by default a new folder below the URI, and is
+    deleted afterwards, also on interruption. Raises the errors of saves and loads."""
+    place = place or plan.new_place()
     # The layer "metrics" counts storage operations.
     counting = replace(place, options={**place.options, "metrics": "true"})
     return measured_by(partial(_measured, plan), plan, say, ranks=ranks, place=counting)
