@@ -34,8 +34,8 @@ class Argument(NamedTuple):
 
 
 def argument(name: str, value: str | None, help: str, *, short: str = "", **how: Any) -> Argument:
-    """Return an argument. ``value`` is the name of its value; an option without one is a flag. The
-    type of a value is by default that of the argument's default."""
+    """Return an argument. ``value`` is the name of its value; an option without one is a flag. A
+    value has the type of a numeric default, unless ``type`` is given."""
     names = (short, name) if short else (name,)
     if value is not None:
         how["metavar"] = value

@@ -12,8 +12,9 @@ import base64
 import contextlib
 import http.client
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import quote, urlsplit
 
 from ..calls import run
@@ -100,16 +101,10 @@ class WebHdfs:
         """Send one POST request. Does not follow redirects. Blocks. Raises OSError, HTTPException
         for a response that is not HTTP, and ValueError for an invalid address."""
         parts = urlsplit(address)
-        connection: http.client.HTTPConnection
+        connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if parts.scheme == "https":
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(
-                parts.hostname or "", parts.port, timeout=self._timeout_s, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(
-                parts.hostname or "", parts.port, timeout=self._timeout_s
-            )
+            connect = partial(http.client.HTTPSConnection, context=ssl.create_default_context())
+        connection = connect(parts.hostname or "", parts.port, timeout=self._timeout_s)
         with contextlib.closing(connection):
             connection.request("POST", path, headers={"Connection": "close", **headers})
             response = connection.getresponse()

@@ -231,13 +231,10 @@ def bucket_region(place: Place, bucket: str, make_unsigned_client: Callable[[], 
 def bucket_and_root(uri: Uri) -> tuple[str, str]:
     """Return bucket and root like :func:`split_location`; the bucket may be the ARN of an access
     point. Raises UriError also for an invalid bucket name."""
-    match = _ARN_LOCATION.fullmatch(uri.location)
-    if match is None:
-        bucket, root = split_location(uri)
-    else:
-        bucket = match[1]
-        root = split_location(Uri(uri.scheme, f"bucket{match[2]}"))[1]
-    if match is None and not _BUCKET.fullmatch(bucket):
+    if match := _ARN_LOCATION.fullmatch(uri.location):
+        return match[1], split_location(Uri(uri.scheme, f"bucket{match[2]}"))[1]
+    bucket, root = split_location(uri)
+    if not _BUCKET.fullmatch(bucket):
         raise UriError(
             f"{bucket!r} is not a bucket name",
             uri=uri.redacted,

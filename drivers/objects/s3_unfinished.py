@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from math import inf
 from typing import Any
@@ -74,7 +73,7 @@ class Unfinished:
                     whole_key or not upload["Key"].startswith(path + "/")
                 ):
                     continue
-                age_s = now_s - _seconds(upload["Initiated"])
+                age_s = now_s - upload["Initiated"].timestamp()
                 if age_s > began_within_s + _CLOCK_S:
                     continue
                 if quiet_s and not self._is_dead(upload, now_s, quiet_s, path):
@@ -88,7 +87,7 @@ class Unfinished:
         """
         if self.is_live(upload["Key"]) or self._place in KNOWN.wrong_dates:
             return False
-        if now_s - _seconds(upload["Initiated"]) < quiet_s:
+        if now_s - upload["Initiated"].timestamp() < quiet_s:
             return False
         if min(self._ages_s(upload, now_s)) < quiet_s:
             return False
@@ -186,7 +185,7 @@ class Unfinished:
         dates = [upload["Initiated"]]
         for page in self.client.get_paginator("list_parts").paginate(**name):
             dates += [part["LastModified"] for part in page.get("Parts", ())]
-        return [now_s - _seconds(date) for date in dates]
+        return [now_s - date.timestamp() for date in dates]
 
     def _abort(self, upload: dict[str, Any]) -> None:
         from botocore.exceptions import ClientError
@@ -227,7 +226,3 @@ def _server_time_s(page: dict[str, Any]) -> float:
     if date:
         return parsedate_to_datetime(date).timestamp()
     return time.time()
-
-
-def _seconds(moment: datetime) -> float:
-    return moment.astimezone(UTC).timestamp()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from ...core.forks.renewal import new_lock
 from ...errors import AccessError, BusyError, NotFoundError, StorageDownError, StorageError
@@ -37,7 +38,9 @@ class Request:
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
-                _shut(self._socket)
+                with suppress(OSError):  # already closed
+                    # Not SSLSocket.shutdown: it removes the session that a reading thread is using.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def check(self) -> None:
         """Raise ConnectionAbortedError if the request was cut."""
@@ -64,14 +67,6 @@ class Request:
             if not count:
                 raise http.client.IncompleteRead(b"", len(into) - filled)
             filled += count
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        # Not SSLSocket.shutdown: it removes the session that the reading thread is using.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:  # already closed
-        pass
 
 
 class Connections:
@@ -156,13 +151,10 @@ class Connections:
 
     def _connected(self) -> http.client.HTTPConnection:
         connect_s = min(self._timeout_s, CONNECT_S)
-        connection: http.client.HTTPConnection
-        if self._tls is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=connect_s)
-        else:
-            connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=connect_s, context=self._tls
-            )
+        connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if self._tls is not None:
+            connect = partial(http.client.HTTPSConnection, context=self._tls)
+        connection = connect(self._host, self._port, timeout=connect_s)
         try:
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
