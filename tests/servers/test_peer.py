@@ -92,6 +92,18 @@ def request_for(shown: Showing, key: str, *headers: str) -> bytes:
     return "\r\n".join([*lines, *headers, "", ""]).encode()
 
 
+@contextlib.contextmanager
+def unread(shown: Showing, shelf: MemfdShelf) -> Iterator[socket.socket]:
+    """Yield a connection that does not read the response to its request for a huge object."""
+    shelf.add("run/huge", bytes(64 << 20))
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", shown.port))
+        sock.sendall(request_for(shown, "run/huge"))
+        until(lambda: shelf.pinned.get("run/huge") == 1, "the response has begun")
+        yield sock
+
+
 def is_alive(shown: Showing) -> bool:
     """Return whether the server still answers."""
     return asked(shown, "/v1/object/run/b")[2] == b"small"
@@ -231,12 +243,7 @@ def test_a_keeper_that_is_silent_is_given_up() -> None:
 
 def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
     """So that it does not keep memory pinned."""
-    shelf.add("run/huge", bytes(64 << 20))
-    with showing(shelf, quiet_s=0.5) as shown, socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", shown.port))
-        sock.sendall(request_for(shown, "run/huge"))
-        until(lambda: shelf.pinned.get("run/huge") == 1, "the answer has begun")
+    with showing(shelf, quiet_s=0.5) as shown, unread(shown, shelf):
         until(lambda: shelf.pinned["run/huge"] == 0, "the answer is given up")
         assert is_alive(shown)
 
@@ -320,6 +327,11 @@ def reconnect(shown: Showing, clients: list[socket.socket], ended: threading.Eve
             clients.pop(0).close()
 
 
+def reported(shown: Showing, said: str = "report") -> bytes:
+    """Return the response to a report of a keeper."""
+    return asked(shown, "/v1/report", f"Content-Length: {len(said)}", "", said, method="POST")[2]
+
+
 def metric(shown: Showing, name: str) -> int:
     """Return a counter of the HTTP server."""
     found = re.search(rf"http_{name}_total (\d+)", asked(shown, "/metrics")[2].decode())
@@ -350,8 +362,7 @@ def test_strangers_do_not_keep_others_out(
                 authenticate(old, shown)
                 with connected(shown) as new:
                     authenticate(new, shown)
-                report = ("Content-Length: 4", "", "news")
-                assert asked(shown, "/v1/report", *report, method="POST")[2] == b"heard news"
+                assert reported(shown, "news") == b"heard news"
                 assert time.monotonic() - began_s < 10
             assert asked(shown, "/health", token="wrong")[0] == 200
             assert metric(shown, "closed_strangers") > 200
@@ -464,12 +475,7 @@ def test_connections_beyond_the_limit_are_refused(shelf: MemfdShelf) -> None:
 
 def test_requests_beyond_the_limit_come_back_later(shelf: MemfdShelf) -> None:
     """Requests beyond the limit are refused as busy, and the retry layer repeats them."""
-    shelf.add("run/huge", bytes(64 << 20))
-    with showing(shelf, requests_max=1) as shown, socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(("127.0.0.1", shown.port))
-        slow.sendall(request_for(shown, "run/huge"))
-        until(lambda: shelf.pinned.get("run/huge") == 1, "the first is under way")
+    with showing(shelf, requests_max=1) as shown, unread(shown, shelf) as slow:
 
         async def use() -> None:
             driver = open_driver(shown.uri("run"), token=shown.token, retries=0)
@@ -499,14 +505,10 @@ def test_keepers_of_a_large_job_have_places_beyond_the_limits() -> None:
         await all_wait.wait()
         return b"answer"
 
-    def report(shown: Showing) -> bytes:
-        said = ("Content-Length: 6", "", "report")
-        return asked(shown, "/v1/report", *said, method="POST")[2]
-
     shelf = MemfdShelf(others=count)
     limits = {"requests_max": 1, "connections_max": 1, "strangers_max": 1}
     with showing(shelf, hear=hear, **limits) as shown, ThreadPoolExecutor(count) as threads:
-        assert list(threads.map(report, [shown] * count)) == [b"answer"] * count
+        assert list(threads.map(reported, [shown] * count)) == [b"answer"] * count
 
 
 # Requests

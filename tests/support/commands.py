@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,24 @@ from holdfast.cli import app
 
 HOLDFAST = [sys.executable, "-c", "import holdfast.cli; holdfast.cli.main()"]
 """The command as a program."""
+
+
+def on_a_terminal(
+    *arguments: str, answer: str = "", env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run the command on a terminal, type ``answer``, and return the status and the output."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [*HOLDFAST, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    os.write(ours, answer.encode() + b"\n")
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while data := os.read(ours, 4096):
+            shown += data
+    os.close(ours)
+    return process.wait(60), shown.decode()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import fresh_uri
-from support.commands import HOLDFAST, Printed, finished, run, run_json
+from support.commands import HOLDFAST, Printed, finished, on_a_terminal, run, run_json
 from support.copies import flipped, images
 from support.drivers import storage_at
 from support.ranks import save_as_ranks
@@ -246,29 +245,14 @@ def stored(tmp_path: Path) -> str:
 
 def test_terminal_gets_guides_and_colours(stored: str) -> None:
     """NO_COLOR switches colours off."""
-    drawn = on_a_terminal(stored)
+    env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    env["TERM"] = "xterm"
+    command = ("show", stored, "--depth", "1")
+    status, drawn = on_a_terminal(*command, env=env)
+    assert status == 0
     assert "└── " in drawn
     assert ESCAPE in drawn
-    assert ESCAPE not in on_a_terminal(stored, NO_COLOR="1")
-
-
-def on_a_terminal(uri: str, **environment: str) -> str:
-    """Return what ``holdfast show --depth 1`` prints to a terminal."""
-    ours, theirs = os.openpty()
-    inherited = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
-    with open(ours, "rb", buffering=0) as terminal:
-        process = subprocess.Popen(
-            [*HOLDFAST, "show", uri, "--depth", "1"],
-            stdout=theirs,
-            env={**inherited, "TERM": "xterm", **environment},
-        )
-        os.close(theirs)
-        output = b""
-        with contextlib.suppress(OSError):  # nobody writes to the terminal any more
-            while part := terminal.read(4096):
-                output += part
-        assert process.wait(60) == 0
-    return output.decode()
+    assert ESCAPE not in on_a_terminal(*command, env={**env, "NO_COLOR": "1"})[1]
 
 
 def test_closed_pipe_is_no_failure(stored: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import fresh_uri
-from support.commands import HOLDFAST, Printed, finished, run, run_json
+from support.commands import HOLDFAST, Printed, finished, on_a_terminal, run, run_json
 from support.copies import flipped, images
 
 import holdfast
@@ -80,20 +77,6 @@ def test_progress_goes_to_a_log(capsys: Any) -> None:
     assert re.fullmatch(r"cp: 1\.01 GiB of 2\.00 GiB, 0\.\d\d GB/s", line)
 
 
-def terminal(*arguments: str, answer: str) -> tuple[int, str]:
-    """Run a command on a terminal, type ``answer``, and return the status and the output."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen([*HOLDFAST, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    os.write(ours, answer.encode() + b"\n")
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal's other end is closed
-        while data := os.read(ours, 4096):
-            shown += data
-    os.close(ours)
-    return process.wait(60), shown.decode()
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Save three checkpoints on disk."""
@@ -109,12 +92,12 @@ def steps(folder: Path) -> list[int | None]:
 
 def test_prune_asks_on_a_terminal(folder: Path) -> None:
     """The plan is shown first. A no deletes nothing, with status 1."""
-    status, shown = terminal("prune", str(folder), "--keep-last", "2", answer="n")
+    status, shown = on_a_terminal("prune", str(folder), "--keep-last", "2", answer="n")
     assert status == 1
     assert "step 1" in shown
     assert "Delete 1 checkpoint, " in shown
     assert steps(folder) == [1, 2, 3]
-    status, shown = terminal("prune", str(folder), "--keep-last", "2", answer="y")
+    status, shown = on_a_terminal("prune", str(folder), "--keep-last", "2", answer="y")
     assert status == 0
     assert "deleted" in shown
     assert steps(folder) == [2, 3]
