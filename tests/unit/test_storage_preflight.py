@@ -9,8 +9,10 @@ from typing import ClassVar
 
 import pytest
 from support.bits import difference
+from support.broken import IgnoresStart
 from support.copies import NEW, OLD, checkpoint, copied, images, loaded, run, save
 from support.drivers import HookedDriver, contents, retried
+from support.liars import IgnoresExclusive, RefusesWholeRanges
 
 import holdfast
 from holdfast.drivers.contract import Buffer, Driver
@@ -22,14 +24,7 @@ from holdfast.storage.protocol.attempt import check_marker
 from holdfast.storage.protocol.collect import collect
 
 
-class Ignoring(MemoryDriver):
-    """Stores an exclusive put although its key is taken, and promises that it does not."""
-
-    async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        await super().put(key, data)
-
-
-class IgnoringStore(Ignoring):
+class IgnoringStore(IgnoresExclusive):
     """Likewise, with the option that object stores have."""
 
     OPTIONS: ClassVar = {
@@ -37,32 +32,13 @@ class IgnoringStore(Ignoring):
     }
 
 
-class Whole(MemoryDriver):
-    """Refuses a range that is the whole object, as a client does that was answered 200, not 206."""
-
-    refuses: Callable[[int, int, int], bool] = staticmethod(
-        lambda start, stop, nbytes: (start, stop) == (0, nbytes)
-    )
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        if self.refuses(start, start + len(into), len(await self.get(key))):
-            raise holdfast.StorageError(
-                "received non-partial response when range requested", uri=self.uri, key=key
-            )
-        await super().read(key, start, into)
-
-
-class Ranged(Whole):
+class RefusesRanges(MemoryDriver):
     """Refuses every range that is not the whole object, as of a server that ignores ranges."""
 
-    refuses = staticmethod(lambda start, stop, nbytes: (start, stop) != (0, nbytes))
-
-
-class Shifted(MemoryDriver):
-    """Answers every range from the beginning of the object."""
-
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        await super().read(key, 0, into)
+        if (start, len(into)) != (0, len(await self.get(key))):
+            raise holdfast.StorageError("received non-partial response", uri=self.uri, key=key)
+        await super().read(key, start, into)
 
 
 @pytest.mark.parametrize("layer", [lambda driver: driver, retried], ids=["bare", "retried"])
@@ -70,7 +46,7 @@ def test_a_storage_that_ignores_exclusive_puts_is_refused_before_anything_is_wri
     layer: Callable[[Driver], Driver],
 ) -> None:
     """The save leaves nothing; the message names the problem and the remedy."""
-    storage = Ignoring()
+    storage = IgnoresExclusive()
     with pytest.raises(holdfast.StorageError, match="although its key is taken") as caught:
         run(save(layer(storage), OLD))
     assert "drivers --check" in str(caught.value)
@@ -83,13 +59,13 @@ def test_the_option_for_stores_without_conditional_puts_is_named() -> None:
     with pytest.raises(holdfast.StorageError, match=r"\?conditional=off"):
         run(save(retried(IgnoringStore()), OLD))
     with pytest.raises(holdfast.StorageError) as caught:
-        run(save(Ignoring(), OLD))
+        run(save(IgnoresExclusive(), OLD))
     assert "conditional=off" not in str(caught.value)
 
 
 def test_on_such_a_storage_no_other_attempt_is_aborted() -> None:
     """A save in flight with its commit record is neither aborted nor deleted."""
-    good, careless = MemoryDriver("fitness-others"), Ignoring("fitness-others")
+    good, careless = MemoryDriver("fitness-others"), IgnoresExclusive("fitness-others")
     other = run(commit.begin(good))
     run(good.put(other.record_key, b"claim 0123456789abcdef", exclusive=True))
     undecided = run(commit.begin(good))
@@ -102,7 +78,7 @@ def test_on_such_a_storage_no_other_attempt_is_aborted() -> None:
 
 def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
     """Both collect leftovers, so both check the storage."""
-    ours = Ignoring("fitness-copies")
+    ours = IgnoresExclusive("fitness-copies")
     with pytest.raises(holdfast.StorageError, match="although its key is taken"):
         copied(checkpoint(), ours)
     assert run(contents(ours)) == {}
@@ -112,7 +88,7 @@ def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
 
 def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
     """There commits go another way."""
-    storage = Ignoring()
+    storage = IgnoresExclusive()
     storage.traits = replace(storage.traits, exclusive_is_atomic=False)
     run(save(storage, OLD))
     assert difference(OLD, loaded(storage)) is None
@@ -165,7 +141,7 @@ def test_one_false_answer_that_the_marker_is_missing_does_not_fail_a_save() -> N
         assert len(looks) == count + 1
 
 
-@pytest.mark.parametrize("kind", [Whole, Ranged, Shifted])
+@pytest.mark.parametrize("kind", [RefusesWholeRanges, RefusesRanges, IgnoresStart])
 def test_a_storage_that_cannot_answer_ranges_fails_the_save_and_not_the_load(
     kind: type[MemoryDriver],
 ) -> None:
