@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.exchanging import CHUNK_NBYTES, exchanging_load, halting_load, replicated_save
 from support.rank_processes import RankProcesses, errors
+from support.shelves import until
 
 import holdfast
 
@@ -107,10 +107,7 @@ def test_a_rank_that_dies_while_others_wait_for_what_it_reads_is_named(
     sign = tmp_path / "sign"
     with RankProcesses(3) as doomed:
         doomed.begin(halting_load, uri, CHUNKS, 2, str(sign), 60.0 if how == "killed" else 3.0)
-        end = time.monotonic() + 60
-        while not sign.exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(sign.exists, "it halted", 60)
         if how == "killed":
             doomed.kill(2)
         raised = errors(doomed.outcomes(2))

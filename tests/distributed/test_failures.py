@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from support.rank_tasks import (
     timed_run,
     unsavable,
 )
+from support.shelves import until
 
 import holdfast
 
@@ -82,10 +82,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_named(
     """The others raise DeadlineError, and the next save works."""
     with RankProcesses(3) as doomed:
         world = doomed.begin(halting_save, uri, rank, moment, str(tmp_path / "sign"), 2.0)
-        end = time.monotonic() + 60
-        while not (tmp_path / "sign").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until((tmp_path / "sign").exists, "it halted", 60)
         doomed.kill(rank)
         outcomes = doomed.outcomes(world)
         assert outcomes.pop(rank) == Gone()

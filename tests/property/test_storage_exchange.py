@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.bits import difference
 from support.effort import examples
-from support.ranks import load_as_ranks, save_as_ranks
+from support.ranks import Replaced, load_as_ranks, save_as_ranks
 from support.tiny import CHUNK_NBYTES, rechunked
 
 from holdfast.drivers.contract import Buffer
@@ -30,7 +30,7 @@ from holdfast.storage.pipeline.unpacking import image_driver
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime import buffers
-from holdfast.storage.runtime.engine import offload, start
+from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.filling.scatter import Scatter
 
 
@@ -132,21 +132,6 @@ def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
     assert ImageReader(packed, manifest, budget_nbytes).jobs(100) == 4
 
 
-class Replaced(MemoryDriver):
-    """Another save replaces the checkpoint, once, just before bytes of its image are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new: Any = None
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        """Later than it was meant to be."""
-        new, self.new = self.new, None
-        if new is not None:
-            await offload(save_as_ranks, self, [new])
-        await super().read(key, start, into)
-
-
 def state(value: float) -> dict[str, Any]:
     """One tensor, of one unit: one rank reads it for all."""
     return {"t": torch.full((100_000,), value)}
@@ -155,9 +140,7 @@ def state(value: float) -> dict[str, Any]:
 def test_a_rank_whose_mate_left_since_the_checkpoint_was_replaced_starts_over() -> None:
     """Both ranks load the new checkpoint."""
     limits = ExchangeLimits(failure_report_s=0.2)
-    driver = Replaced()
-    save_as_ranks(driver, [state(1.0)])
-    driver.new = state(2.0)
+    driver = Replaced(state(1.0), state(2.0))
     for found in load_as_ranks(driver, [state(0.0), state(0.0)], exchange=True, limits=limits):
         assert difference(state(2.0), found) is None
 

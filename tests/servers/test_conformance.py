@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.conformance_run import run_conformance
+from support.given import install
 from support.servers.radosgw import Radosgw, find_ceph
 from support.servers.small_parts import RADOSGW
 
@@ -48,14 +49,9 @@ def test_the_kit_passes(
 def test_the_kit_passes_on_a_peer(tmp_path: Path) -> None:
     """The kit passes on the read-only peer driver, and on the server that it reads from."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    package = tmp_path / "packages/shown-1.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shown\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(
-        "[holdfast.drivers]\nshown = support.servers.peer_store:ShownDriver\n"
-    )
+    packages = install(tmp_path / "packages", "shown = support.servers.peer_store:ShownDriver")
     probe = "peer_store:ShownProbe"
-    assert NONE_DEVIATED in kit("shown://kit/root", probe, tmp_path, path=(package.parent,))
+    assert NONE_DEVIATED in kit("shown://kit/root", probe, tmp_path, path=(packages,))
 
 
 @pytest.mark.drill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -32,16 +33,20 @@ class GivenDriver(MemoryDriver):
         return cls.makers[uri.location.partition("/")[0]](uri.location)
 
 
+def install(folder: Path, *lines: str) -> Path:
+    """Register drivers in a folder of packages as a third party would; return the folder."""
+    package = folder / "given-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: given\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("\n".join(["[holdfast.drivers]", *lines]))
+    return folder
+
+
 @pytest.fixture
 def serve(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Serve drivers of the test's own under ``given://``."""
     folder = tmp_path_factory.mktemp("packages")
-    package = folder / "given-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: given\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(
-        f"[holdfast.drivers]\ngiven = {__name__}:{GivenDriver.__name__}\n"
-    )
+    install(folder, f"given = {__name__}:{GivenDriver.__name__}")
     monkeypatch.syspath_prepend(folder)
 
     def served(make: Make) -> str:

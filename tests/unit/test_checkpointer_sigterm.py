@@ -20,6 +20,7 @@ from support.bits import fresh_uri
 from support.copies import steps_at
 from support.drivers import Halting
 from support.given import Serve
+from support.shelves import until
 
 import holdfast
 from holdfast.storage.training import preemption
@@ -316,9 +317,7 @@ def test_signal_is_handed_over_after_a_close_in_another_thread(heard: list[int])
     ckpt = holdfast.Checkpointer(fresh_uri())
     term()
     in_a_thread(ckpt.close)
-    until_s = time.monotonic() + 30
-    while not heard and time.monotonic() < until_s:
-        time.sleep(0.01)
+    until(lambda: heard, "the signal is handed over", 30)
     assert heard == [signal.SIGTERM]
 
 

@@ -18,6 +18,7 @@ from support.caught import FAULTS, scheme_of
 from support.commands import finished
 from support.conformance_run import run_conformance
 from support.disks import new_disk, tmpfs
+from support.given import install
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/holdfast-sqlite"
 
@@ -145,16 +146,11 @@ Outcomes = dict[str, Any]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that registers every broken driver as a third party would."""
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "broken-1.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: broken\nVersion: 1\n"
-    (folder / "broken-1.dist-info/METADATA").write_text(metadata)
     kinds = (*CASES, *FAULTS, Healthy)
     drivers = [f"{scheme_of(kind)} = support.broken:{kind.__name__}" for kind in kinds]
     plugin = "holdfast.drivers.conformance.plugin"
-    lines = ["[holdfast.drivers]", *drivers, "[pytest11]", f"{plugin} = {plugin}"]
-    (folder / "broken-1.dist-info/entry_points.txt").write_text("\n".join(lines))
-    return folder
+    folder = tmp_path_factory.mktemp("site")
+    return install(folder, *drivers, "[pytest11]", f"{plugin} = {plugin}")
 
 
 def env_of(site: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 from support.asynchronous import DictDriver
 from support.conformance_run import run_conformance
 from support.drivers import asynchronous
+from support.given import install
 
 from holdfast.drivers.tasks import Tasks
 from holdfast.drivers.threads import Threads
@@ -182,19 +183,13 @@ async def test_close_cancels_what_does_not_end(no_leaks: None) -> None:
 # A driver of an asynchronous client
 
 
-ENTRY_POINTS = "[holdfast.drivers]\ndict = support.asynchronous:DictDriver\n"
-
-
 @pytest.mark.nightly(7)
 @pytest.mark.timeout(240)  # on a busy machine
 @pytest.mark.heavy
 def test_a_driver_of_an_asynchronous_client_keeps_the_contract(tmp_path: Path) -> None:
     """A driver on the base class passes every trial with nothing but calls of its client."""
-    site = tmp_path / "site/dict-1.dist-info"
-    site.mkdir(parents=True)
-    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: dict\nVersion: 1\n")
-    (site / "entry_points.txt").write_text(ENTRY_POINTS)
-    output = run_conformance("dict://here", cwd=tmp_path, path=[site.parent])
+    site = install(tmp_path / "site", "dict = support.asynchronous:DictDriver")
+    output = run_conformance("dict://here", cwd=tmp_path, path=[site])
     assert "deviations      0 declared, 0 cases deviated" in output
 
 

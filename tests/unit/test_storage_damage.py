@@ -13,14 +13,11 @@ import torch
 from support.bits import difference, flip, fresh_uri, image_in, saved
 from support.drivers import storage_at
 from support.forgery import Alter, Columns, Head, forge
-from support.ranks import load_as_ranks, save_as_ranks, save_cut, save_flats
+from support.ranks import Replaced, load_as_ranks, save_cut, save_flats
 
 import holdfast
-from holdfast.drivers.contract import Buffer
-from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
-from holdfast.storage.runtime.engine import offload
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -261,28 +258,10 @@ def test_what_an_object_was_given_in_place_counts(tmp_path: Path) -> None:
     assert "ema.y" in str(caught.value)
 
 
-class Replaced(MemoryDriver):
-    """Another save replaces the checkpoint while it is read: some of it was, and the rest is gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new: Any = None
-        self.reads = 0
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        self.reads += 1
-        new, self.new = (None, self.new) if self.reads < 3 else (self.new, None)
-        if new is not None:
-            await offload(save_as_ranks, self, [new])
-        await super().read(key, start, into)
-
-
 @pytest.mark.parametrize(("new", "fits"), [(full(2.0, "a", "b"), True), (full(2.0, "b"), False)])
 def test_a_checkpoint_that_is_replaced_by_one_with_less_is_refused(new: Any, fits: bool) -> None:
     """The load restarts with the new checkpoint, which must have all names that it began to fill."""
-    driver = Replaced()
-    save_as_ranks(driver, [full(1.0, "a", "b")])
-    driver.new = new
+    driver = Replaced(full(1.0, "a", "b"), new, last=2)
     into = full(0.0, "a", "b")
     if fits:
         load_as_ranks(driver, [into], strict=False)

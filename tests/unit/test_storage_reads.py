@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.copies import flipped
 from support.drivers import HookedDriver
 from support.given import Serve
 from support.inside import on_allocation, read_within
@@ -363,11 +364,7 @@ def _read(manifest: Manifest, plan: LoadPlan, delivered: list[int]) -> None:
 
 
 def _flip(manifest: Manifest, position: int) -> None:
-    key = f"saved/{manifest.image_key(0)}"
-    data, created_s = STORES[NAME][key]
-    changed = bytearray(data)
-    changed[position] ^= 1
-    STORES[NAME][key] = (bytes(changed), created_s)
+    flipped(Handed(), manifest.image_key(0), position)
 
 
 def test_a_read_is_as_long_as_the_driver_wants_where_threads_have_enough_of_them(
