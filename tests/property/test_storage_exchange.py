@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.bits import difference
+from support.drivers import Counting
 from support.effort import examples
 from support.ranks import Replaced, load_as_ranks, save_as_ranks
 from support.tiny import CHUNK_NBYTES, rechunked
 
-from holdfast.drivers.contract import Buffer
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.exchange.connection import Connection
 from holdfast.storage.exchange.group import ExchangeGroup, ExchangeLimits, serve_in_thread
@@ -32,19 +32,6 @@ from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime import buffers
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.filling.scatter import Scatter
-
-
-class Counting(MemoryDriver):
-    """A driver that records its reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[tuple[str, int, int]] = []
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        """As ever."""
-        self.reads.append((key, start, start + len(into)))
-        await super().read(key, start, into)
 
 
 def checkpoint(states: list[dict[str, Any]]) -> tuple[Counting, Manifest]:

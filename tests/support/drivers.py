@@ -6,10 +6,11 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import holdfast
-from holdfast.drivers.contract import Driver, ObjectInfo
+from holdfast.drivers.contract import Buffer, Driver, ObjectInfo
 from holdfast.drivers.layers.layer import Layer, Operation
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.memory import MemoryDriver
@@ -76,6 +77,19 @@ class HookedDriver(Layer):
 
     async def close(self) -> None:
         self.closed += 1
+
+
+class Counting(MemoryDriver):
+    """Records its reads: of which key, from where to where."""
+
+    def __init__(self, **traits: int) -> None:
+        super().__init__()
+        self.traits = replace(self.traits, **traits)  # type: ignore[arg-type]
+        self.reads: list[tuple[str, int, int]] = []
+
+    async def read(self, key: str, start: int, into: Buffer) -> None:
+        self.reads.append((key, start, start + len(memoryview(into))))
+        await super().read(key, start, into)
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import sys
 import weakref
@@ -18,11 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.drivers import Counting
 from support.given import Serve
 from support.ordered import Ordered
 
 import holdfast
-from holdfast.drivers.contract import Buffer, Driver, PartOrder, Upload, segments
+from holdfast.drivers.contract import Driver, PartOrder, Upload, segments
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import CHUNK_NBYTES, PAGE_NBYTES, ImageLayout, lay_out
 from holdfast.storage.arenas.memory import Memory, reserved_memory
@@ -201,23 +201,6 @@ def test_a_capture_lets_go_of_the_tensors(fails: bool) -> None:
 SMALL_NBYTES = 16 * PAGE_NBYTES
 
 
-class Counting(MemoryDriver):
-    """Records the starts and sizes of reads."""
-
-    def __init__(self, gap_nbytes: int, align_nbytes: int = 1) -> None:
-        super().__init__()
-        self.traits = dataclasses.replace(
-            self.traits, coalesce_nbytes=gap_nbytes, align_nbytes=align_nbytes
-        )
-        self.starts: list[int] = []
-        self.sizes: list[int] = []
-
-    async def read(self, key: str, start: int, into: Buffer) -> None:
-        self.starts.append(start)
-        self.sizes.append(len(memoryview(into)))
-        await super().read(key, start, into)
-
-
 def layout_of(sizes: list[int]) -> ImageLayout:
     """An image of tensors of bytes."""
     count = len(sizes)
@@ -283,7 +266,7 @@ def test_every_byte_is_where_the_image_has_it(
         else:
             file += rnd.randbytes(skip) + contents[number]
             places[number] = (Stretch(key, start, skip + sizes[number]), skip, sizes[number])
-    driver = Counting(gap_nbytes, align_nbytes)
+    driver = Counting(coalesce_nbytes=gap_nbytes, align_nbytes=align_nbytes)
     layout = layout_of(sizes)
     in_order = [places[number] for number in range(len(sizes))]
     for key, file in files.items():
@@ -291,7 +274,7 @@ def test_every_byte_is_where_the_image_has_it(
     image = asyncio.run(image_of(layout, FileChunks(layout, driver, in_order, nothing)))
     for number, start in enumerate(layout.start.tolist()):
         assert image[start : start + sizes[number]] == contents[number]
-    assert max(driver.sizes) <= SMALL_NBYTES
+    assert max(stop - start for _, start, stop in driver.reads) <= SMALL_NBYTES
 
 
 def test_small_parts_that_are_close_together_are_one_read() -> None:
@@ -299,30 +282,30 @@ def test_small_parts_that_are_close_together_are_one_read() -> None:
     sizes = [100] * 50
     layout = layout_of(sizes)
     for distance, reads in [(110, 1), (200, 50)]:
-        driver = Counting(gap_nbytes=50)
+        driver = Counting(coalesce_nbytes=50)
         asyncio.run(driver.put("f", bytes(50 * distance)))
         places = [(Stretch("f", distance * number, 100), 0, 100) for number in range(50)]
         asyncio.run(image_of(layout, FileChunks(layout, driver, places, nothing)))
-        assert len(driver.sizes) == reads
+        assert len(driver.reads) == reads
 
 
 def test_what_is_copied_is_read_from_a_boundary_on() -> None:
     """Reads that are copied begin at a boundary; contiguous parts are read directly."""
-    driver = Counting(0, 4096)
+    driver = Counting(coalesce_nbytes=0, align_nbytes=4096)
     asyncio.run(driver.put("f", bytes(50_000)))
     layout = layout_of([100, 200, 300])
     apart = [(Stretch("f", 10_000 * number, 300), 0, 100 * number) for number in (1, 2, 3)]
     asyncio.run(image_of(layout, FileChunks(layout, driver, apart, nothing)))
-    assert driver.starts == [10_000, 20_000, 30_000]
-    driver.starts.clear()
+    assert [start for _, start, _ in driver.reads] == [10_000, 20_000, 30_000]
+    driver.reads.clear()
     close = [(Stretch("f", at, nbytes), 0, nbytes) for at, nbytes in [(9000, 100), (8800, 200)]]
     layout = layout_of([100, 200])
     asyncio.run(image_of(layout, FileChunks(layout, driver, close, nothing)))
-    assert (driver.starts, driver.sizes[-1]) == ([8192], 9100 - 8192)
+    assert [read[1:] for read in driver.reads] == [(8192, 9100)]
     connected = [(Stretch("f", at, nbytes), 0, nbytes) for at, nbytes in [(8800, 200), (9000, 100)]]
     layout = layout_of([200, 100])
     asyncio.run(image_of(layout, FileChunks(layout, driver, connected, nothing)))
-    assert (driver.starts[-1], driver.sizes[-1]) == (8800, 300)
+    assert driver.reads[-1][1:] == (8800, 9100)
 
 
 def test_what_is_found_to_be_wrong_is_raised() -> None:
@@ -331,7 +314,7 @@ def test_what_is_found_to_be_wrong_is_raised() -> None:
     def wrong(content: memoryview) -> int:
         raise LookupError(len(content))
 
-    driver = Counting(0)
+    driver = Counting(coalesce_nbytes=0)
     asyncio.run(driver.put("f", bytes(100)))
     layout = layout_of([10])
     place = Enclosed(Stretch("f", 20, 70), 10, 0, wrong)
