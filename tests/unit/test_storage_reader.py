@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.bits import difference, fresh_uri, from_bytes, random_bits, raw, saved
+from support.bits import difference, flip, fresh_uri, from_bytes, image_in, random_bits, raw, saved
 from support.commands import run
 from support.copies import flipped, images
 from support.drivers import storage_at
@@ -188,6 +188,47 @@ def test_shares_are_those_of_torch_chunk(world: int) -> None:
                     assert difference(whole, tensor) is None, (name, rank)
 
 
+def test_new_names_decide_what_is_skipped_and_how_it_is_divided() -> None:
+    """``skip`` and ``split`` see the names that ``rename`` gives, as an engine knows them."""
+    rules = {"model.layers.*.q": "h.*.wq", "model.*": "*"}
+    with holdfast.open(saved(state())) as c:
+        found = dict(
+            c.read_shares(
+                "model",
+                rename=rules,
+                skip=lambda name: name in ("head", "scale") or name.startswith("h.1."),
+                rank=1,
+                world=2,
+                split={"h.*.wq": 0},
+            )
+        )
+        names = ["embed", "h.0.wq", "layers.0.o", "layers.1.o", "h.2.wq", "layers.2.o"]
+        assert list(found) == names
+        assert difference(c.read("model.layers.2.q", slice(3, 6)), found["h.2.wq"]) is None
+
+
+def test_what_is_skipped_is_not_read(tmp_path: Path) -> None:
+    """Damage in another rank's tensor is not noticed."""
+    holdfast.save(tmp_path, {"mine": torch.zeros(1 << 16), "other": torch.zeros(1 << 16)})
+    flip(image_in(tmp_path), (1 << 18) + (1 << 17))
+    with holdfast.open(tmp_path) as c:
+        found = dict(c.read_shares(skip=lambda name: name == "other"))
+        assert found.keys() == {"mine"}
+        with pytest.raises(holdfast.DamagedError, match="other"):
+            list(c.read_shares())
+
+
+def test_tied_tensors_are_read_once() -> None:
+    """All of their names follow one another, wherever they are in the state, and share memory."""
+    tied = torch.arange(70_000.0)
+    uri = saved({"a": tied, "b": torch.zeros(90_000), "c": tied})
+    with holdfast.open(uri) as c:
+        found = list(c.read_shares(budget_nbytes=0))
+        assert [name for name, _ in found] == ["a", "c", "b"]
+        assert found[0][1].data_ptr() == found[1][1].data_ptr()
+        assert difference(tied, found[1][1]) is None
+
+
 def test_what_cannot_be_is_refused_at_once() -> None:
     """Before anything is read."""
     with holdfast.open(saved(state())) as c:
@@ -199,6 +240,8 @@ def test_what_cannot_be_is_refused_at_once() -> None:
             c.read_shares(split={"*": 0})
         with pytest.raises(holdfast.UsageError, match="no tensor has a name like 'x'"):
             c.read_shares(["x"])
+        with pytest.raises(holdfast.UsageError, match="would both be named 'x'"):
+            c.read_shares(rename={"model.layers.*.q": "x"})
 
 
 def network() -> nn.Sequential:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from ...format.part import Only, Selection
     from ...state.filling.targets import Wanted
-    from .shares import Split
+    from .shares import Skip, Split
 
 
 READ_BUDGET_NBYTES = 512 << 20
@@ -257,14 +257,19 @@ class Checkpoint:
         self,
         only: Selection = (),
         *,
+        rename: Mapping[str, str] | None = None,
+        skip: Skip | None = None,
         rank: int = 0,
         world: int = 1,
         split: Split | None = None,
         budget_nbytes: int = READ_BUDGET_NBYTES,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) on the CPU, in the order of the state.
+        """Yield (name, tensor) on the CPU, in the order of the state, as the ``load_weights`` of
+        inference engines expects. Tensors are whole unless ``split`` divides them.
 
-        ``only`` as in :func:`~holdfast.export`; empty selects all tensors.
+        ``only`` and ``rename`` as in :func:`~holdfast.export`. ``skip`` and ``split`` see the new
+        names. ``skip(name)`` returns whether to leave a tensor out: a layer of another pipeline
+        stage, an expert of another rank. Its bytes are not read.
 
         ``split`` gives the dimension along which a tensor is divided among ``world`` ranks;
         ``rank`` gets its share. It maps name patterns to dimensions, such as ``{"*.q_proj.weight":
@@ -272,16 +277,18 @@ class Checkpoint:
         ``torch.chunk``: equal lengths, except that the last ones may be shorter or empty. Tensors
         without a dimension are whole on every rank. Each rank reads and verifies only its share.
 
-        Up to ``budget_nbytes`` of tensors, or a single larger one, are read ahead, one half while
-        the other half is used.
+        Tied tensors follow one another and share their memory, which is read once. Up to
+        ``budget_nbytes`` of tensors, or a single larger one, are read ahead, one half while the
+        other half is used.
 
-        Raises UsageError immediately for patterns that match nothing, dimensions that a tensor
-        lacks, and tensors that differ per rank; later DamagedError and StorageError.
+        Raises UsageError immediately for patterns that match nothing, colliding names, dimensions
+        that a tensor lacks, and tensors that differ per rank; later DamagedError and StorageError.
         """
-        from .shares import read_in_groups, shares_of
+        from .shares import read_in_groups, selected, shares_of
 
         tensors = self._manifest.tensors
-        shares = shares_of(tensors, only, rank, world, split or {})
+        new_names = selected(tensors, only, rename or {}, skip)
+        shares = shares_of(tensors, new_names, rank, world, split or {})
         return read_in_groups(tensors, shares, self._fill, budget_nbytes // 2)
 
     def read_bytes(

@@ -20,12 +20,14 @@ from ...format.part import Selection
 from ...runtime.engine import start
 from ...state.dtypes import dtype_of, empty
 from ...state.filling.targets import Wanted
-from .selection import chosen, first_match
+from .selection import chosen, first_match, renamed
 
 Split = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None]
 """The dimension along which tensors are divided: name patterns, the first match applies; or a
 function of name and shape. Tensors without a match, or with None, are not divided."""
 
+Skip = Callable[[str], bool]
+"""Returns whether to leave out the tensor of that name."""
 
 Fill = Callable[[Wanted], Coroutine[object, None, None]]
 """Reads everything wanted into its tensors."""
@@ -97,22 +99,22 @@ def _one(index: slice | int, size: int, dim: int) -> tuple[int, int, slice | int
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part to read of the tensor in a row."""
+    """The part to read of the tensor in a row, for all of its ``names``: tied ones share it."""
 
-    name: str
+    names: list[str]
     row: int
     window: Window
     nbytes: int
 
 
 def shares_of(
-    tensors: TensorTable, only: Selection, rank: int, world: int, split: Split
+    tensors: TensorTable, new_names: Mapping[str, str], rank: int, world: int, split: Split
 ) -> list[Share]:
-    """Return the share of ``rank`` in each tensor. Raises UsageError."""
+    """Return the share of ``rank`` in each tensor, under its new name. Raises UsageError."""
     if not 0 <= rank < world:
         raise UsageError(f"rank {rank} is not one of {world}")
-    found = []
-    for name in chosen(tensors.rows, only):
+    found: dict[object, Share] = {}
+    for name, new_name in new_names.items():
         rows = tensors.rows[name]
         if tensors.owner[rows[0]] >= 0:
             raise UsageError(
@@ -121,10 +123,21 @@ def shares_of(
             )
         row = tensors.stored_row(rows[0])
         shape = tensors.shape_of(row)
-        seen = window(shape, _index(name, shape, rank, world, split))
+        seen = window(shape, _index(new_name, shape, rank, world, split))
         nbytes = math.prod(seen.lengths) * int(tensors.itemsize[row])
-        found.append(Share(name, row, seen, nbytes))
-    return found
+        place = (row, seen.offsets, seen.lengths)
+        found.setdefault(place, Share([], row, seen, nbytes)).names.append(new_name)
+    return list(found.values())
+
+
+def selected(
+    tensors: TensorTable, only: Selection, rename: Mapping[str, str], skip: Skip | None
+) -> dict[str, str]:
+    """Return the new names of the tensors to read, by stored name. Raises UsageError."""
+    new_names = renamed(chosen(tensors.rows, only), rename)
+    if skip is None:
+        return new_names
+    return {name: new_name for name, new_name in new_names.items() if not skip(new_name)}
 
 
 def _index(
@@ -177,4 +190,5 @@ class _Group:
         self._made = []
         while made:
             share, tensor = made.pop()
-            yield share.name, share.window.view(tensor)
+            for name in share.names:
+                yield name, share.window.view(tensor)
