@@ -99,11 +99,18 @@ COMMANDS: tuple[Command, ...] = (
             ),
             argument("--recursive", None, "copy every checkpoint at and below SRC", short="-r"),
             argument("--overwrite", None, "replace other checkpoints, and repair damaged ones"),
+            argument(
+                "--layout",
+                "SIZE",
+                "rewrite the images: whole tensors, in order, in files of about SIZE, such as 4GiB",
+                type=size,
+            ),
             JSON,
         ),
         examples={
             "holdfast cp /nvme/run/step-500 s3://bucket/run/step-500": "one checkpoint",
             "holdfast cp --recursive /nvme/run s3://bucket/run": "all checkpoints missing there",
+            "holdfast cp --layout 4GiB run/step-500 /models/served": "large files, for a server",
         },
         statuses={0: "everything was copied", 1: "with --recursive: a checkpoint was damaged"},
     ),

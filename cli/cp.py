@@ -11,12 +11,27 @@ from .progress import progress_bar
 from .text import one_of, paint, printable
 
 
-def run(src: str, dst: str, *, recursive: bool, overwrite: bool, json_output: bool) -> int:
+def run(
+    src: str,
+    dst: str,
+    *,
+    recursive: bool,
+    overwrite: bool,
+    layout: int | None,
+    json_output: bool,
+) -> int:
     """Copy, and print the result. Return 0 if everything was copied, 1 if something is
     damaged."""
     try:
         with progress_bar("cp", lines=True) as progress:
-            report = copy(src, dst, recursive=recursive, overwrite=overwrite, progress=progress)
+            report = copy(
+                src,
+                dst,
+                recursive=recursive,
+                overwrite=overwrite,
+                image_nbytes=layout,
+                progress=progress,
+            )
     except KeyboardInterrupt:
         complain(
             "the checkpoint being copied is not visible at the destination; the same command "

@@ -59,6 +59,16 @@ class MemoryChunks:
         self._memory = None
 
 
+def fill_frame(layout: ImageLayout, view: memoryview, start: int) -> None:
+    """Fill in the bytes of ``view``, at offset ``start`` of an image, that belong to no shard: the
+    header, and zeros after the data."""
+    header = layout.header[start : start + len(view)]
+    view[: len(header)] = header
+    padding = max(layout.data_end - start, 0)
+    if padding < len(view):
+        view[padding:] = bytes(len(view) - padding)
+
+
 def chunks_to_write(layout: ImageLayout) -> int:
     """Return the number of chunks to write; 0 for an image without shards, which has no file."""
     if len(layout.start) == 0:

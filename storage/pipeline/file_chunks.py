@@ -17,6 +17,7 @@ from ...drivers.contract import Driver
 from ...planner.image import ImageLayout
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import offload
+from .chunks import fill_frame
 
 ENCLOSED_NBYTES_MAX = 1 << 20
 """Largest range that is read to locate bytes in it."""
@@ -155,7 +156,7 @@ class FileChunks:
         start, stop = self._layout.chunk_range(chunk)
         buffer = self.pool.take()
         view = buffer.view[: stop - start]
-        self._fill_the_rest(view, start, stop)
+        fill_frame(self._layout, view, start)
         runs = list(self._runs(self._parts(start, stop)))
         try:
             await side_by_side(
@@ -172,14 +173,6 @@ class FileChunks:
 
     def close(self) -> None:
         """Do nothing: no resources are held."""
-
-    def _fill_the_rest(self, view: memoryview, start: int, stop: int) -> None:
-        """Fill in the bytes that are in no file: the header, and zeros after the data."""
-        header = self._layout.header[start:stop]
-        view[: len(header)] = header
-        padding = max(self._layout.data_end, start)
-        if stop > padding:
-            view[padding - start :] = bytes(stop - padding)
 
     def _parts(self, start: int, stop: int) -> list[_Part]:
         """Return the parts of bytes [start, stop) of the image, ordered by file."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...core.aio import wait_out
 from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError, segments
-from ...errors import StorageError
+from ...errors import DamagedError, NotFoundError, StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
@@ -49,6 +49,24 @@ class WrittenImage:
 
     digests: npt.NDArray[np.uint8]
     stored_nbytes: int
+
+
+async def stored_image(driver: Driver, key: str, layout: ImageLayout) -> WrittenImage | None:
+    """Return the image if it exists in full size.
+
+    Its data is not read: a committed upload is complete.
+    """
+    pages = bytearray(layout.nbytes - layout.hashed_end)
+    try:
+        if (await driver.stat(key)).nbytes != layout.nbytes:
+            return None
+        await driver.read(key, layout.hashed_end, memoryview(pages))
+    except (NotFoundError, DamagedError):
+        return None
+    page_nbytes = layout.chunk_nbytes // layout.block_nbytes * DIGEST_NBYTES
+    digests = page_of(memoryview(pages), page_nbytes)
+    table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+    return WrittenImage(table, layout.nbytes)
 
 
 class ImageWriter:

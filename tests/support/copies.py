@@ -50,10 +50,16 @@ def loaded(driver: Driver) -> Any:
 
 
 def copied(
-    theirs: Driver, ours: Driver, *, overwrite: bool = False, budget_nbytes: int = BUDGET_NBYTES
+    theirs: Driver,
+    ours: Driver,
+    *,
+    overwrite: bool = False,
+    budget_nbytes: int = BUDGET_NBYTES,
+    image_nbytes: int | None = None,
 ) -> int:
     """Copy; return the bytes that were sent."""
-    _, sent_nbytes = run(copy_checkpoint(theirs, ours, Orders(overwrite, budget_nbytes)))
+    orders = Orders(overwrite, budget_nbytes, image_nbytes)
+    _, sent_nbytes = run(copy_checkpoint(theirs, ours, orders))
     return int(sent_nbytes)
 
 

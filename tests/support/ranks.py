@@ -16,6 +16,7 @@ from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.box import Box
 from holdfast.planner.layout import MeshLayout, Piece
 from holdfast.storage.exchange.group import ExchangeLimits
+from holdfast.storage.format.packed import Compression
 from holdfast.storage.operations.loading.differences import Strict
 from holdfast.storage.operations.loading.load import Exchanging, LoadJob, finish, run_load
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -55,13 +56,15 @@ def as_ranks(
     return start(run()).result(60)
 
 
-def save_as_ranks(driver: Driver, states: Sequence[Any]) -> None:
+def save_as_ranks(
+    driver: Driver, states: Sequence[Any], compression: Compression | None = None
+) -> None:
     """Save one state per rank, even an empty one; raise the first error of a rank."""
 
     flats = [flatten(state) for state in states]
     for flat in flats:
         flat.placeholders = {}
-    save_flats(driver, flats)
+    save_flats(driver, flats, compression)
 
 
 class Replaced(MemoryDriver):
@@ -110,9 +113,11 @@ def save_cut(
     save_flats(driver, flats)
 
 
-def save_flats(driver: Driver, flats: Sequence[FlatState]) -> None:
+def save_flats(
+    driver: Driver, flats: Sequence[FlatState], compression: Compression | None = None
+) -> None:
     """Save one flattened state per rank."""
-    jobs = [SaveJob(flat, None, BUDGET_NBYTES) for flat in flats]
+    jobs = [SaveJob(flat, None, BUDGET_NBYTES, compression=compression) for flat in flats]
     succeeded(as_ranks(len(flats), lambda team: run_save(driver, team, jobs[team.rank])))
 
 

@@ -15,6 +15,7 @@ import torch
 from support.bits import fresh_uri
 from support.commands import HOLDFAST, Printed, finished, on_a_terminal, run, run_json
 from support.copies import flipped, images
+from support.ranks import saved_as_ranks
 
 import holdfast
 from holdfast.cli import progress
@@ -37,6 +38,15 @@ def test_cp_prints_the_copies(root: str, tmp_path: Path) -> None:
     assert holdfast.load(tmp_path)["step"] == 2
     out = run("cp", f"{root}/step-2", tmp_path).stdout
     assert re.fullmatch(rf"there: file://{tmp_path}: 1 file, 8\.0\d KiB, nothing to send\n", out)
+
+
+def test_cp_writes_another_layout(tmp_path: Path) -> None:
+    """``--layout`` makes files of about that size, instead of one per rank."""
+    source = saved_as_ranks([{"x": torch.full((4000,), float(r))} for r in range(3)]).uri
+    out = run("cp", "--layout", "24kB", source, tmp_path).stdout
+    assert out.startswith(f"copied: file://{tmp_path}: 2 files, ")
+    out = run("cp", "--layout", "24kB", source, tmp_path).stdout
+    assert out.endswith("nothing to send\n")
 
 
 def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:

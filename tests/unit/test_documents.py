@@ -32,6 +32,7 @@ TEXTS = {page: (ROOT / page).read_text() for page in documents()}
 BLOCKS = {page: found for page, text in TEXTS.items() if (found := python_blocks(text))}
 
 RUN_ELSEWHERE = {
+    "docs/how-to/serve-from-a-checkpoint.md": "tests/frameworks/test_serving.py",
     "docs/how-to/use-with-accelerate.md": "tests/frameworks/test_accelerate.py",
     "docs/how-to/use-with-hugging-face.md": "tests/frameworks/test_transformers.py",
     "docs/how-to/use-with-lightning.md": "tests/frameworks/test_lightning.py",

@@ -9,9 +9,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
-from support.bits import flip, fresh_uri, image_in, saved
+from support.bits import difference, flip, fresh_uri, image_in, saved
 from support.copies import (
     BUDGET_NBYTES,
     DEAD,
@@ -30,15 +32,19 @@ from support.copies import (
 from support.drivers import Fault, HookedDriver, age, contents, dying_after
 from support.inside import on_allocation
 from support.ordered import Ordered
+from support.ranks import save_as_ranks
 
 import holdfast
 from holdfast.drivers.contract import Driver, PartOrder
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.format.packed import Compression
 from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.operations.maintenance.copy import Orders, copy_checkpoint
+from holdfast.storage.operations.reading.reader import Checkpoint
 from holdfast.storage.protocol import limits
+from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime.buffers import host_pool
 from holdfast.storage.runtime.engine import start
 
@@ -95,20 +101,22 @@ def test_a_damaged_manifest_at_the_destination_is_no_free_place() -> None:
     assert loaded(ours)["who"] == "new"
 
 
-def test_the_same_checkpoint_is_left_alone_or_mended() -> None:
+@pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
+def test_the_same_checkpoint_is_left_alone_or_mended(image_nbytes: int | None) -> None:
     """Nothing is sent to an equal copy; ``overwrite`` repairs a damaged one."""
     theirs, ours = checkpoint(), MemoryDriver()
-    sent_nbytes = copied(theirs, ours)
-    assert copied(theirs, ours) == 0
-    assert copied(theirs, ours, overwrite=True) == 0
+    sent_nbytes = copied(theirs, ours, image_nbytes=image_nbytes)
+    assert copied(theirs, ours, image_nbytes=image_nbytes) == 0
+    assert copied(theirs, ours, overwrite=True, image_nbytes=image_nbytes) == 0
     flipped(ours, images(ours)[1], 5000)
-    assert copied(theirs, ours) == 0
-    assert copied(theirs, ours, overwrite=True) == sent_nbytes
-    assert copied(theirs, ours, overwrite=True) == 0
-    assert copied(ours, ours, overwrite=True) == 0
+    assert copied(theirs, ours, image_nbytes=image_nbytes) == 0
+    assert copied(theirs, ours, overwrite=True, image_nbytes=image_nbytes) == sent_nbytes
+    assert copied(theirs, ours, overwrite=True, image_nbytes=image_nbytes) == 0
+    assert copied(ours, ours, overwrite=True, image_nbytes=image_nbytes) == 0
 
 
-def test_a_source_that_is_replaced_meanwhile_is_called_so() -> None:
+@pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
+def test_a_source_that_is_replaced_meanwhile_is_called_so(image_nbytes: int | None) -> None:
     """A copy whose source is replaced raises ReplacedError, not DamagedError."""
     theirs, ours = checkpoint(), MemoryDriver()
     other = run(contents(checkpoint()))
@@ -119,7 +127,7 @@ def test_a_source_that_is_replaced_meanwhile_is_called_so() -> None:
             await theirs.delete_all("data")
 
     with pytest.raises(holdfast.ReplacedError):
-        copied(HookedDriver(theirs, before=replaced), ours)
+        copied(HookedDriver(theirs, before=replaced), ours, image_nbytes=image_nbytes)
     assert run(contents(ours)) == {}
 
 
@@ -179,9 +187,13 @@ def test_parts_arrive_in_the_order_asked_for(order: PartOrder, large: MemoryDriv
     assert run(run_build(ours, 1, BUDGET_NBYTES))[0]["own"][-1] == 1.0
 
 
+@pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
 @pytest.mark.parametrize("order", ["any", "serial"])
 def test_memory_stays_within_the_budget(
-    order: PartOrder, large: MemoryDriver, monkeypatch: pytest.MonkeyPatch
+    order: PartOrder,
+    large: MemoryDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    image_nbytes: int | None,
 ) -> None:
     """A copy to slow storage keeps its budget, and returns all memory, also after a failure."""
     pool = host_pool(16 << 20)
@@ -194,7 +206,7 @@ def test_memory_stays_within_the_budget(
         most = max(most, out)
 
     on_allocation(monkeypatch, counted)
-    copied(large, Ordered(order), budget_nbytes=48 << 20)
+    copied(large, Ordered(order), budget_nbytes=48 << 20, image_nbytes=image_nbytes)
     assert 1 < most <= 3
 
     async def fail(operation: str, key: str) -> None:
@@ -203,16 +215,22 @@ def test_memory_stays_within_the_budget(
 
     ours = Ordered(order)
     with pytest.raises(holdfast.FullError):
-        copied(large, HookedDriver(ours, before=fail), budget_nbytes=48 << 20)
+        copied(
+            large,
+            HookedDriver(ours, before=fail),
+            budget_nbytes=48 << 20,
+            image_nbytes=image_nbytes,
+        )
     assert pool.free_nbytes == most * pool.buffer_nbytes
     assert not any(upload.open for upload in ours.uploads)
 
 
+@pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
 @pytest.mark.nightly(12)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
-    after: bool, for_good: bool
+    after: bool, for_good: bool, image_nbytes: int | None
 ) -> None:
     """A copy that failed at any access is repeated with success, and sends no whole image again."""
     for n in itertools.count():
@@ -220,7 +238,8 @@ def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
         fault = Fault(n, after=after, for_good=for_good)
         failed = False
         try:
-            copied(theirs, HookedDriver(ours, fault.on_before, fault.on_after), overwrite=True)
+            there = HookedDriver(ours, fault.on_before, fault.on_after)
+            copied(theirs, there, overwrite=True, image_nbytes=image_nbytes)
         except holdfast.StorageDownError:
             failed = True
         if fault.hit is None:
@@ -234,9 +253,9 @@ def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
             if f"data/{a}/fate" not in objects and f"data/{a}/attempt.json" in objects
         }
         whole = [key for key in images(ours) if key.split("/")[1] in undecided - {DEAD}]
-        missing_nbytes = sum(len(run(theirs.get(key))) for key in images(theirs))
+        missing_nbytes = size_of_copy(theirs, image_nbytes)
         missing_nbytes -= sum(len(objects[key]) for key in whole)
-        sent_nbytes = copied(theirs, ours, overwrite=True)
+        sent_nbytes = copied(theirs, ours, overwrite=True, image_nbytes=image_nbytes)
         assert sent_nbytes == (0 if found == "new" else missing_nbytes)
         assert loaded(ours)["who"] == "new"
         objects = run(contents(ours))
@@ -247,16 +266,24 @@ def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
     assert n > 20
 
 
-def stopped(theirs: Driver, ours: MemoryDriver, committed: int) -> None:
+def size_of_copy(theirs: Driver, image_nbytes: int | None) -> int:
+    """The bytes that a copy to an empty place sends."""
+    return copied(theirs, MemoryDriver(), image_nbytes=image_nbytes)
+
+
+def stopped(
+    theirs: Driver, ours: MemoryDriver, committed: int, image_nbytes: int | None = None
+) -> None:
     """A copy that dies when so many images are whole."""
     with pytest.raises(holdfast.StorageDownError):
-        copied(theirs, HookedDriver(ours, before=dying_after(committed)))
+        copied(theirs, HookedDriver(ours, before=dying_after(committed)), image_nbytes=image_nbytes)
 
 
-def test_a_copy_goes_on_where_it_stopped() -> None:
+@pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
+def test_a_copy_goes_on_where_it_stopped(image_nbytes: int | None) -> None:
     """A repeated copy resumes the attempt: it reads and sends only what is missing."""
     theirs, ours, read = checkpoint(), MemoryDriver(), Counter[str]()
-    stopped(theirs, ours, 2)
+    stopped(theirs, ours, 2, image_nbytes)
     (attempt,) = attempts(ours)
     assert len(images(ours)) == 2
     with pytest.raises(holdfast.NotACheckpointError):
@@ -265,9 +292,9 @@ def test_a_copy_goes_on_where_it_stopped() -> None:
     async def count(operation: str, key: str) -> None:
         read[operation] += 1
 
-    sent_nbytes = copied(HookedDriver(theirs, before=count), ours)
-    assert read["read"] == 1
-    assert sent_nbytes in {len(run(theirs.get(key))) for key in images(theirs)}
+    sent_nbytes = copied(HookedDriver(theirs, before=count), ours, image_nbytes=image_nbytes)
+    assert read["read"] == 1 if image_nbytes is None else 2  # pages of checksums
+    assert sent_nbytes in {len(run(ours.get(key))) for key in images(ours)}
     assert attempts(ours) == {attempt}
     assert loaded(ours)["who"] == "new"
 
@@ -294,9 +321,12 @@ def test_half_a_copy_of_another_checkpoint_is_collected() -> None:
     assert len(images(ours)) == RANKS
 
 
+@pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
 @pytest.mark.parametrize("moment", ["create", "commit", "put"])
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool) -> None:
+def test_two_copies_of_one_checkpoint_to_one_place(
+    moment: str, exclusive: bool, image_nbytes: int | None
+) -> None:
     """In the end there is one whole checkpoint and nothing else."""
     theirs, ours = checkpoint(), MemoryDriver()
     ours.traits = replace(ours.traits, exclusive_is_atomic=exclusive)
@@ -305,10 +335,10 @@ def test_two_copies_of_one_checkpoint_to_one_place(moment: str, exclusive: bool)
     async def meanwhile(operation: str, key: str) -> None:
         if operation == moment and not once:
             once.append(key)
-            await copy_checkpoint(theirs, ours, Orders(False, BUDGET_NBYTES))
+            await copy_checkpoint(theirs, ours, Orders(False, BUDGET_NBYTES, image_nbytes))
 
     try:
-        copied(theirs, HookedDriver(ours, before=meanwhile))
+        copied(theirs, HookedDriver(ours, before=meanwhile), image_nbytes=image_nbytes)
     except holdfast.SupersededError:
         assert exclusive
     assert once
@@ -371,3 +401,86 @@ def test_an_interrupted_copy_cleans_up_first(tmp_path: Path, no_leaks: None) -> 
     copied(large, ours)
     assert loaded(ours)["who"] == "new"
     run(ours.close())
+
+
+def saved_with(compression: Compression | None) -> MemoryDriver:
+    """Storage with a checkpoint of four ranks: tensors of many kinds, cut in several ways."""
+    grid = torch.arange(6 * 40_000, dtype=torch.float64).view(6, 40_000)
+    states = []
+    for rank in range(4):
+        rows = range(6)[rank * 2 : rank * 2 + 2]
+        part = holdfast.Shard(
+            grid[rows.start : rows.stop], shape=(6, 40_000), offset=(rows.start, 0)
+        )
+        begin = rank * 10_000
+        column = holdfast.Shard(
+            grid[:, begin : begin + 10_000], shape=(6, 40_000), offset=(0, begin)
+        )
+        states.append(
+            {
+                "rows": part,
+                "columns": column,
+                "whole": torch.arange(70_001, dtype=torch.int32),
+                "odd": torch.arange(3, dtype=torch.uint8),
+                "none": torch.empty(0, 5),
+                "scalar": torch.tensor(2.5),
+                "own": holdfast.PerRank({"seed": torch.full((rank + 1,), rank)}),
+                "tied": [grid, grid],
+                "step": 5,
+                "rank": holdfast.PerRank(rank),
+            }
+        )
+    storage = MemoryDriver()
+    save_as_ranks(storage, states, compression=compression)
+    return storage
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+@pytest.mark.parametrize(("image_nbytes", "count"), [(1, 4), (3_000_000, 3), (1 << 40, 1)])
+def test_a_copy_in_another_layout_is_the_same_state(
+    compression: Compression | None, image_nbytes: int, count: int
+) -> None:
+    """Images are plain and of similar size, each tensor is whole, all ranks find their state."""
+    theirs, ours = saved_with(compression), MemoryDriver()
+    copied(theirs, ours, image_nbytes=image_nbytes)
+    before, after = run(read_manifest(theirs))[0], run(read_manifest(ours))[0]
+    keys = images(ours)
+    assert len(keys) == count
+    assert len(after.shards) == ((after.tensors.alias < 0) & (after.tensors.nbytes > 0)).sum()
+    assert (np.diff(after.shards.image) >= 0).all()
+    for key in keys:
+        content = safetensors.torch.load(run(ours.get(key)))
+        assert content.keys() >= {"__holdfast_blocks__"}
+    for rank in range(4):
+        states = [run(run_build(driver, rank, BUDGET_NBYTES))[0] for driver in (theirs, ours)]
+        assert difference(*states) is None
+    assert (after.step, after.world, after.created_s) == (before.step, 4, before.created_s)
+
+
+def test_whole_tensors_take_fewer_reads_from_a_copy_in_another_layout() -> None:
+    """One file is read in sequence; of a file per rank, each has a part of every tensor."""
+    whole = torch.arange(64 * 4096.0).view(64, 4096)
+    parts = [holdfast.Shard(whole[r : r + 1], shape=(64, 4096), offset=(r, 0)) for r in range(64)]
+    theirs, ours = MemoryDriver(), MemoryDriver()
+    save_as_ranks(theirs, [{"x": part, "y": part} for part in parts])
+    copied(theirs, ours, image_nbytes=1 << 30)
+    reads = []
+    for storage in (theirs, ours):
+        seen = Counter[str]()
+
+        async def count(operation: str, key: str, seen: Counter[str] = seen) -> None:
+            seen[operation] += 1
+
+        manifest = run(read_manifest(storage))[0]
+        with Checkpoint(HookedDriver(storage, before=count), manifest, 0) as c:
+            found = dict(c.read_shares())
+        assert difference({"x": whole, "y": whole}, found) is None
+        reads.append(seen["read"])
+    assert reads[0] >= 64
+    assert reads[1] <= 2
+
+
+def test_an_image_has_room_for_a_byte() -> None:
+    """A size below one is refused before anything is read."""
+    with pytest.raises(holdfast.UsageError, match="image_nbytes is 0"):
+        holdfast.copy(fresh_uri(), fresh_uri(), image_nbytes=0)

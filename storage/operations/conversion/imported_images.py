@@ -24,20 +24,25 @@ import torch
 from ....core.aio import at_most
 from ....core.garbage import collector_paused
 from ....drivers.contract import Driver
-from ....errors import CheckpointError, DamagedError, NotFoundError, SaveError, UsageError
+from ....errors import CheckpointError, NotFoundError, SaveError, UsageError
 from ....planner.box import Box
 from ....planner.columns import Ints, volumes
-from ....planner.image import DIGEST_NBYTES, ImageLayout
 from ....planner.layout import Layout, box_layout
 from ....planner.table import ShardTable
-from ...format.digest import digest, page_of
+from ...format.digest import digest
 from ...format.fragment import Fragment, Group
 from ...format.manifest import Manifest, image_key
 from ...format.merge import merge
 from ...format.tables import ImageTable
 from ...format.tree import ByRank
 from ...pipeline.file_chunks import Enclosed, FileChunks, Stretch
-from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage, check_image_size
+from ...pipeline.image_writer import (
+    Callbacks,
+    ImageWriter,
+    WrittenImage,
+    check_image_size,
+    stored_image,
+)
 from ...protocol.attempt import Attempt, check_marker, delete_attempt
 from ...protocol.commit import abandon, abandon_failed, begin_import, commit, settle
 from ...runtime.engine import offload
@@ -211,7 +216,7 @@ class _Images:
             key = image_key(attempt.id, number)
             image = None
             if resumed:
-                image = await self._there(key, plan.layout)
+                image = await stored_image(self._ours, key, plan.layout)
             if image is not None:
                 self.reused_nbytes += image.stored_nbytes
             else:
@@ -242,23 +247,6 @@ class _Images:
         return await ImageWriter(self._ours, layout, chunks, budget_nbytes, callbacks).write(
             known_key
         )
-
-    async def _there(self, key: str, layout: ImageLayout) -> WrittenImage | None:
-        """Return the image if it exists in full size.
-
-        Its data is not read: a committed upload is complete.
-        """
-        pages = bytearray(layout.nbytes - layout.hashed_end)
-        try:
-            if (await self._ours.stat(key)).nbytes != layout.nbytes:
-                return None
-            await self._ours.read(key, layout.hashed_end, memoryview(pages))
-        except (NotFoundError, DamagedError):
-            return None
-        page_nbytes = layout.chunk_nbytes // layout.block_nbytes * DIGEST_NBYTES
-        digests = page_of(memoryview(pages), page_nbytes)
-        table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-        return WrittenImage(table, layout.nbytes)
 
     async def _samples(self) -> list[str]:
         """Return digests of samples from each file, in file order.

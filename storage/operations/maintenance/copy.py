@@ -2,9 +2,10 @@
 
 The destination gets a new attempt (``commit.begin_copy``), the images under its name, and then the
 manifest, in which only the attempt changes. So a copy of a copy still is the same checkpoint. The
-save's telemetry is copied unchanged if possible.
+save's telemetry is copied unchanged if possible. With ``image_nbytes``, new images with whole
+tensors are written instead, and the manifest describes these.
 
-Scope: whole checkpoints. Layouts are not changed, merged or converted.
+Scope: whole checkpoints.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from ....errors import (
     NotFoundError,
     ReplacedError,
     SaveError,
+    UsageError,
 )
 from ...format.digest import digest
 from ...format.lineage import LINEAGE_KEY
 from ...format.manifest import MANIFEST_KEY, Manifest
 from ...pipeline.image_copier import ImageCopier
 from ...pipeline.image_reader import ImageReader
+from ...pipeline.image_rewriter import ImageRewriter, NewImages, lay_out_whole, without_digests
 from ...pipeline.unpacking import image_driver
 from ...pipeline.verifier import verify_images
 from ...protocol.attempt import delete_attempt
@@ -107,6 +110,7 @@ def copy(
     *,
     overwrite: bool = False,
     recursive: bool = False,
+    image_nbytes: int | None = None,
     budget_nbytes: int = BUDGET_NBYTES,
     src_options: Mapping[str, object] | None = None,
     dst_options: Mapping[str, object] | None = None,
@@ -117,24 +121,33 @@ def copy(
     With ``recursive``, copy each checkpoint at and below ``src`` to the same path below ``dst``,
     along with the lineage that records which are abandoned.
 
+    With ``image_nbytes``, rewrite the images for readers of large sequential files: tensors are
+    whole, in the order of the state, in images of about ``image_nbytes``. Images are larger if
+    there would be more of them than ranks that saved. Compressed images are unpacked. The state
+    stays the same, with the values and tensors of each rank.
+
     Every byte is verified. Atomic: ``dst`` has the complete new checkpoint or its previous
     contents. An interrupted copy resumes when called again: images already complete at the
     destination are not sent again. Extra host memory stays within ``budget_nbytes``.
 
     A destination that already has the same checkpoint is left alone; with ``overwrite``, only if
-    every byte of it is undamaged. Raises ExistsError, before reading any data, if it has another
-    checkpoint, unless ``overwrite``. Raises NotACheckpointError, UnsupportedFormatError,
-    StorageError and ReplacedError; SupersededError if a concurrent save to ``dst`` wins;
-    DamagedError, with file, bytes and tensors, for a damaged source. With ``recursive``, a damaged
-    checkpoint does not stop the others: it is reported as a ``problem``.
+    every byte of it is undamaged. With ``image_nbytes``, the same save in the same layout counts as
+    the same checkpoint. ``src`` and ``dst`` may be the same place, which then needs ``overwrite``.
+    Raises ExistsError, before reading any data, if it has another checkpoint, unless ``overwrite``.
+    Raises NotACheckpointError, UnsupportedFormatError, StorageError and ReplacedError;
+    SupersededError if a concurrent save to ``dst`` wins; DamagedError, with file, bytes and
+    tensors, for a damaged source. With ``recursive``, a damaged checkpoint does not stop the
+    others: it is reported as a ``problem``.
 
     ``progress(done_nbytes, total_nbytes)`` is called periodically on a separate thread, counting
     bytes at the destination. An exception from it aborts the copy.
     """
     began_s = time.perf_counter()
+    if image_nbytes is not None and image_nbytes < 1:
+        raise UsageError(f"image_nbytes is {image_nbytes:,}, and must be at least 1")
     source = Place.of(src, src_options)
     target = Place.of(dst, dst_options)
-    orders = Orders(overwrite, budget_nbytes)
+    orders = Orders(overwrite, budget_nbytes, image_nbytes)
     with ProgressReporter(progress) as reporter:
         copied = run(_copy(source, target, orders, recursive, reporter))
     return CopyReport(
@@ -148,25 +161,33 @@ class Orders:
 
     overwrite: bool
     budget_nbytes: int
+    image_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A checkpoint to copy, and its copy at the destination, if there is one.
 
-    ``manifest``: of the source. ``identity``: digest that all copies of the checkpoint share.
-    ``same``: manifest of the copy at the destination, whose images are not verified yet; None if
-    the checkpoint must be sent.
+    ``manifest``: of the source. ``new``: the images to write instead of the source's, if any.
+    ``identity``: digest that all copies of the checkpoint with these images share. ``same``:
+    manifest of the copy at the destination, whose images are not verified yet; None if the
+    checkpoint must be sent.
     """
 
     manifest: Manifest
+    new: NewImages | None
     identity: str
     same: Manifest | None
 
     @property
+    def target(self) -> Manifest:
+        """The manifest of the copy, except for its attempt, and for digests of new images."""
+        return self.manifest if self.new is None else self.new.manifest
+
+    @property
     def nbytes(self) -> int:
         """Stored size of all images in bytes."""
-        return int(self.manifest.images.file_nbytes(self.manifest.block_nbytes).sum())
+        return int(self.target.images.file_nbytes(self.target.block_nbytes).sum())
 
 
 async def _copy(
@@ -256,7 +277,7 @@ async def _look_at_all(
             if not recursive:
                 raise
             return CopiedCheckpoint(path, None, 0, 0, 0, 0.0, str(error))
-        m = pair.manifest
+        m = pair.target
         return CopiedCheckpoint(path, m.step, len(m.images), pair.nbytes, 0, 0.0)
 
     looked = await at_most(_LOOKS, map(look, paths))
@@ -273,7 +294,7 @@ async def _copy_path(
     began_s = time.perf_counter()
     async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
         pair, sent_nbytes = await copy_checkpoint(theirs, ours, orders, sent)
-    m = pair.manifest
+    m = pair.target
     seconds = time.perf_counter() - began_s
     return CopiedCheckpoint(known.path, m.step, len(m.images), pair.nbytes, sent_nbytes, seconds)
 
@@ -297,19 +318,25 @@ async def copy_checkpoint(
 async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
     """Read both manifests. Raises ExistsError if the destination has another checkpoint."""
     manifest, _ = await read_manifest(theirs)
-    identity = await offload(_identity, manifest)
-    return Pair(manifest, identity, await _same(ours, identity, orders))
+    new = None
+    if orders.image_nbytes is not None:
+        new = await offload(lay_out_whole, manifest, orders.image_nbytes)
+    pair = Pair(manifest, new, "", None)
+    pair = replace(pair, identity=await offload(_identity, pair.target))
+    return replace(pair, same=await _same(ours, pair, orders))
 
 
-async def _same(ours: Driver, identity: str, orders: Orders) -> Manifest | None:
+async def _same(ours: Driver, pair: Pair, orders: Orders) -> Manifest | None:
     try:
         there, _ = await read_manifest(ours)
     except NotACheckpointError:
         return None
     except DamagedError:
         there = None
-    if there is not None and await offload(_identity, there) == identity:
-        return there
+    if there is not None:
+        alike = there if pair.new is None else without_digests(there)
+        if await offload(_identity, alike) == pair.identity:
+            return there
     if orders.overwrite:
         return None
     raise ExistsError(
@@ -340,16 +367,24 @@ async def _send(
     theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
 ) -> int:
     """Send the missing images and commit; return the bytes sent. Resumes an interrupted copy."""
-    attempt, resumed = await begin_copy(ours, pair.identity)
-    reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, orders.budget_nbytes)
-    copier = ImageCopier(reader, ours, attempt.id, orders.budget_nbytes, sent)
+    identity = pair.identity
+    if pair.new is not None:  # the source's digests tell which bytes the new images have
+        identity += await offload(_identity, pair.manifest)
+    attempt, resumed = await begin_copy(ours, identity)
+    budget_nbytes = orders.budget_nbytes
+    reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, budget_nbytes)
+    copier: ImageCopier | ImageRewriter
+    if pair.new is None:
+        copier = ImageCopier(reader, ours, attempt.id, budget_nbytes, sent)
+    else:
+        copier = ImageRewriter(reader, ours, pair.new, attempt.id, budget_nbytes, sent)
     try:
         whole: Collection[int] = await copier.whole() if resumed else []
         there_nbytes = sum(copier.sizes[i] for i in whole)
         sent(there_nbytes)
         await copier.run([i for i in range(len(copier.sizes)) if i not in whole])
         sent_nbytes = sum(copier.sizes) - there_nbytes
-        if pair.same is None and await _same(ours, pair.identity, orders) is not None:
+        if pair.same is None and await _same(ours, pair, orders) is not None:
             await abandon(ours, attempt)  # another copy finished first
             return sent_nbytes
         obsolete = await commit(ours, attempt, copier.target)
