@@ -172,7 +172,7 @@ def begin(
     admit: Admit | None = None,
     logs_failure: bool = True,
 ) -> tuple[SaveHandle, Future[None]]:
-    """Begin a save; for the arguments, see :func:`.start_save.begin_save`."""
+    """Begin a save; for the arguments, see :func:`.operations.saving.start_save.begin_save`."""
     if step is None:
         step = step_of_state(state)
     with acting_in(process_group):

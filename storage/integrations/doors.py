@@ -2,7 +2,7 @@
 
 A door translates a trainer's hooks and configuration. When saves are waited for, which checkpoint
 is the newest, and which ones are deleted is decided here and in :mod:`.newest`, by the rules of
-:mod:`...training`.
+:mod:`..training`.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class RunFolder:
     def retain(
         self, count: int, *, also: Collection[int | None] = (), before: int | None = None
     ) -> None:
-        """Delete checkpoints by the rules of :func:`...training.retention.beyond`.
+        """Delete checkpoints by the rules of :func:`..training.retention.beyond`.
 
         ``before``: neither count nor delete this step and later ones.
         """
