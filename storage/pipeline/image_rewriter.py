@@ -178,7 +178,8 @@ class _TensorChunks:
         self._stop = self._start + source.manifest.tensors.nbytes[self._row]
 
     async def take(self, chunk: int) -> HostBuffer:
-        """Read a chunk; see :class:`.chunks.ChunkSource`. Raises like :func:`.flat_reader.read_ranges`."""
+        """Read a chunk; see :class:`.chunks.ChunkSource`. Raises like
+        :func:`.flat_reader.read_ranges`."""
         start, stop = self._layout.chunk_range(chunk)
         buffer = self.pool.take()
         view = buffer.view[: stop - start]
