@@ -43,6 +43,7 @@ def save(
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
     allow_empty: bool = False,
+    overwrite: bool = True,
     default: Default | None = None,
     process_group: Group = None,
     progress: ProgressCallback | None = None,
@@ -67,6 +68,10 @@ def save(
 
     A state whose tensors have no elements, or whose weights have none, raises StateError, because
     some frameworks keep the elements elsewhere. ``allow_empty=True`` saves it anyway.
+
+    With ``overwrite=False`` every rank raises ExistsError if there is a checkpoint at ``uri``,
+    before anything is written or at the commit. Of several such saves that overlap, one succeeds,
+    except on storage without atomic exclusive puts. All ranks give the same value.
 
     ``default`` works like the argument of :func:`json.dumps`: it is called with each value that
     cannot be stored, such as a set, an enum or a dataclass. It returns a replacement, which is
@@ -94,6 +99,7 @@ def save(
         timeout_s=timeout_s,
         compression=compression,
         allow_empty=allow_empty,
+        overwrite=overwrite,
         default=default,
         progress=progress,
         telemetry=telemetry,
@@ -118,6 +124,7 @@ def async_save(
     storage_options: Mapping[str, object] | None = None,
     compression: Compression | None = None,
     allow_empty: bool = False,
+    overwrite: bool = True,
     default: Default | None = None,
     process_group: Group = None,
     progress: ProgressCallback | None = None,
@@ -151,6 +158,7 @@ def async_save(
         timeout_s=timeout_s,
         compression=compression,
         allow_empty=allow_empty,
+        overwrite=overwrite,
         default=default,
         progress=progress,
         telemetry=telemetry,

@@ -35,6 +35,7 @@ class SaveOptions:
     timeout_s: float | None = None
     compression: Compression | None = None
     allow_empty: bool = False
+    overwrite: bool = True
     default: Default | None = None
     progress: ProgressCallback | None = None
     telemetry: Telemetry = "on"

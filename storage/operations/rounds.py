@@ -67,6 +67,7 @@ class SaveStatement:
     plan: PlanFollowed | None = None
     holdings: HeldStatement | None = None
     compression: str | None = None
+    overwrite: bool = True
     placeholders: dict[str, str] | None = field(default_factory=dict)
 
 
@@ -141,6 +142,7 @@ class Boxes:
     """Boxes that a rank could write: bytes by name; all ranks that have a box use the same name."""
 
     nbytes: dict[str, int]
+    overwrite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

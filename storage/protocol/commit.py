@@ -15,7 +15,8 @@ atomic exclusive put. In short, with the same numbers:
    the commit record, because an abort may have been completed, and its record deleted, before it.
 6. The leader puts the manifest: atomically, durably. Then it looks for the prune lock, waits for
    the pruning to end, reads the manifest back, and puts it again if it is missing or still the
-   previous one. After the third put the save fails.
+   previous one. After the third put the save fails. A save that must not replace a checkpoint looks
+   for one before step 1 and before this put, and puts the manifest exclusively the first time.
 7. *settle*: once all ranks know the outcome, the leader deletes the marker: from now on it does not
    put its manifest again. It also deletes the attempt that the manifest named before, if that was
    settled before step 6. Otherwise that attempt is spared for a grace period.
@@ -59,6 +60,7 @@ from .attempt import (
     lost,
     probe,
     put_commit_record,
+    put_once,
     time_of_marker_s,
 )
 from .collect import abort_and_delete, collect_others, give_up, survey_attempts, sweep
@@ -72,10 +74,13 @@ _PUTS = 3
 _log = logging.getLogger(__name__)
 
 
-async def begin(driver: Driver) -> Attempt:
+async def begin(driver: Driver, *, overwrite: bool = True) -> Attempt:
     """Collect dead attempts and begin a new one. On unbounded storage, the caller sweeps while it
     writes. Raises StorageError and SupersededError; StorageDownError also if a pruning has died
-    here within the last hour or does not end: see step 6."""
+    here within the last hour or does not end: see step 6; with ``overwrite=False`` ExistsError,
+    before anything is put or deleted, if there is a checkpoint."""
+    if not overwrite:
+        await refuse_existing(driver)
     attempt = await announce(driver)
     try:
         *_, survey = await side_by_side(
@@ -167,12 +172,38 @@ async def abandon(driver: Driver, attempt: Attempt) -> None:
             )
 
 
+async def refuse_existing(driver: Driver, key: str = MANIFEST_KEY) -> None:
+    """Raise ExistsError if ``key``, which every checkpoint of a format has, exists. Its contents do
+    not matter: a damaged checkpoint may be salvaged."""
+    with contextlib.suppress(NotFoundError):
+        await driver.stat(key)
+        raise _exists(driver, key)
+
+
+def _exists(driver: Driver, key: str = MANIFEST_KEY) -> HoldfastError:
+    return ExistsError(
+        "a checkpoint already exists, and overwrite is False",
+        uri=driver.uri,
+        key=key,
+        advice="Save to another URI, or replace it: overwrite=True.",
+    )
+
+
 async def commit(
-    driver: Driver, attempt: Attempt, manifest: Manifest, putting: Callable[[], None] = lambda: None
+    driver: Driver,
+    attempt: Attempt,
+    manifest: Manifest,
+    putting: Callable[[], None] = lambda: None,
+    *,
+    overwrite: bool = True,
 ) -> Attempt | None:
     """Make ``manifest`` the checkpoint; return the attempt it replaced, if that can be deleted now.
-    Raises SupersededError, InvisibleFilesError and StorageError: then nothing has changed, except
-    that after ``putting`` was called, just before the put, the manifest may have been stored."""
+    With ``overwrite=False`` it replaces none: if several such commits overlap, one succeeds, where
+    the storage's exclusive puts are atomic.
+
+    Raises SupersededError, InvisibleFilesError, StorageError and, with ``overwrite=False``,
+    ExistsError: then nothing has changed, except that after ``putting`` was called, just before the
+    put, the manifest may have been stored."""
     data = await offload(manifest.encode)
     try:
         record = await put_commit_record(driver, attempt.record_key)
@@ -191,13 +222,26 @@ async def commit(
         _check_record(driver, attempt, record),
         _replaced(driver, attempt, now_s),
     )
+    if not overwrite:
+        await refuse_existing(driver)
     putting()
-    for _ in range(_PUTS):
-        await driver.put(MANIFEST_KEY, data)
+    for number in range(_PUTS):
+        if overwrite or number > 0:
+            await driver.put(MANIFEST_KEY, data)
+        else:
+            await _put_first(driver, data)
         await wait_for_prunings(driver, now_s)
         if await _is_kept(driver, data, {before, attempt.id}):
             return obsolete
     raise _not_kept(driver, MANIFEST_KEY, "the manifest")
+
+
+async def _put_first(driver: Driver, data: bytes) -> None:
+    """Put the manifest where there is none. Raises ExistsError if another save was faster."""
+    try:
+        await put_once(driver, MANIFEST_KEY, data)
+    except ExistsError as error:
+        raise _exists(driver) from error
 
 
 async def _check_record(driver: Driver, attempt: Attempt, record: bytes) -> None:
@@ -308,10 +352,13 @@ async def commit_attempt(
     fragments: Sequence[Fragment],
     compression: Compression | None = None,
     branch: str = ROOT,
+    *,
+    overwrite: bool = True,
 ) -> None:
     """Commit the images of all ranks from one process, and delete the checkpoint that it replaces.
     ``fragments`` must be in order of rank. ``branch``: the run's branch, recorded in the manifest.
-    Raises CoverageError if an element is stored twice or not at all; SaveError; StorageError."""
+    ``overwrite`` as in :func:`commit`. Raises CoverageError if an element is stored twice or not at
+    all; SaveError; StorageError."""
     may_be_stored = False
 
     def putting() -> None:
@@ -320,7 +367,8 @@ async def commit_attempt(
 
     try:
         manifest = await offload(merge, [join(fragments)], compression)
-        obsolete = await commit(driver, attempt, replace(manifest, branch=branch), putting)
+        manifest = replace(manifest, branch=branch)
+        obsolete = await commit(driver, attempt, manifest, putting, overwrite=overwrite)
     except BaseException:
         if not may_be_stored:
             await give_up(driver, attempt)

@@ -454,7 +454,7 @@ def test_a_layout_of_a_save_that_failed_is_sent_again(monkeypatch: pytest.Monkey
     hosts = list("aabb")
     driver, memory = MemoryDriver(), memories(len(hosts))
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise holdfast.FullError("no room")
 
     with monkeypatch.context() as broken:

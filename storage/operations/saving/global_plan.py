@@ -132,11 +132,12 @@ async def agree(
     digests: Digest,
     plans: GlobalPlans,
     compression: str | None = None,
+    overwrite: bool = True,
 ) -> GlobalPlan:
     """Agree with the other ranks on a global plan. Every rank of a team of several calls this.
 
     Does not use the storage: trainers wait for the copies that begin when this returns. Raises
-    UsageError if ranks save to different URIs or with different compression, StateError if the
+    UsageError if ranks save to different URIs or with different options, StateError if the
     tensors of all ranks are placeholders, SaveError if ranks hold different values of one part of a
     DTensor.
     """
@@ -151,6 +152,7 @@ async def agree(
         plan=None if plan is None else plan.followed(await offload(digests, plan.rows)),
         holdings=held,
         compression=compression,
+        overwrite=overwrite,
         placeholders=dict(flat.placeholders) if flat.names else None,
     )
     verdict = await team.round(AGREE, statement, leader.agree)

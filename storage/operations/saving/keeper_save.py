@@ -61,7 +61,9 @@ async def global_plan_of(team: Team, uri: str, job: SaveJob) -> GlobalPlan | Non
     if team.world == 1:
         return None
     digests = job.digests or partial(fingerprints, job.flat, lazy=job.lazy)
-    return await agree(team, uri, job.flat, digests, job.plans, job.compression)
+    return await agree(
+        team, uri, job.flat, digests, job.plans, job.compression, overwrite=job.overwrite
+    )
 
 
 async def planned(job: SaveJob, rank: int, global_plan: GlobalPlan | None) -> SavePlan:

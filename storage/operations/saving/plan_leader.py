@@ -129,11 +129,16 @@ def _check_same_save(statements: Sequence[SaveStatement]) -> None:
     for rank, other in enumerate(statements):
         if other.uri != first.uri:
             raise UsageError(f"rank {rank} saves to {other.uri}, rank 0 to {first.uri}", rank=rank)
-        if other.compression != first.compression:
+    check_same("compression", [statement.compression for statement in statements])
+    check_same("overwrite", [statement.overwrite for statement in statements])
+
+
+def check_same(option: str, values: Sequence[object]) -> None:
+    """Raise UsageError unless ``option`` has the same value on all ranks."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
             raise UsageError(
-                f"rank {rank} saves with compression={other.compression!r}, "
-                f"rank 0 with {first.compression!r}",
-                rank=rank,
+                f"rank {rank} saves with {option}={value!r}, rank 0 with {values[0]!r}", rank=rank
             )
 
 

@@ -96,8 +96,7 @@ async def _save(
     except BaseException as error:
         beginning.cancel()
         await wait_out([beginning])
-        has_begun = not beginning.cancelled() and beginning.exception() is None
-        if has_begun and isinstance(error, NotFoundError):
+        if _succeeded(beginning) and isinstance(error, NotFoundError):
             # Another process deleted files being written. If that was a later save, raise its
             # error.
             await check_marker(driver, Attempt(beginning.result()))
@@ -195,7 +194,7 @@ class _Leader:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
         with span("begin"):
-            self._attempt = await begin(self._driver)
+            self._attempt = await begin(self._driver, overwrite=self._job.overwrite)
         self._uncommitted = self._attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
@@ -211,7 +210,13 @@ class _Leader:
         self._world = manifest.world
         self._records = b"".join(fragment.telemetry for fragment in fragments)
         with span("manifest", Where(MANIFEST_KEY)):
-            self._obsolete = await commit(self._driver, self._attempt, manifest, self._putting)
+            self._obsolete = await commit(
+                self._driver,
+                self._attempt,
+                manifest,
+                self._putting,
+                overwrite=self._job.overwrite,
+            )
         return Nothing()
 
     def _putting(self) -> None:
@@ -268,10 +273,16 @@ async def _written(
     except StorageError as error:
         # A leader that has learned of a failure removes the attempt even while other ranks are
         # still writing to it.
-        first = await team.failure()
+        first = None
+        if _succeeded(beginning):
+            first = await team.failure()
         if first is not None:
             raise first from error
         raise
+
+
+def _succeeded(future: asyncio.Future[str]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def written_fragment(

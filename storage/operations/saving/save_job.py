@@ -85,6 +85,8 @@ class SaveJob:
     """When the save must have been committed or failed."""
     compression: Compression | None = None
     """Storage format of images; the same on all ranks."""
+    overwrite: bool = True
+    """Whether an existing checkpoint may be replaced; the same on all ranks."""
     keeping: Keeping | None = None
     """Set if the save goes through a keeper; None: this process writes to storage."""
     admit: Admit | None = None

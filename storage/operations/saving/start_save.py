@@ -235,6 +235,7 @@ class _RunningSave:
             plans=_plans,
             deadline=self._deadline,
             compression=options.compression,
+            overwrite=options.overwrite,
             keeping=keeping,
         )
         self._queued = Queued.now(devices)  # the work that devices have pending

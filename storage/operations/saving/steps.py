@@ -27,6 +27,7 @@ from ...ranks.team import Team
 from ...runtime.engine import offload
 from ...state.plan import plan_save
 from ..rounds import DIVIDE, Boxes, Division, FragmentCodec, commit_round
+from .plan_leader import check_same
 from .save import written_fragment
 from .save_job import SaveJob
 
@@ -46,17 +47,22 @@ async def write_image(driver: Driver, attempt: Attempt, rank: int, job: SaveJob)
     return written_fragment(attempt, job, plan, written, rank)
 
 
-async def divide(team: Team, driver: Driver, nbytes: Mapping[str, int]) -> Division:
+async def divide(
+    team: Team, driver: Driver, nbytes: Mapping[str, int], *, overwrite: bool = True
+) -> Division:
     """Begin an attempt, and assign boxes that several ranks have, balancing the bytes per rank.
     Every rank calls this; ``nbytes`` are the sizes of its boxes, by names that are equal on all
-    ranks. Raises StorageError, RankFailedError and DeadlineError."""
+    ranks. Raises UsageError if ``overwrite`` differs between ranks, StorageError, RankFailedError,
+    DeadlineError, and ExistsError as :func:`...protocol.commit.begin`."""
 
     async def decide(statements: Sequence[Boxes]) -> Division:
+        check_same("overwrite", [statement.overwrite for statement in statements])
         writers = _dealt_out([statement.nbytes for statement in statements])
-        return Division((await begin(driver)).id, time.time(), writers)
+        attempt = await begin(driver, overwrite=overwrite)
+        return Division(attempt.id, time.time(), writers)
 
     async with team.session():
-        return await team.round(DIVIDE, Boxes(dict(nbytes)), decide)
+        return await team.round(DIVIDE, Boxes(dict(nbytes), overwrite), decide)
 
 
 def _dealt_out(nbytes: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -83,15 +89,18 @@ async def commit_together(
     fragment: Fragment,
     merged: Callable[[Sequence[Fragment]], Sequence[Fragment]],
     compression: Compression | None = None,
+    *,
+    overwrite: bool = True,
 ) -> None:
-    """Send this rank's fragment to the leader, which commits ``merged`` of all fragments."""
+    """Send this rank's fragment to the leader, which commits ``merged`` of all fragments. Raises as
+    :func:`...protocol.commit.commit_attempt`, RankFailedError and DeadlineError."""
     attempt = Attempt(fragment.head[0])
     has_all = False
 
     async def decide(fragments: Sequence[Fragment]) -> Nothing:
         nonlocal has_all
         has_all = True
-        await commit_attempt(driver, attempt, merged(fragments), compression)
+        await commit_attempt(driver, attempt, merged(fragments), compression, overwrite=overwrite)
         return Nothing()
 
     try:
