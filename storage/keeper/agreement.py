@@ -224,10 +224,10 @@ class Agreement:
 
     async def _unheard(self, problem: str) -> None:
         """Tell the trainers that pending votes and flushes fail because the leader is unreachable.
-        The votes stay, since the leader may still count them."""
+        Both stay, since this leader or the next one may still need them."""
         for id in sorted(self._votes):
             await self._tell(Voided(id, problem))
-        await self.writing.fail_parts(problem)
+        await self.writing.unheard(problem)
 
     def _settled(self, standing: Standing, agreed: Collection[GenerationId]) -> list[GenerationId]:
         """Return the undecided generations whose outcome the leader has already forgotten, because

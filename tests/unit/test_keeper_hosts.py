@@ -35,7 +35,7 @@ from holdfast.storage.arenas.messages import (
     Rebuild,
 )
 from holdfast.storage.arenas.sockets import connected, listening
-from holdfast.storage.keeper import reading, slot_memory
+from holdfast.storage.keeper import reading, reporting, slot_memory
 from holdfast.storage.keeper.decisions.choice import Choice
 from holdfast.storage.keeper.decisions.standing import Report
 from holdfast.storage.keeper.slot_memory import PooledSlot
@@ -241,6 +241,34 @@ async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_
         assert isinstance(event, FlushFailed)
         assert event.text.startswith("some images of this step are no longer in memory")
         assert pinned(job.hosts["b"].keeper.pool.generations) == []
+
+
+@asynchronous
+async def test_a_flush_outlives_the_silence_of_the_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper tells its trainers that the flush has failed, but still writes its part once the
+    leader answers. Otherwise a step that the leader's trainers wait for would never be durable."""
+    flush = Flush(1, str(tmp_path / "c"))
+    async with kept_hosts("off", [0], [1]) as job:
+        with FaultProxy(("127.0.0.1", job.hosts["a"].port)) as proxy:
+            job.hosts["a"].keeper.serves_at(proxy.endpoint.removeprefix("http://"), TOKEN)
+            await job.enter()
+            assert await job.hosts["b"].arenas[1].flush(flush)
+            leading, following = await job.step(1)
+            monkeypatch.setattr(reporting, "UNHEARD_S", 0.0)
+            proxy.faults = Faults(refuse=True)
+            proxy.cut_all()
+            event = await following.until(FlushFailed)
+            assert isinstance(event, FlushFailed)
+            assert event.final
+            assert event.text == "the lead keeper has stopped answering"
+            monkeypatch.undo()
+            proxy.faults = Faults()
+            assert await job.hosts["a"].arenas[0].flush(flush)
+            await leading.until((Durable, FlushFailed))
+            assert Durable in kinds(leading)
+            await until(lambda: not pinned(job.hosts["b"].keeper.pool.generations), "it is pinned")
 
 
 @asynchronous

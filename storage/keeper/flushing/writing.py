@@ -227,10 +227,10 @@ class Writing:
             self.written = written
             await self._reporting.tell()
 
-    async def fail_parts(self, problem: str) -> None:
-        """Fail the parts that wait for an unreachable leader."""
-        self._order = None
-        await self._fail_parts(sorted(self._parts), problem)
+    async def unheard(self, problem: str) -> None:
+        """Tell the trainers that the parts which wait for an unreachable leader have failed. The
+        parts stay: another leader may still order them, and cannot finish without."""
+        await self._fail(sorted(self._parts), problem)
 
     async def _tell_end(self, ended: FlushEnd) -> None:
         self._counters.flushed += not ended.problem
