@@ -503,6 +503,7 @@ class Keeper:
         number = self.pool.in_use_already(
             label.nbytes, partial(self._generations.adopt, trainer.number, *of_image)
         )
+        self._close_unheld()
         if isinstance(number, Refusal):
             memory.close()
             if number.reason is Reason.DUPLICATE:  # this keeper lived, only the connection was lost

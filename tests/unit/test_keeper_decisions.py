@@ -82,7 +82,7 @@ def agreed(generations: Generations, step: int) -> int:
     return slot
 
 
-def reason(answer: Grant | Refusal) -> Reason:
+def reason(answer: Grant | Refusal | int) -> Reason:
     """Return the reason of a refusal."""
     assert isinstance(answer, Refusal), answer
     return answer.reason
@@ -117,6 +117,22 @@ def test_too_little_memory_is_refused_with_the_sum() -> None:
     assert answer.text.startswith("3 images of 100 B for 2 ranks take 600 B")
     assert generations.slots == set()
     granted(entered(A, B, budget=6 * SIZE), A, 1, 2)
+
+
+def test_an_image_that_is_handed_over_displaces_older_ones() -> None:
+    """Trainers also hand over images that the previous keeper had discarded. Images that may be
+    needed stay. If there is no room, nobody waits for the image."""
+    generations = entered(A, B, budget=3 * SIZE)
+    for step in (1, 2, 3):
+        assert isinstance(generations.adopt(A, id(step), 0, 2, SIZE), int)
+    assert generations.agreed(id(3))
+    assert isinstance(generations.adopt(B, id(3), 1, 2, SIZE), int)
+    assert [held.generation.step for held in generations.restorable()] == [3, 2]
+    assert isinstance(generations.adopt(B, id(4), 1, 2, SIZE), int)
+    assert [held.generation.step for held in generations.restorable()] == [4, 3]
+    assert not generations.will_not_come(id(4))
+    assert reason(generations.adopt(A, id(4), 0, 2, SIZE)) is Reason.NO_MEMORY
+    assert generations.will_not_come(id(4))
 
 
 def test_no_rank_has_a_third_slot_while_another_has_no_second() -> None:

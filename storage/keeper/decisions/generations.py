@@ -304,10 +304,11 @@ class Generations:
     def _of_rank(self, rank: int) -> dict[int, Slot]:
         return {number: slot for number, slot in self._slots.items() if slot.rank == rank}
 
-    def _by_loss(self, rank: int) -> list[int]:
-        mine = self._of_rank(rank)
-        usable = [number for number, slot in mine.items() if self._may_be_filled(slot)]
-        return sorted(usable, key=lambda number: mine[number].generation or GenerationId(-1, -1))
+    def _by_loss(self, rank: int | None = None) -> list[int]:
+        """Return the slots of ``rank``, or of all ranks, that may be overwritten, oldest first."""
+        slots = self._slots if rank is None else self._of_rank(rank)
+        usable = [number for number, slot in slots.items() if self._may_be_filled(slot)]
+        return sorted(usable, key=lambda number: slots[number].order)
 
     def _may_be_filled(self, slot: Slot) -> bool:
         if not slot.made or slot.content not in (Content.FREE, Content.SEALED):
@@ -530,10 +531,11 @@ class Generations:
         self, client: int, id: GenerationId, rank: int, world: int, nbytes: int
     ) -> int | Refusal:
         """Return a slot for a sealed image of this epoch that ``client`` has kept from a dead
-        keeper. Images of older epochs are refused: this keeper cannot know which of their steps a
-        resume dropped."""
+        keeper, after freeing older ones if memory is short: that keeper may have discarded them.
+        Images of older epochs are refused, since a resume may have dropped their steps."""
         if id.epoch != self.epoch or self._epochs.get(client) != self.epoch:
             return Refusal(Reason.STALE_EPOCH, f"this is epoch {self.epoch}")
+        self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
         for number, slot in self._slots.items():
             if slot.generation == id and slot.rank == rank:
                 if slot.outlived and slot.nbytes == nbytes:
@@ -541,12 +543,12 @@ class Generations:
                     # has it mapped.
                     slot.outlived = False
                     slot.mappers.add(client)
-                    self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
                     return number
                 return Refusal(Reason.DUPLICATE, f"step {id.step} of rank {rank} is already held")
-        added = self._add_sealed(Slot(rank, nbytes, Content.SEALED, id, mappers={client}), world)
-        if not isinstance(added, Refusal):
-            self._newest_step[rank] = max(self._newest_step.get(rank, -1), id.step)
+        adopted = Slot(rank, nbytes, Content.SEALED, id, mappers={client})
+        older = [n for n in self._by_loss() if self._slots[n].order < id]
+        while isinstance(added := self._add_sealed(adopted, world), Refusal) and older:
+            self._remove([older.pop(0)])
         return added
 
     def recall(

@@ -70,6 +70,11 @@ class Slot:
     """True if its memory outlived a keeper. Unknown processes may have it mapped, so it is never
     filled again."""
 
+    @property
+    def order(self) -> GenerationId:
+        """The generation, or one before all others if the slot is free."""
+        return self.generation or GenerationId(-1, -1)
+
     def empty(self) -> None:
         """Mark the slot as free."""
         self.content = Content.FREE

@@ -414,6 +414,7 @@ class HostKeeper:
         number = self.generations.adopt(
             trainer.client, label.generation, label.rank, label.world, label.nbytes
         )
+        self.forget_unheld()
         if isinstance(number, Refusal):
             return number.reason is Reason.DUPLICATE
         self.slots[number] = Slot(memory, label, encoded)
