@@ -184,9 +184,10 @@ def awaited(
     if not unheard:
         return False
     listens = any(one.listens for one in unheard)
-    # The keepers of the newest epoch know each other, and all steps that are agreed, unless they
-    # have restarted without memory.
-    newest_known = any(
+    # The keepers of the newest epoch know each other, and all steps that were agreed in it, unless
+    # they have restarted without memory. They may not know of the step that it began from.
+    _, began_from = epochs.begun[-1] if epochs.begun else (-1, -1)
+    newest_known = (began_from <= newest or not allows(began_from)) and any(
         stock.inventory.epoch >= epochs.newest
         and stock.inventory.hosts
         and any(held.agreed for held in stock.inventory.generations)

@@ -498,6 +498,17 @@ def test_a_host_whose_contents_nobody_knows_is_waited_for() -> None:
     assert not awaited([fresh], [], -1, BEGUN, in_memory=False)
 
 
+def test_a_host_that_may_have_what_the_newest_epoch_began_from_is_waited_for() -> None:
+    """Before a step of that epoch is agreed, only the host that held it may know of it."""
+    resumed = Epochs(((1, 5),))
+    known = stocks(4, None)["a"]
+    heard = [replace(known, inventory=replace(known.inventory, epoch=1))]
+    silent = [Unheard(KeeperHost("d", "d"), True)]
+    assert awaited(heard, silent, 4, resumed, in_memory=True)
+    assert not awaited(heard, silent, 5, resumed, in_memory=False)
+    assert not awaited(heard, silent, 4, resumed, in_memory=True, allows=lambda step: step < 5)
+
+
 # Size.
 
 
