@@ -8,7 +8,8 @@ result is a Holdfast checkpoint like any other, and any Holdfast checkpoint can 
 
 Values are stored without pickle. DCP's planners exchange values in the form of ``torch.save``, so
 the reader serializes each decoded value for the planner. That form is never read from storage,
-except for values that were saved as opaque.
+except for values that were saved as opaque, and in folders that DCP's own writer has saved
+(:mod:`.stock`).
 """
 
 from __future__ import annotations

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import uuid
 
 from ....drivers.uri import parse
 from ....errors import HoldfastError
 from ...operations.location import UriLike
 
-__all__ = ["AtUri"]
+__all__ = ["AtUri", "new_id"]
+
+
+def new_id() -> str:
+    """Return the id of a new save or load, for DCP's metadata and logs."""
+    return str(uuid.uuid4())
 
 
 class AtUri:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
-from ....errors import DamagedError, MismatchError, ReplacedError, StateError
+from ....errors import (
+    DamagedError,
+    MismatchError,
+    NotACheckpointError,
+    NotFoundError,
+    ReplacedError,
+    StateError,
+)
 from ....planner.box import Box
 from ....planner.layout import box_layout
 from ...format.manifest import Manifest
@@ -31,7 +39,8 @@ from ...runtime.engine import offload, run
 from ...state.capture.lazy import fence
 from ...state.dtypes import dtype_name
 from ...state.filling.targets import Wanted
-from .at_uri import AtUri
+from .at_uri import AtUri, new_id
+from .stock import StockReader
 
 __all__ = ["HoldfastReader"]
 
@@ -45,6 +54,13 @@ class HoldfastReader(AtUri, StorageReader):
     StateError, because unpickling them runs code from the checkpoint; with ``allow_opaque`` they
     are passed to the planner, which unpickles them. ``storage_options`` and ``budget_nbytes`` as in
     :func:`~holdfast.load`.
+
+    A folder that DCP's own writer has saved is read by DCP's own reader, from any storage, without
+    verification and without limit to host memory. Its pickles raise StateError unless
+    ``weights_only=True`` of :func:`torch.load` accepts them; with ``allow_opaque`` they are
+    unpickled.
+
+    ``load_id`` identifies the load in DCP's metadata.
     """
 
     def __init__(
@@ -63,27 +79,49 @@ class HoldfastReader(AtUri, StorageReader):
         self._storage_options = dict(storage_options or {})
         self._budget_nbytes = budget_nbytes
         self._contents: Contents | None = None
+        self._stock: StockReader | None = None
+        self.load_id = new_id()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load of ``checkpoint_id``, if given."""
         super().reset(checkpoint_id)
         self._contents = None
+        self._stock = None
+        self.load_id = new_id()
 
-    def read_metadata(self, *args: object, **ignored: object) -> Metadata:
-        """Return the metadata of the checkpoint.
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Return the metadata of the checkpoint, or of a folder that DCP's own writer has saved.
 
-        Raises NotACheckpointError, DamagedError, StorageError.
+        Raises NotACheckpointError, DamagedError, ReplacedError, StateError, StorageError.
         """
-        self._contents = Contents(run(self._manifest()), current_rank())
-        return self._contents.metadata(printed_uri(self._uri))
+        try:
+            manifest = run(self._manifest())
+        except NotACheckpointError:
+            with contextlib.suppress(NotFoundError):
+                return self._stock_metadata(**kwargs)
+            raise
+        if kwargs:
+            # DCP gives the rank when it has failed to read metadata of all ranks. This rank would
+            # load without collectives, and the others with them.
+            raise ReplacedError(
+                "the metadata could be read only at the second try",
+                uri=printed_uri(self._uri),
+                advice="Load again.",
+            )
+        self._contents = Contents(manifest, current_rank())
+        return self._contents.metadata(StorageMeta(self._uri, manifest.attempt, self.load_id))
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: object, **ignored: object
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
-        """Do nothing: the metadata read before is kept."""
+        """Record the metadata of a folder of DCP's own writer; other metadata is kept already."""
+        if self._stock is not None:
+            self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Record in the plan which attempt it is for. Raises StateError for opaque values."""
+        if self._stock is not None:
+            return plan
         contents = self._known_contents()
         for item in plan.items:
             name = item.storage_index.fqn
@@ -111,6 +149,8 @@ class HoldfastReader(AtUri, StorageReader):
         Raises MismatchError before anything is read; DamagedError, ReplacedError, StorageError.
         """
         fence()
+        if self._stock is not None:
+            return self._stock.read_data(plan, planner)
         contents = self._known_contents()
         wanted = Wanted()
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
@@ -157,6 +197,13 @@ class HoldfastReader(AtUri, StorageReader):
         offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
         layout = box_layout(contents.manifest.tensors.shape_of(row), Box(offsets, lengths))
         wanted.add_held(row, target, layout, name)
+
+    def _stock_metadata(self, **kwargs: object) -> Metadata:
+        stock = StockReader(self._driver, trusted=self._allow_opaque)
+        stock.load_id = self.load_id
+        metadata = stock.read_metadata(**kwargs)
+        self._stock = stock
+        return metadata
 
     async def _manifest(self) -> Manifest:
         async with closing(self._driver()) as driver:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -16,6 +18,7 @@ from torch.futures import Future
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....errors import SaveError, UsageError
+from ...format.dcp_metadata import DCP_METADATA_KEY
 from ...format.fragment import Fragment, Group, decode_fragment
 from ...format.packed import Compression, checked_compression
 from ...format.tree import ROOT, ByRank
@@ -27,14 +30,14 @@ from ...operations.saving.save_job import SaveJob
 from ...operations.saving.steps import commit_together, divide, write_image
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
-from ...protocol.commit import begin, commit_attempt
+from ...protocol.commit import begin, commit_attempt, refuse_existing
 from ...ranks.calls import Call
 from ...ranks.process_group import current_rank, current_team, current_world
 from ...ranks.team import Team
 from ...runtime.engine import offload, run
 from ...state.device import Queued, devices_of
 from ...state.flat_state import FlatState
-from .at_uri import AtUri
+from .at_uri import AtUri, new_id
 from .pieces import flat_state_of
 
 __all__ = ["HoldfastWriter"]
@@ -55,6 +58,9 @@ class HoldfastWriter(AtUri, StorageWriter):
     ``checkpoint_id`` in the call takes precedence. DCP's coordinator begins an attempt, all ranks
     write their images, and the coordinator commits atomically in ``finish``, once all images are
     durable. A failed save changes nothing.
+
+    With ``overwrite=False`` a save raises ExistsError if there is a checkpoint, also one of DCP's
+    own writer: before anything is written, and again at the commit. All ranks give the same value.
 
     Values are stored without pickle, as by :func:`~holdfast.save`. A value that cannot be stored
     raises StateError with its name, before this rank writes anything; with ``allow_opaque`` the
@@ -77,6 +83,7 @@ class HoldfastWriter(AtUri, StorageWriter):
         storage_options: Mapping[str, object] | None = None,
         budget_nbytes: int = BUDGET_NBYTES,
         compression: Compression | None = None,
+        overwrite: bool = True,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         check_budget(budget_nbytes)
@@ -86,14 +93,21 @@ class HoldfastWriter(AtUri, StorageWriter):
         self._storage_options = dict(storage_options or {})
         self._budget_nbytes = budget_nbytes
         self._compression = checked_compression(compression)
+        self._overwrite = overwrite
         self._deadline_s = deadline_s
+        self.save_id = new_id()
         self._is_coordinator = False
         self._meets = False
         """True if the ranks coordinate without DCP."""
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save of ``checkpoint_id``, if given."""
+        super().reset(checkpoint_id)
+        self.save_id = new_id()
+
     def storage_meta(self) -> StorageMeta:
-        """Return the location of the checkpoint."""
-        return StorageMeta(checkpoint_id=printed_uri(self._uri))
+        """Return the location of the checkpoint, and the id of the save."""
+        return StorageMeta(self._uri, self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Record the role of this rank.
@@ -110,7 +124,11 @@ class HoldfastWriter(AtUri, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
+        """Return the plan unchanged. With ``overwrite=False`` raises ExistsError for a folder that
+        DCP's own writer has saved.
+        """
+        if not self._overwrite:
+            run(self._refuse_stock())
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -126,7 +144,9 @@ class HoldfastWriter(AtUri, StorageWriter):
         attempt = ""
         if world > 1:
             attempt = run(self._begin(world)).id
-        tasks = [_Task(uri, attempt, rank, world, time.time()) for rank in range(world)]
+        tasks = [
+            _Task(uri, attempt, rank, world, time.time(), self._overwrite) for rank in range(world)
+        ]
         tasks[_COORDINATOR].deliver()  # without peers, no task is unpickled
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
@@ -161,10 +181,11 @@ class HoldfastWriter(AtUri, StorageWriter):
         if self._meets:
             team = self._team(_COMMIT)
         run(self._commit(team, fragments))
+        self.save_id = fragments[0].head[0]  # as it can be read from the checkpoint
         metadata.storage_meta = self.storage_meta()
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> Fragment:
-        task = _Task.delivered(printed_uri(self._uri))
+        task = _Task.delivered(printed_uri(self._uri), self._overwrite)
         flat = flat_state_of(plan, planner, task.world, allow_opaque=self._allow_opaque)
         queued = Queued.now(devices_of(flat.locals))
         step = self._step
@@ -182,7 +203,12 @@ class HoldfastWriter(AtUri, StorageWriter):
         sizes = [item.tensor_storage_size() or 1 for item in plan.items]
         division = run(self._divide(team, dict(zip(names, sizes, strict=True))))
         task = _Task(
-            printed_uri(self._uri), division.attempt, team.rank, team.world, division.created_s
+            printed_uri(self._uri),
+            division.attempt,
+            team.rank,
+            team.world,
+            division.created_s,
+            self._overwrite,
         )
         task.deliver()
         items = [
@@ -206,11 +232,16 @@ class HoldfastWriter(AtUri, StorageWriter):
 
     async def _divide(self, team: Team, nbytes: Mapping[str, int]) -> Division:
         async with closing(self._driver(team.world)) as driver:
-            return await divide(team, driver, nbytes)
+            return await divide(team, driver, nbytes, overwrite=self._overwrite)
+
+    async def _refuse_stock(self) -> None:
+        async with closing(self._driver(current_world())) as driver:
+            await refuse_existing(driver, DCP_METADATA_KEY)
+            await refuse_existing(driver, f"__0{DCP_METADATA_KEY}")  # saved without collectives
 
     async def _begin(self, world: int) -> Attempt:
         async with closing(self._driver(world)) as driver:
-            return await begin(driver)
+            return await begin(driver, overwrite=self._overwrite)
 
     async def _write(self, task: _Task, job: SaveJob, queued: Queued) -> Fragment:
         async with closing(self._driver(task.world)) as driver:
@@ -219,7 +250,7 @@ class HoldfastWriter(AtUri, StorageWriter):
             if task.attempt:
                 attempt = Attempt(task.attempt)
             else:
-                attempt = await begin(driver)
+                attempt = await begin(driver, overwrite=self._overwrite)
             try:
                 return await write_image(driver, attempt, task.rank, job)
             except BaseException:
@@ -231,10 +262,23 @@ class HoldfastWriter(AtUri, StorageWriter):
         async with closing(self._driver(len(fragments))) as driver:
             if team is not None:
                 (own,) = fragments
-                await commit_together(team, driver, own, _for_all_ranks, self._compression)
+                await commit_together(
+                    team,
+                    driver,
+                    own,
+                    _for_all_ranks,
+                    self._compression,
+                    overwrite=self._overwrite,
+                )
                 return
             attempt = Attempt(fragments[0].head[0])
-            await commit_attempt(driver, attempt, _for_all_ranks(fragments), self._compression)
+            await commit_attempt(
+                driver,
+                attempt,
+                _for_all_ranks(fragments),
+                self._compression,
+                overwrite=self._overwrite,
+            )
 
     def _driver(self, world: int) -> Driver:
         return open_driver(self._uri, world, **self._storage_options)
@@ -255,6 +299,7 @@ class _Task:
     rank: int
     world: int
     created_s: float
+    overwrite: bool
 
     def __reduce__(self) -> tuple[Callable[..., _Task], tuple[object, ...]]:
         return _arriving, astuple(self)
@@ -264,10 +309,11 @@ class _Task:
         _arrived.task = self
 
     @classmethod
-    def delivered(cls, uri: str) -> _Task:
+    def delivered(cls, uri: str, overwrite: bool) -> _Task:
         """Return the task that has arrived for a save to ``uri``.
 
-        Raises SaveError if none has arrived, UsageError if the coordinator saves elsewhere.
+        Raises SaveError if none has arrived, UsageError if the coordinator saves elsewhere or with
+        another value of ``overwrite``.
         """
         task: _Task | None = _arrived.__dict__.pop("task", None)
         if task is None:
@@ -280,11 +326,17 @@ class _Task:
             raise UsageError(
                 f"rank {task.rank} saves to {uri}, the coordinator to {task.uri}", rank=task.rank
             )
+        if task.overwrite != overwrite:
+            raise UsageError(
+                f"rank {task.rank} saves with overwrite={overwrite}, the coordinator with "
+                f"{task.overwrite}",
+                rank=task.rank,
+            )
         return task
 
 
-def _arriving(uri: str, attempt: str, rank: int, world: int, created_s: float) -> _Task:
-    task = _Task(uri, attempt, rank, world, created_s)
+def _arriving(*fields: Any) -> _Task:
+    task = _Task(*fields)
     task.deliver()
     return task
 

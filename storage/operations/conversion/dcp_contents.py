@@ -87,7 +87,7 @@ class Contents:
         self.paths: Mapping[str, Path] = {name: item.path for name, item in self._items.items()}
         """The keys that lead to each item in the state, by item name."""
 
-    def metadata(self, uri: str) -> Metadata:
+    def metadata(self, storage_meta: StorageMeta) -> Metadata:
         """Return the metadata from which DCP plans a load.
 
         Every tensor is a single chunk, however it is stored: Holdfast finds the stored boxes
@@ -96,7 +96,7 @@ class Contents:
         return Metadata(
             {name: self._metadata_of(item) for name, item in self._items.items()},
             planner_data=dict(self.paths),
-            storage_meta=StorageMeta(checkpoint_id=uri, load_id=self.manifest.attempt),
+            storage_meta=storage_meta,
         )
 
     def is_tensor(self, name: str) -> bool:
