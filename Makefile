@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-keeper unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old frameworks docs docs-serve clean
+.PHONY: help setup demo demo-keeper unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old torch-dcp frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -89,6 +89,11 @@ $(TORCH_OLD_ENV)/.ready: pyproject.toml constraints.txt | $(READY)
 	@$(TORCH_OLD_ENV)/bin/pip install -qq -c $(TORCH_OLD_ENV)/constraints.txt setuptools
 	@$(TORCH_OLD_ENV)/bin/pip install -qq --no-build-isolation -c $(TORCH_OLD_ENV)/constraints.txt $(EDITABLE) '.[dev]'
 	@touch $@
+
+# No package has these tests: they come from a checkout of PyTorch's repository, at the tag of the torch in constraints.txt.
+torch-dcp: $(READY)  ## PyTorch's own tests of DCP, with its writer and with ours: make torch-dcp PYTORCH=~/pytorch
+	@$(BIN)/pip install -qq expecttest
+	@$(BIN)/python tests/support/pytorch_dcp/run.py $(PYTORCH)/test/distributed/checkpoint
 
 # The trainers that storage/integrations serves, in an environment of its own: `make setup` stays as fast as it is.
 FRAMEWORKS_ENV := .venv/frameworks
