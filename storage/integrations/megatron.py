@@ -18,7 +18,7 @@ Importing this module registers the strategy that loads such folders with Megatr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,8 +148,7 @@ def optimizer_state(optimizer: object, model_state: ShardedStateDict) -> dict[st
         _make_moments(each)
         parts += _parts_of_optimizer(each, described)
     tensors = {str(number): part for number, part in enumerate(parts)}
-    common = {str(number): _Common(each) for number, each in enumerate(optimizers)}
-    return {"tensors": tensors, "common": common}
+    return {"tensors": tensors, "common": _Common(optimizers)}
 
 
 def _parts_of_optimizer(
@@ -238,7 +237,7 @@ def _placed(whole: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
     if isinstance(whole, ShardedTensor):
         yield whole, 0
         return
-    for part in nested_values(whole.build()):
+    for part in nested_values([whole.build()]):
         data = part.data
         inside = data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
         if not inside or not data.is_contiguous():
@@ -264,37 +263,68 @@ def _part_at(part: ShardedTensor, key: str, tensor: torch.Tensor, box: Box) -> S
 
 
 class _Common:
-    """The state of an optimizer that all ranks share: groups' hyperparameters, step, loss scale."""
+    """State that all ranks share: hyperparameters of all groups, step and loss scale."""
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[DistributedOptimizer]) -> None:
+        self._optimizers = optimizers
 
     def state_dict(self) -> dict[str, object]:
-        inner = self._optimizer.optimizer
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            for group in inner.param_groups
+            for group in self._groups()
         ]
         common: dict[str, object] = {"groups": groups}
-        steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
+        steps = [int(state["step"]) for state in self._states() if "step" in state]
         if steps:  # a rank of a small model may have no parameter
             common["step"] = max(steps)
-        if self._optimizer.grad_scaler is not None:
-            common["scaler"] = self._optimizer.grad_scaler.state_dict()
+        for scaler in self._scalers():
+            common["scaler"] = scaler.state_dict()
         return common
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        inner = self._optimizer.optimizer
-        groups = state_dict["groups"]
-        if len(groups) != len(inner.param_groups):
+        stored, present = _by_place(state_dict["groups"]), _by_place(self._groups())
+        if {place[:2] for place in stored} != {place[:2] for place in present}:
             raise MismatchError(
-                f"an optimizer has {len(inner.param_groups)} parameter groups, and "
-                f"{len(groups)} in the checkpoint"
+                f"the optimizer and the checkpoint have other parameter groups, by {_KIND} and "
+                f"whether they hold experts: {list(present)} and {list(stored)}"
             )
-        for group, stored in zip(inner.param_groups, groups, strict=True):
-            group.update(stored)
-        for state in inner.state.values():
+        for (kind, number, is_expert), group in present.items():
+            others = stored.get((kind, number, not is_expert), {})
+            found = stored.get((kind, number, is_expert), others)
+            group.update(found, is_expert_parallel=is_expert)
+        for state in self._states():
             if "step" in state:
                 state["step"] = torch.full_like(state["step"], state_dict["step"])
-        if self._optimizer.grad_scaler is not None and "scaler" in state_dict:
-            self._optimizer.grad_scaler.load_state_dict(state_dict["scaler"])
+        for scaler in self._scalers():
+            if "scaler" in state_dict:
+                scaler.load_state_dict(state_dict["scaler"])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._optimizers for group in each.optimizer.param_groups]
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [state for each in self._optimizers for state in each.optimizer.state.values()]
+
+    def _scalers(self) -> list[Any]:
+        scalers = [each.grad_scaler for each in self._optimizers]
+        return [scaler for scaler in scalers if scaler is not None]
+
+
+_KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""Options that tell parameter groups apart, besides whether they hold experts."""
+
+_Place = tuple[tuple[object, ...], int, bool]
+
+
+def _by_place(groups: Iterable[dict[str, Any]]) -> dict[_Place, dict[str, Any]]:
+    """Return parameter groups by kind, number within that kind, and whether they hold experts.
+
+    Megatron forms separate groups of experts if these are divided over ranks, and only then.
+    """
+    placed: dict[_Place, dict[str, Any]] = {}
+    for group in groups:
+        kind = tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
+        is_expert = bool(group.get("is_expert_parallel"))
+        number = sum(each[0] == kind and each[2] == is_expert for each in placed)
+        placed[kind, number, is_expert] = group
+    return placed

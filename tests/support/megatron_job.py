@@ -30,6 +30,7 @@ from .megatron_on_cpu import cuda_is_cpu
 BATCH = 4
 LENGTH = 8
 LEARNING_RATE = 1e-2
+EXPERTS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Layout:
     pipeline: int = 1
     dtype: torch.dtype = torch.float32
     vocabulary: int = 34
+    experts: str = ""
+    """"": a dense model; "sequential", "grouped": the implementation of its experts."""
+    expert: int = 1
+    expert_tensor: int = 1
 
 
 class Job:
@@ -48,7 +53,12 @@ class Job:
 
     def __init__(self, layout: Layout, seed: int) -> None:
         cuda_is_cpu()
-        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+        )
         torch.manual_seed(seed)
         config = _config(layout)
         self.model = _model(config, layout)
@@ -131,13 +141,28 @@ def _config(layout: Layout) -> TransformerConfig:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         batch_p2p_comm=False,
+        **(_of_experts(layout) if layout.experts else {}),
     )
+
+
+def _of_experts(layout: Layout) -> dict[str, Any]:
+    return {
+        "num_moe_experts": EXPERTS,
+        "moe_ffn_hidden_size": 32,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": layout.experts == "grouped",
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.tensor > 1,
+    }
 
 
 def _model(config: TransformerConfig, layout: Layout) -> GPTModel:
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(EXPERTS if layout.experts else None, layout.experts == "grouped"),
         vocab_size=layout.vocabulary,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -265,6 +290,12 @@ def refusals(layout: Layout, uri: str) -> dict[str, str]:
             ),
         }
         return {name: raised(call) for name, call in tries.items()}
+
+
+def refusal_of_grouped_experts(layout: Layout) -> str:
+    """Return the error for the optimizer of experts that share one weight."""
+    with Job(layout, seed=1) as job:
+        return raised(job.state)
 
 
 def raised(call: Callable[[], object]) -> str:

@@ -7,14 +7,18 @@ replaced: layouts, buffers and optimizers are Megatron's own.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import torch_norm
+from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 from torch.overrides import TorchFunctionMode
 
 _TYPES = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor")
@@ -56,10 +60,27 @@ def cuda_is_cpu() -> None:
     for name, stand_in in replaced.items():
         setattr(torch.cuda, name, stand_in)
     torch.tensor = _on_host(torch.tensor)
+    grouped_gemm_util.grouped_gemm = SimpleNamespace()  # to build modules
+    moe_utils.te_general_gemm = None  # left undefined without Transformer Engine
+    torch_norm.WrappedTorchNorm.__new__ = _of_a_sequence(torch_norm.WrappedTorchNorm.__new__)
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # without dropout
     DistributedOptimizer._set_main_param_and_optimizer_states = _with_step(
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
+
+
+def _of_a_sequence(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch's norms work under sequence parallelism, as Transformer Engine's do."""
+
+    def made(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = function(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return made
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:

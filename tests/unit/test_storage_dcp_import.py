@@ -317,15 +317,18 @@ def test_common_state_is_imported(tmp_path: Path) -> None:
         "iteration": 7,
         "scheduler": {"steps": [1, 2], "none": {}},
         "scale": torch.tensor([2.0, 3.0]),
-        "optim": {"common": {"0": {"groups": [GROUP], "step": 3, "scaler": {"scale": 4.0}}}},
+        "optim": {"common": {"groups": [GROUP], "step": 3, "scaler": {"scale": 4.0}}},
     }
     assert difference(expected, imported(megatron_folder(tmp_path, common))) is None
 
 
 def test_chain_of_optimizers(tmp_path: Path) -> None:
-    """Chained optimizers are imported by number."""
-    folder = megatron_folder(tmp_path, {"optimizer": {0: optimizer(), 1: optimizer()}})
-    assert sorted(imported(folder)["optim"]["common"]) == ["0", "1"]
+    """The groups of chained optimizers are imported as one list."""
+    experts = optimizer(optimizer={"param_groups": [GROUP | {"is_expert_parallel": True}]})
+    folder = megatron_folder(tmp_path, {"optimizer": {0: optimizer(), 1: experts}})
+    common = imported(folder)["optim"]["common"]
+    assert [group.get("is_expert_parallel") for group in common["groups"]] == [None, True]
+    assert common["step"] == 3
 
 
 @pytest.mark.parametrize("step", [math.inf, math.nan, 2.5, None])
@@ -333,7 +336,7 @@ def test_a_step_that_is_no_whole_number_is_ignored(tmp_path: Path, step: float |
     """Only the other groups' step counts, and the group itself is unchanged."""
     groups = [GROUP, GROUP | {"step": step}]
     common = {"optimizer": optimizer(optimizer={"param_groups": groups})}
-    found = imported(megatron_folder(tmp_path, common))["optim"]["common"]["0"]
+    found = imported(megatron_folder(tmp_path, common))["optim"]["common"]
     assert found["step"] == 3
     assert difference(groups, found["groups"]) is None
 

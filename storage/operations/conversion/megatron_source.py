@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ....drivers.contract import Driver
 from ...format.torch_pickle import StoredTensor, Value, leaves
@@ -132,13 +132,16 @@ def _with_optimizer(common: Mapping[str, Value]) -> Mapping[str, Value]:
     if not isinstance(states, dict) or "optim" in common:
         return common
     taken = [_of_optimizer(state) for state in states.values()]
-    if None in taken:
+    found = [each for each in taken if each is not None]
+    if len(found) < len(taken):
         return common
     rest = {key: item for key, item in common.items() if key != "optimizer"}
-    return {**rest, "optim": {"common": {str(number): each for number, each in enumerate(taken)}}}
+    groups = [group for each in found for group in each["groups"]]
+    merged = {key: item for each in found for key, item in each.items()}
+    return {**rest, "optim": {"common": merged | {"groups": groups}}}
 
 
-def _of_optimizer(state: Value) -> Mapping[str, Value] | None:
+def _of_optimizer(state: Value) -> dict[str, Any] | None:
     """Return groups, step and loss scale of a distributed optimizer; None for anything else."""
     if not isinstance(state, dict) or state.get("param_state_sharding_type") != _RESHARDABLE:
         return None
@@ -146,7 +149,7 @@ def _of_optimizer(state: Value) -> Mapping[str, Value] | None:
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return None
-    taken: dict[str, Value] = {"groups": groups}
+    taken: dict[str, Any] = {"groups": groups}
     steps = {step for group in groups if _is_count(step := group.get("step"))}
     if len(steps) == 1:
         taken["step"] = int(steps.pop())
