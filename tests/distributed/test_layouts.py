@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from support.bits import difference
 from support.jobs import fsdp_evaluated, fsdp_load, fsdp_save, fsdp_tied, fsdp_train, one_memory
 from support.rank_processes import RankProcesses
-from support.rank_tasks import load_around, save_around
+from support.rank_tasks import expert_state, load_around, save_around
 
 import holdfast
 
@@ -120,3 +121,14 @@ def test_what_lies_in_one_memory_is_tied_only_if_it_is_the_same_part(
 ) -> None:
     """Meshes in another order place the same local tensor elsewhere."""
     assert ranks.run(one_memory, str(tmp_path / "c"), world=2) == [True, True]
+
+
+def test_experts_whose_shape_is_that_of_a_group_are_loaded_into_other_groups(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """A DTensor may be a box of a larger tensor: other groups of ranks load other boxes."""
+    uri = str(tmp_path / "c")
+    ranks.run(partial(expert_state, save=True), uri, (2, 2), world=4)
+    assert torch.equal(holdfast.load(uri)["experts"], torch.arange(72.0).reshape(4, 6, 3))
+    for shape in ((4, 1), (1, 2), (2, 1)):
+        ranks.run(partial(expert_state, save=False), uri, shape, world=shape[0] * shape[1])

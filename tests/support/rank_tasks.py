@@ -467,3 +467,22 @@ def dealt_lists(uri: str) -> dict[str, list[str]]:
     state = {rule: holdfast.PerRank([], rule) for rule in RULES}
     holdfast.load(uri, into=state, strict="state")
     return {rule: per_rank.value for rule, per_rank in state.items()}
+
+
+def expert_state(uri: str, shape: tuple[int, int], *, save: bool) -> None:
+    """Save or load experts that are divided over ``shape[0]`` groups, each an FSDP mesh.
+
+    Each rank only knows a DTensor of its group's experts.
+    """
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("experts", "fsdp"))
+    whole = torch.arange(4 * 6 * 3.0).reshape(4, 6, 3)
+    mine = whole.chunk(shape[0])[mesh.get_local_rank("experts")]
+    filled = mine if save else torch.zeros_like(mine)
+    weight = distribute_tensor(filled.clone(), mesh["fsdp"], [Shard(1)])
+    start = mesh.get_local_rank("experts") * len(mine)
+    state = {"experts": holdfast.Shard(weight, shape=whole.shape, offset=(start, 0, 0))}
+    if save:
+        holdfast.save(uri, state)
+    else:
+        holdfast.load(uri, into=state)
+    assert torch.equal(weight.full_tensor(), mine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ....errors import UsageError
 from ....planner.box import Box
 from ....planner.layout import FlatLayout, MeshLayout, box_layout
+from .dtensor import DTensorAdapter, local_part
 
 # A state is recognized by the identity of its layouts. There are as many of these as parts.
 _box_layout = functools.lru_cache(maxsize=1 << 16)(box_layout)
@@ -25,7 +27,8 @@ class Shard:
     The position of the part is given by one of:
 
     ``offset``   the part is a box with the shape of ``tensor`` that begins at this index of the
-                 whole tensor
+                 whole tensor. ``tensor`` may be a DTensor, whose mesh divides the box further: the
+                 local experts of expert parallelism, sharded by FSDP2
     ``flat``     ``tensor`` has one dimension, and holds elements (start, stop) of the whole tensor
                  in row-major order: what ZeRO, FSDP1 and Megatron's optimizers hold
 
@@ -46,11 +49,6 @@ class Shard:
     ) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"a Shard of a {type(tensor).__name__}", advice="Pass a torch tensor.")
-        if isinstance(tensor, DTensor):
-            raise UsageError(
-                "a Shard of a DTensor, which already knows the part that it holds",
-                advice="Pass the DTensor as it is, or its to_local().",
-            )
         if (offset is None) == (flat is None):
             raise UsageError(
                 "a Shard is a box or a flat range", advice="Give either offset= or flat=."
@@ -58,12 +56,19 @@ class Shard:
         whole = tuple(map(int, shape))
         if any(length < 0 for length in whole):
             raise UsageError(f"a Shard of a tensor of shape {list(whole)}")
-        self.tensor = tensor
+        self.tensor = local_part(tensor) if isinstance(tensor, DTensor) else tensor
         self.layout: MeshLayout | FlatLayout
+        if flat is not None and isinstance(tensor, DTensor):
+            raise UsageError(
+                "a flat range of a DTensor, which is divided by its own mesh",
+                advice="Give offset=, or pass its to_local().",
+            )
         if flat is not None:
             self.layout = _checked_range(tensor, whole, flat)
         elif offset is not None:
             self.layout = _checked_box(tensor, whole, tuple(map(int, offset)))
+        if isinstance(tensor, DTensor):
+            self.layout = _within(tensor, self.layout)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,6 +124,14 @@ def _checked_box(
             f"{list(shape)}"
         )
     return _box_layout(shape, Box(offset, lengths))
+
+
+def _within(tensor: DTensor, box: MeshLayout | FlatLayout) -> MeshLayout:
+    """Return the layout of this rank's part of ``tensor``, which fills ``box`` of a larger one."""
+    local = DTensorAdapter().layout(tensor, local_part(tensor), lambda: "a DTensor in a Shard")
+    start = box.pieces[0].box.offsets if box.pieces else (0,) * len(box.shape)
+    pieces = tuple(replace(piece, box=piece.box.shifted(start)) for piece in local.pieces)
+    return MeshLayout(box.shape, pieces, local.local_shape, local.holders, local.ranks)
 
 
 class ShardAdapter:
