@@ -18,9 +18,9 @@ from support.drivers import Fault, HookedDriver
 from support.given import Serve
 
 import holdfast
+from holdfast.drivers import registry
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.lineage import ROOT, Lineage
-from holdfast.storage.operations import location
 
 Keep = holdfast.Keep
 
@@ -277,13 +277,13 @@ def test_late_save_of_a_dead_job_is_abandoned(serve: Serve) -> None:
 
 def went_back(uri: str, fault: Fault) -> None:
     """Go back and save, on storage that fails as ``fault`` says."""
-    opened = location.open_driver
+    opened = registry.open_driver
 
-    def hooked(uri: str, **options: Any) -> HookedDriver:
+    def hooked(uri: str, *_: Any, **options: Any) -> HookedDriver:
         return HookedDriver(opened(uri), fault.on_before, fault.on_after)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(location, "open_driver", hooked)
+        patch.setattr(registry, "open_driver", hooked)
         with holdfast.Checkpointer(uri, keep=2, when_busy="wait", grace_s=None) as ckpt:
             ckpt.resume(state(0), step=2)
             ckpt.save(5, state(5, 0.5))
