@@ -118,7 +118,7 @@ def hostile_pickles(trace: Path) -> dict[str, bytes]:
         "stacked": b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + short + b"\x85R.",
         "opcode b'i'": b"(" + short + b"iposix\nsystem\n.",
         "opcode b'o'": b"\x80\x02(" + short + short + b"o.",
-        "makes an object of": b"\x80\x02ccollections\nOrderedDict\n)\x81.",
+        "makes an object of": b"\x80\x02ctorch\nFloatStorage\n)\x81.",
         "opcode b'\\\\x82'": b"\x80\x02\x82\x01.",
         "torch.load": b"\x80\x02ctorch\nload\n" + short + b"\x85R.",
         "of a class of its own": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(NNNNtR.",
