@@ -150,10 +150,14 @@ def test_a_run_of_lightning_is_continued(tmp_path: Path) -> None:
     assert left(tmp_path / "run") == ["step=12.ckpt", "step=8.ckpt"]  # Lightning keeps that, too
 
 
+class OfTheUser:
+    """A class that no library knows."""
+
+
 def test_a_file_that_needs_pickle_is_opened_only_if_allowed(tmp_path: Path) -> None:
     """Loading a pickle can run any code."""
     file = tmp_path / "step=2.ckpt"
-    torch.save({"global_step": 2, "of_the_user": Path("x")}, file)
+    torch.save({"global_step": 2, "more": OfTheUser()}, file)
     io = HoldfastCheckpointIO()
     with pytest.raises(holdfast.UsageError, match="weights_only=False to fit"):
         io.load_checkpoint(file)
