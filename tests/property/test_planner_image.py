@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.effort import examples
 
@@ -98,6 +98,7 @@ def test_safetensors_reads_the_image(shards: list[Shard], seed: int) -> None:
 
 @examples(120)
 @given(st.lists(SHARDS, max_size=12))
+@example([("bytes", "uint8", [9]), ("a number", "float64", [1])])
 def test_shards_are_aligned_and_leave_no_holes(shards: list[Shard]) -> None:
     """Shards are adjacent and aligned to their elements; whole pages are aligned to pages."""
     layout, _, itemsize, nbytes = laid_out(shards, block_nbytes=4096)
