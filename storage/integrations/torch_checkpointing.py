@@ -27,6 +27,7 @@ from ...drivers.contract import Driver, ObjectInfo
 from ...drivers.registry import open_driver
 from ...errors import ExistsError, NotFoundError, UriError
 from ..runtime.engine import close_later, run
+from .driver_file import DriverFile, read_range
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -79,7 +80,7 @@ class HoldfastStorage(Storage):  # type: ignore[misc]
         """
         if read_args is None or read_args.pre_read_full_file:
             return io.BytesIO(self.read(path))
-        return io.BufferedReader(_File(self._driver, _key(path)), _READ_NBYTES)
+        return io.BufferedReader(DriverFile(self._driver, _key(path)), _READ_NBYTES)
 
     def stream_write(self, path: Path) -> _Upload:
         """Return a buffer that is stored as a whole when closed.
@@ -90,7 +91,7 @@ class HoldfastStorage(Storage):  # type: ignore[misc]
 
     def read(self, path: Path, read_args: ReadArgs | None = None) -> bytes:
         content = bytearray(self.getsize(path))
-        run(_read(self._driver, _key(path), 0, memoryview(content)))
+        run(read_range(self._driver, _key(path), 0, memoryview(content)))
         return bytes(content)
 
     def write(self, path: Path, data: Buffer) -> None:
@@ -146,38 +147,6 @@ class HoldfastStorage(Storage):  # type: ignore[misc]
         return f"{self._driver.uri}/{_key(path)}"
 
 
-class _File(io.RawIOBase):
-    """An object, read in ranges."""
-
-    def __init__(self, driver: Driver, key: str) -> None:
-        self._driver = driver
-        self._key = key
-        self._nbytes = run(driver.stat(key)).nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
-        if origin + offset < 0:
-            raise ValueError(f"a negative position: {origin + offset}")
-        self._position = origin + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, into: Buffer) -> int:
-        target = memoryview(into).cast("B")[: max(0, self._nbytes - self._position)]
-        run(_read(self._driver, self._key, self._position, target))
-        self._position += len(target)
-        return len(target)
-
-
 class _Upload(io.BytesIO):
     """A buffer for an upload, stored on close."""
 
@@ -221,17 +190,6 @@ def _key(path: Path) -> str:
 
 async def _listed(driver: Driver, key: str) -> list[ObjectInfo]:
     return [info async for info in driver.list(key)]
-
-
-async def _read(driver: Driver, key: str, start: int, into: memoryview) -> None:
-    step = driver.traits.part_nbytes
-    await at_most(
-        driver.traits.concurrency,
-        (
-            driver.read(key, start + offset, into[offset : offset + step])
-            for offset in range(0, len(into), step)
-        ),
-    )
 
 
 async def _store(

@@ -23,6 +23,7 @@ from ....errors import StateError
 from ...format.dcp_metadata import DCP_METADATA_KEY, read_metadata
 from ...operations.conversion.dcp_contents import serialized
 from ...runtime.engine import run
+from ..driver_file import DriverFile
 
 __all__ = ["StockReader"]
 
@@ -66,39 +67,13 @@ class _Files(FileSystem):
                     _check_metadata(data, driver.uri, key)
                 yield io.BytesIO(data)
             else:
-                yield io.BufferedReader(_File(driver, key), _BUFFER_NBYTES)
+                yield io.BufferedReader(DriverFile(driver, key), _BUFFER_NBYTES)
         finally:
             run(driver.close())
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         """Return the key of the file ``suffix``."""
         return suffix
-
-
-class _File(io.RawIOBase):
-    def __init__(self, driver: Driver, key: str) -> None:
-        self._driver = driver
-        self._key = key
-        self._nbytes = run(driver.stat(key)).nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        into = memoryview(buffer)[: max(0, self._nbytes - self._position)]
-        if into:
-            run(self._driver.read(self._key, self._position, into))
-        self._position += len(into)
-        return len(into)
 
 
 class _WithoutPickle:
