@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -414,9 +414,10 @@ class Arena:
             listener = listeners.get(generation)
             if listener is not None and not listener(event):
                 del listeners[generation]
-        if isinstance(event, messages.Durable | messages.Voided) or (
-            isinstance(event, messages.FlushFailed) and event.final
-        ):
+        ended = event if isinstance(event, messages.FlushEnd) and event.final else None
+        if ended is not None:
+            self._enters = replace(self._enters, ended=ended)
+        if ended is not None or isinstance(event, messages.FlushLost | messages.Voided):
             self._wishes.pop(event.generation, None)
 
     def _replaced(self) -> None:

@@ -19,7 +19,7 @@ from ..ranks.messages import codec
 from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
-VERSION = 9
+VERSION = 10
 OTHER_VERSION = "version"
 """Reason of a refusal: the other side has another version of these messages."""
 
@@ -40,17 +40,31 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushEnd:
+    """Event: the flush of a generation has ended. ``problem``: the error, "" if the generation is
+    committed at the URI of its :class:`Flush`. ``final``: it will not be retried."""
+
+    generation: GenerationId
+    attempt: str
+    nbytes: int = 0
+    problem: str = ""
+    final: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Enter:
     """Enters ``epoch``, resumed from ``chosen``: a step in memory or storage, None for the
     beginning of the run. All later steps are dropped for good. ``hosts``: keepers of the job,
     including this one; empty if it is alone. ``groups``: keepers that protect each other.
-    ``problem``: the reason why no steps will be kept in this epoch."""
+    ``problem``: the reason why no steps will be kept in this epoch. ``ended``: the newest flush
+    that this trainer knows to have ended for good, as an earlier keeper has told it."""
 
     epoch: int
     chosen: int | None
     hosts: tuple[KeeperHost, ...] = ()
     groups: tuple[GuardedGroup, ...] = ()
     problem: str = ""
+    ended: FlushEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +316,11 @@ class Voided:
 
 
 @dataclass(frozen=True, slots=True)
-class Durable:
-    """Event: a generation is committed at the URI of its :class:`Flush`."""
+class FlushLost:
+    """Event: this keeper will not learn how a flush ends, or its images are gone."""
 
     generation: GenerationId
-    attempt: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FlushFailed:
-    """Event: a flush has failed. ``final``: it will not be retried."""
-
-    generation: GenerationId
-    text: str
-    final: bool
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +360,7 @@ Request: TypeAlias = (
 Answer: TypeAlias = (
     Welcome | Refused | Done | Filled | Inventory | Opened | HandedOver | TakenOver | Status
 )
-GenerationEvent: TypeAlias = Sealed | Agreed | Local | Protected | Voided | Durable | FlushFailed
+GenerationEvent: TypeAlias = Sealed | Agreed | Local | Protected | Voided | FlushEnd | FlushLost
 Event: TypeAlias = GenerationEvent | RankLost | Replaced
 Message: TypeAlias = Request | Answer | Event | Progress
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from ..arenas.hosts import GuardedGroup, KeeperHost
@@ -33,7 +33,7 @@ class Agreement:
         pool: SlotPool,
         guards: Guards,
         counters: Counters,
-        tell: Callable[[Event], Awaitable[None]],
+        tell: Callable[[Event], Coroutine[Any, Any, None]],
         run_later: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self.reporting = Reporting(
@@ -179,6 +179,7 @@ class Agreement:
             self.writing.written,
             self.writing.waiting(epoch),
             tuple(sorted(self._lost)),
+            self.writing.over,
         )
 
     def _made(self) -> GenerationId | None:

@@ -316,6 +316,7 @@ class Keeper:
         self._agreement.enter(message.epoch, message.chosen, message.hosts, message.groups)
         self._writing.forget_dropped()
         self._close_unheld()
+        self.run_later(self._writing.note_end(message.ended))
         return messages.Done(), []
 
     def _stale(self, trainer: Trainer) -> Refusal | None:

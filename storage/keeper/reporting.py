@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CoordinationError
 from ..arenas.hosts import GuardedGroup, KeeperHost
+from ..arenas.messages import FlushEnd
 from ..ranks.messages import codec
 from .decisions.lead import Lead, incarnation_of, is_newer
-from .decisions.standing import FlushEnd, FlushOrder, Report, Standing
+from .decisions.standing import FlushOrder, Report, Standing
 
 if TYPE_CHECKING:
     import aiohttp

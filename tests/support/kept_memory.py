@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from holdfast.storage.arenas.messages import (
     Agreed,
     Enter,
     Event,
+    FlushEnd,
     Hello,
     Rebuild,
     Voided,
@@ -101,10 +102,18 @@ class Told:
 
     async def until(self, kind: type[Event] | tuple[type[Event], ...]) -> Event:
         """The first event of a kind."""
+        return await self.until_any(lambda event: isinstance(event, kind))
+
+    async def until_durable(self) -> Event:
+        """The end of a flush that has succeeded."""
+        return await self.until_any(lambda event: isinstance(event, FlushEnd) and not event.problem)
+
+    async def until_any(self, holds: Callable[[Event], bool]) -> Event:
+        """The first event that this holds for."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 for event in self.events:
-                    if isinstance(event, kind):
+                    if holds(event):
                         return event
                 await asyncio.sleep(0.005)
 

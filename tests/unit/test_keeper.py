@@ -45,12 +45,11 @@ from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory,
 from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
-    Durable,
     Enter,
     Fill,
     Filled,
     Flush,
-    FlushFailed,
+    FlushEnd,
     Hello,
     Inventory,
     Local,
@@ -99,10 +98,10 @@ async def test_memory_that_has_changed_is_not_flushed(tmp_path: Path) -> None:
         assert len(keeper.pool.images(GenerationId(0, 5))) == 1
         slot.memory.view[9000] ^= 1
         await arena.flush(Flush(5, str(tmp_path / "c")))
-        failed = await told.until(FlushFailed)
-        assert isinstance(failed, FlushFailed)
+        failed = await told.until(FlushEnd)
+        assert isinstance(failed, FlushEnd)
         assert failed.final
-        assert "has changed in memory" in failed.text
+        assert "has changed in memory" in failed.problem
         assert keeper.inventory().generations == ()
         assert keeper.pool.images(GenerationId(0, 5)) == []
     assert holdfast.list_checkpoints(tmp_path) == []
@@ -223,16 +222,16 @@ async def test_a_rank_that_reconnects_learns_how_its_flush_has_ended(tmp_path: P
     async with entered() as (keeper, arena):
         await capture(arena, 1, told[0])
         assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
-        await told[0].until(FlushFailed)
+        await told[0].until(FlushEnd)
         await cut(arena)
         (tmp_path / "file").unlink()
-        assert isinstance(await told[0].until((Durable, Voided)), Durable)
+        await told[0].until_durable()
         assert keeper.status().counters.flushed == 1
         await capture(arena, 2, told[1])
         assert await arena.flush(Flush(2, str(tmp_path / "d")))
         await told[1].until(Sealed)
         await cut(arena)
-        assert isinstance(await told[1].until((Durable, Voided)), Durable)
+        await told[1].until_durable()
         assert keeper.status().counters.flushed == 2
         assert pinned(keeper.pool.generations) == []
     assert [KeeperLost in map(type, one.events) for one in told] == [True, True]
@@ -304,7 +303,7 @@ async def test_a_step_that_is_voided_before_it_is_handed_over_is_not_waited_for(
     async with entered() as (keeper, arena):
         await capture(arena, 1, told)
         assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
-        await told.until(FlushFailed)
+        await told.until(FlushEnd)
         enter = arena.enter
 
         async def voided(enters: Enter) -> bool:
@@ -334,11 +333,11 @@ async def test_a_step_that_goes_to_storage_is_not_waited_for_where_no_keeper_com
             await arena.enter(Enter(0, None))
             await capture(arena, 1, told)
             assert await arena.flush(Flush(1, str(tmp_path / "file" / "c")))
-            await told.until(FlushFailed)
+            await told.until(FlushEnd)
             arena._deadline_s = 0.1
             await keeper.aclose()
             await told.until(KeeperLost)
-            assert isinstance(await told.until((Durable, Voided)), Voided)
+            await told.until(Voided)
             assert not await arena.flush(Flush(1, str(tmp_path / "c")))
 
 
@@ -557,10 +556,10 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
             ending = asyncio.ensure_future(keeper.finish(1000.0))
             told = await capture_until(rank, 1, Agreed)
             assert await rank.flush(Flush(1, str(tmp_path / "c")))
-            await told.until(Durable)
+            await told.until_durable()
             assert not ending.done()
         await ending  # which is not so long
-    assert [type(event) for event in told.events] == [Sealed, Agreed, Durable]
+    assert [type(event) for event in told.events] == [Sealed, Agreed, FlushEnd]
     with holdfast.open(tmp_path / "c") as checkpoint:
         checkpoint.verify()
 

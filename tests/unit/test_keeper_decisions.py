@@ -18,6 +18,7 @@ from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import (
     Enter,
+    FlushEnd,
     GenerationEntry,
     Inventory,
     ParityEntry,
@@ -28,7 +29,7 @@ from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
-from holdfast.storage.keeper.decisions.standing import FlushEnd, Report, Standing
+from holdfast.storage.keeper.decisions.standing import Report, Standing
 from holdfast.storage.keeper.decisions.votes import KEPT, Ballot, Outcome, Vote
 from holdfast.storage.keeper.reporting import Reporting
 from holdfast.storage.training.epochs import Epochs
@@ -284,6 +285,22 @@ def test_a_flush_that_has_ended_is_not_wanted_again() -> None:
     lead.end(FlushEnd(id(4), "attempt"))
     hear(lead, "b", wanted=(id(4),))
     assert lead.wanted == frozenset()
+
+
+def test_a_new_leader_learns_which_flush_has_ended() -> None:
+    """The old leader may have told some of its trainers, or some keepers, and then died: whoever
+    was not told would wait for ever. An older end changes nothing."""
+    lead = leader()
+    hear(lead, "b", wanted=(id(4),))
+    end = FlushEnd(id(4), "attempt", 1)
+    before = lead.version
+    hear(lead, "a", ended=end)
+    assert lead.wanted == frozenset()
+    assert lead.standing().ended == end
+    assert lead.version != before
+    for older in (id(3), id(4)):
+        hear(lead, "b", ended=FlushEnd(older, "", problem="it was not told"))
+    assert lead.standing().ended == end
 
 
 # A follower.

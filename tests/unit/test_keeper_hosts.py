@@ -27,9 +27,9 @@ from holdfast.storage.arenas.memory import sealed_bytes
 from holdfast.storage.arenas.messages import (
     Agreed,
     Done,
-    Durable,
     Flush,
-    FlushFailed,
+    FlushEnd,
+    FlushLost,
     Inventory,
     Protected,
     Rebuild,
@@ -76,9 +76,9 @@ def test_a_step_is_agreed_on_and_protected_and_written_by_all_keepers(tmp_path: 
                 arena = host.arenas[min(host.arenas)]
                 assert await arena.flush(Flush(2, str(tmp_path / "c")))
             await job.step(1, Protected)
-            told = await job.step(2, Durable)
+            told = await job.step(2, FlushEnd)
             await until(
-                lambda: all(kinds(one) >= {Agreed, Protected, Durable} for one in told),
+                lambda: all(kinds(one) >= {Agreed, Protected, FlushEnd} for one in told),
                 "everything is told to all",
             )
             for host in job.hosts.values():
@@ -231,15 +231,15 @@ async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_
             flush = Flush(step, str(tmp_path / "c"))
             assert await job.hosts["b"].arenas[1].flush(flush)
             _, told[step] = await job.step(step)
-        event = await told[1].until(FlushFailed)
-        assert isinstance(event, FlushFailed)
-        assert event.final
-        assert event.text == "a later step is flushed instead of this one"
+        event = await told[1].until(FlushLost)
+        assert isinstance(event, FlushLost)
+        assert event.problem == "a later step is flushed instead of this one"
         for step in (3, 4, 5):
             assert all(Agreed in kinds(one) for one in await job.step(step)), step
-        event = await told[2].until(FlushFailed)
-        assert isinstance(event, FlushFailed)
-        assert event.text.startswith("some images of this step are no longer in memory")
+        event = await told[2].until(FlushEnd)
+        assert isinstance(event, FlushEnd)
+        assert event.final
+        assert event.problem.startswith("some images of this step are no longer in memory")
         assert pinned(job.hosts["b"].keeper.pool.generations) == []
 
 
@@ -259,15 +259,13 @@ async def test_a_flush_outlives_the_silence_of_the_leader(
             monkeypatch.setattr(reporting, "UNHEARD_S", 0.0)
             proxy.faults = Faults(refuse=True)
             proxy.cut_all()
-            event = await following.until(FlushFailed)
-            assert isinstance(event, FlushFailed)
-            assert event.final
-            assert event.text == "the lead keeper has stopped answering"
+            event = await following.until(FlushLost)
+            assert isinstance(event, FlushLost)
+            assert event.problem == "the lead keeper has stopped answering"
             monkeypatch.undo()
             proxy.faults = Faults()
             assert await job.hosts["a"].arenas[0].flush(flush)
-            await leading.until((Durable, FlushFailed))
-            assert Durable in kinds(leading)
+            await leading.until_durable()
             await until(lambda: not pinned(job.hosts["b"].keeper.pool.generations), "it is pinned")
 
 

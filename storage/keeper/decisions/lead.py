@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ...arenas.label import GenerationId
-from .standing import FlushEnd, FlushOrder, Report, Standing, Written
+from ...arenas.messages import FlushEnd
+from .standing import FlushOrder, Report, Standing, Written
 from .votes import Ballot, Outcome
 
 REST_MAX = 32
@@ -126,6 +127,7 @@ class Lead:
             self._decide(generation, Outcome.VOID)
         if report.agreed is not None:
             self._decide(report.agreed, Outcome.AGREED)
+        self._note_ended(report.ended)
         for generation in report.wanted:
             self._decide(generation, Outcome.AGREED)
             self._note_wanted(generation)
@@ -151,11 +153,17 @@ class Lead:
             self._ballot.decide(generation, outcome)
 
     def _note_wanted(self, generation: GenerationId) -> None:
-        ended = self._ended
-        if generation.epoch != self._epoch:
-            return
-        if ended is None or not ended.final or generation > ended.generation:
+        if generation.epoch == self._epoch and not self._is_over(generation):
             self._wanted.add(generation)
+
+    def _note_ended(self, ended: FlushEnd | None) -> None:
+        """Adopt an end that a keeper knows from an earlier leader, unless a later one is known."""
+        if ended is not None and not self._is_over(ended.generation):
+            self._end(ended)
+
+    def _is_over(self, generation: GenerationId) -> bool:
+        ended = self._ended
+        return ended is not None and ended.final and generation <= ended.generation
 
     def void(self, generation: GenerationId) -> None:
         """Void a generation whose image has changed in memory."""
@@ -241,10 +249,13 @@ class Lead:
         """Record the end of a flush."""
         self._flush = None
         self._written = {}
+        self._end(flush)
+        self._count += 1
+
+    def _end(self, flush: FlushEnd) -> None:
         self._ended = flush
         if flush.final:
             self._wanted = {id for id in self._wanted if id > flush.generation}
-        self._count += 1
 
     def standing(self) -> Standing:
         """Return the current standing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...arenas.label import GenerationId
+from ...arenas.messages import FlushEnd
 from .votes import Vote
 
 
@@ -52,6 +53,8 @@ class Report:
     """Agreed generations that wait here to be flushed."""
     lost: tuple[int, ...] = ()
     """Ranks of its host that have died."""
+    ended: FlushEnd | None = None
+    """The newest flush that it knows to have ended for good."""
     seen: str = ""
     """Version of the last standing."""
     waits: bool = False
@@ -64,18 +67,6 @@ class FlushOrder:
 
     generation: GenerationId
     attempt: str
-
-
-@dataclass(frozen=True, slots=True)
-class FlushEnd:
-    """The end of a flush. ``problem``: the error, "" if the generation is durable. ``final``: it
-    will not be retried."""
-
-    generation: GenerationId
-    attempt: str
-    nbytes: int = 0
-    problem: str = ""
-    final: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from ....errors import DamagedError, HoldfastError, SupersededError
 from ...arenas.label import GenerationId
-from ...arenas.messages import Durable, Event, Flush, FlushFailed, Local
+from ...arenas.messages import Event, Flush, FlushEnd, FlushLost, Local
 from ..decisions.slots import Pin
-from ..decisions.standing import FlushEnd, FlushOrder, Standing, Written
+from ..decisions.standing import FlushOrder, Standing, Written
 from ..reporting import Reporting
 from ..slot_memory import SlotPool
 from ..status import Counters
@@ -42,7 +43,7 @@ class Writing:
         pool: SlotPool,
         counters: Counters,
         reporting: Reporting,
-        tell: Callable[[Event], Awaitable[None]],
+        tell: Callable[[Event], Coroutine[Any, Any, None]],
         damaged: Callable[[GenerationId], None],
     ) -> None:
         self._pool = pool
@@ -74,7 +75,7 @@ class Writing:
         repeats its request, even if the flush is pending or has ended."""
         if generation in self._parts or self.handed_over(generation):
             return
-        over = self._over
+        over = self.over
         if over is not None and generation < over.generation:
             self._run_later(self._fail([generation], _OVERTAKEN))
             return
@@ -85,14 +86,14 @@ class Writing:
     def handed_over(self, generation: GenerationId) -> bool:
         """Handle a generation handed over by a reconnected trainer. If its flush was the last to
         end, announce that again, since the trainer may have missed it, and return True."""
-        over = self._over
+        over = self.over
         if over is None or generation != over.generation:
             return False
-        self._run_later(self._say(over))
+        self._run_later(self._tell(over))
         return True
 
     @property
-    def _over(self) -> FlushEnd | None:
+    def over(self) -> FlushEnd | None:
         """The newest end of a flush, unless it will be retried."""
         ended = self._ended
         return ended if ended is not None and ended.final else None
@@ -100,7 +101,7 @@ class Writing:
     @property
     def durable(self) -> GenerationId | None:
         """Generation of the newest flush, if that has succeeded."""
-        over = self._over
+        over = self.over
         return over.generation if over is not None and not over.problem else None
 
     def agreed(self, generation: GenerationId) -> bool:
@@ -154,7 +155,7 @@ class Writing:
         If the flush of one has already ended, because it was agreed late here, announce that."""
         order = None if self._order is None else self._order.generation
         await self._fail_parts([id for id in sorted(self._parts)[:-1] if id != order], _REPLACED)
-        over = self._over
+        over = self.over
         if over is not None and any(id <= over.generation for id in self._parts):
             await self._tell_end(over)
         await self._reporting.tell()
@@ -170,26 +171,33 @@ class Writing:
 
     async def _fail(self, generations: Sequence[GenerationId], problem: str) -> None:
         for generation in generations:
-            await self._tell(FlushFailed(generation, problem, final=True))
+            await self._tell(FlushLost(generation, problem))
 
     def _release_part(self, generation: GenerationId) -> None:
         _, pin = self._parts.pop(generation)
         self._pool.generations.unpin(pin)
 
     async def follow(self, standing: Standing) -> None:
-        """Act on a standing: write the ordered part, and announce flushes that have ended. The
-        leader only ends the flushes that are lost."""
+        """Act on a standing: announce the flush that has ended, and write the ordered part. The
+        leader has its own, and only ends the flushes that are lost."""
+        await self.note_end(standing.ended)
         self._give_up_lost()
         if self._reporting.leads:
             self._end_lost()
             return
-        order, ended = standing.flush, standing.ended
+        order = standing.flush
         if order is not None and order != self._order:
             self._order = order
             self._run_later(self._write_part(order))
-        if ended is not None and ended != self._ended:
+
+    async def note_end(self, ended: FlushEnd | None) -> None:
+        """Announce the end of a flush, unless this or a later one is known."""
+        if ended is not None and ended != self._ended and not self._is_over(ended.generation):
             self._ended = ended
             await self._tell_end(ended)
+
+    def _is_over(self, generation: GenerationId) -> bool:
+        return self.over is not None and generation <= self.over.generation
 
     def _give_up_lost(self) -> None:
         """Fail requested flushes with images missing for good, as when a keeper was replaced and
@@ -234,19 +242,13 @@ class Writing:
 
     async def _tell_end(self, ended: FlushEnd) -> None:
         self._counters.flushed += not ended.problem
-        await self._say(ended)
+        await self._tell(ended)
         if ended.final:
             self._wanted.pop(ended.generation, None)
             if ended.generation in self._parts:
                 self._release_part(ended.generation)
             older = [id for id in sorted(self._parts) if id < ended.generation]
             await self._fail_parts(older, _OVERTAKEN)
-
-    async def _say(self, ended: FlushEnd) -> None:
-        if ended.problem:
-            await self._tell(FlushFailed(ended.generation, ended.problem, ended.final))
-        else:
-            await self._tell(Durable(ended.generation, ended.attempt, ended.nbytes))
 
     async def _write_locally(self, local: LocalLevel, generation: GenerationId, pin: Pin) -> None:
         problem = ""
@@ -272,7 +274,7 @@ class Writing:
             async with self._turn:
                 self.flushing = generation
                 for tried in itertools.count():
-                    if await self._has_ended(generation, request):
+                    if self._is_over(generation) or await self._has_ended(generation, request):
                         return
                     await asyncio.sleep(FLUSH_PAUSES_S[min(tried, len(FLUSH_PAUSES_S) - 1)])
         finally:
@@ -305,6 +307,8 @@ class Writing:
             _log.warning("step %d could not be flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)
+            if self._is_over(generation):  # an earlier leader has ended it
+                return True
             await self._end(FlushEnd(generation, "", problem=str(error), final=final))
             return final
         _log.info("step %d is durable after %.1f s", generation.step, time.perf_counter() - began_s)
@@ -315,7 +319,7 @@ class Writing:
     async def _end(self, ended: FlushEnd) -> None:
         self._ended = ended
         self._reporting.end(ended)
-        await self._say(ended)
+        await self._tell(ended)
 
     async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
         def is_wanted() -> bool:

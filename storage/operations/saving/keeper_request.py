@@ -14,10 +14,10 @@ from ...arenas.arena import Arena, KeeperLost
 from ...arenas.label import GenerationId
 from ...arenas.messages import (
     Agreed,
-    Durable,
     Event,
     Flush,
-    FlushFailed,
+    FlushEnd,
+    FlushLost,
     Local,
     Protected,
     Sealed,
@@ -83,7 +83,7 @@ class Keeping:
         self._handle = handle
         self._sealed = sealed
         self._generation: GenerationId | None = None
-        self.ended: Future[Durable | None] = Future()
+        self.ended: Future[FlushEnd | None] = Future()
 
     def tell(self, event: Event | KeeperLost) -> bool:
         """Handle an event of the keeper. Implements :data:`~...arenas.arena.Listener`."""
@@ -98,15 +98,15 @@ class Keeping:
                 self._handle.local.end(error)
             case Protected():
                 self._is_protected(event.generation)
-            case Durable():
+            case FlushEnd(problem=""):
                 self._handle.agreed.reach()
                 if not self.ended.done():
                     self.ended.set_result(event)
             case Voided():
                 self._handle.local.fail(SaveError(event.text))
                 self._fail(SaveError(event.text))
-            case FlushFailed(final=True):
-                self._fail(SaveError(event.text))
+            case FlushEnd(final=True) | FlushLost():
+                self._fail(SaveError(event.problem))
             case KeeperLost():
                 self._is_lost(event)
         beside = (self._handle.local.status, self._handle.protected.status)

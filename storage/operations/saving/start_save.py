@@ -24,7 +24,7 @@ from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....drivers.uri import Uri, join
 from ....errors import CoordinationError, DeadlineError, SaveError, UsageError
-from ...arenas.messages import Durable
+from ...arenas.messages import FlushEnd
 from ...pipeline.image_writer import Callbacks
 from ...ranks.calls import Call
 from ...ranks.messages import Nothing
@@ -291,7 +291,7 @@ class _RunningSave:
         if self._lazy.waits and not self._lazy.eager:
             self._lazy.wait_in_call()
 
-    async def until_kept(self, rank: int) -> Durable | None:
+    async def until_kept(self, rank: int) -> FlushEnd | None:
         """Wait for the keeper to finish: until durable, if the step goes to storage."""
         keeping = self.job.keeping
         assert keeping is not None
@@ -357,7 +357,7 @@ def _digests(
         return fingerprints(flat, rows, lazy)
 
 
-async def _agreed(keeping: Keeping, rank: int) -> Durable | None:
+async def _agreed(keeping: Keeping, rank: int) -> FlushEnd | None:
     """Wait for a step to be agreed. Raises DeadlineError if other ranks do not keep it."""
     try:
         async with asyncio.timeout(AGREED_S):

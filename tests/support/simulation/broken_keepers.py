@@ -279,6 +279,12 @@ def silent_on_protection(real: Any, self: Agreement) -> Any:
     return said if self.reporting.leads else replace(said, guarded_by_all=None)
 
 
+def entered_without_end(real: Any, self: HostKeeper, trainer: Any) -> Any:
+    """Do not say which flush has ended."""
+    trainer.ended = None
+    return real(self, trainer)
+
+
 def asked_once(real: Any, self: HostKeeper, trainer: Any, step: int) -> None:
     """Take each request for a flush once, whichever keeper it was sent to."""
     seen = trainer.__dict__.setdefault("seen", set())
@@ -385,6 +391,16 @@ BROKEN_HOSTS = [
         "a new leader does not hear which flushes wait for it",
         (Agreement, "report", lambda real, self: replace(real(self), wanted=())),
         first=40,
+    ),
+    keeper(
+        "a new leader does not hear which flush has ended",
+        (Agreement, "report", lambda real, self: replace(real(self), ended=None)),
+        first=700,
+    ),
+    keeper(
+        "a trainer does not tell a new keeper which flush has ended",
+        (HostKeeper, "enter", entered_without_end),
+        first=700,
     ),
     keeper(
         "a request to flush is lost with the keeper that it was sent to",

@@ -18,10 +18,10 @@ from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import (
     Agreed,
-    Durable,
     Event,
     Flush,
-    FlushFailed,
+    FlushEnd,
+    FlushLost,
     Inventory,
     Protected,
     Rebuild,
@@ -101,6 +101,8 @@ class Trainer:
         self.sealed: dict[int, bytes] = {}
         self.wanted: set[GenerationId] = set()
         """Steps that it waits for to be in storage."""
+        self.ended: FlushEnd | None = None
+        """The newest flush that it knows to have ended."""
         self.hears: HostKeeper | None = None
         """The keeper whose events it takes."""
         self.task = self.train()
@@ -247,18 +249,19 @@ class HostKeeper:
 
     async def tell(self, event: Event) -> None:
         """Send an event to all trainers of this epoch."""
-        is_final = isinstance(event, FlushFailed) and event.final
-        if is_final or isinstance(event, Durable | Voided):
+        ended = event if isinstance(event, FlushEnd) and event.final else None
+        if ended or isinstance(event, FlushLost | Voided):
             for trainer in self.world.trainers:
                 if trainer.hears is self:
                     trainer.wanted.discard(event.generation)
+                    trainer.ended = ended or trainer.ended
         if isinstance(event, Agreed | Voided):
             self.world.awaited.discard((self, event.generation))
         if isinstance(event, Agreed):
             self.world.told_agreed(self, event.generation)
         elif isinstance(event, Protected):
             self.world.told_guarded(self, event.generation)
-        elif isinstance(event, Durable):
+        elif ended is not None and not ended.problem:
             durable = self.world.told.setdefault("durable", {})
             newest = durable.get(self.host.name, event.generation)
             durable[self.host.name] = max(newest, event.generation)
@@ -271,6 +274,7 @@ class HostKeeper:
             hosts, groups = job.meeting.hosts, job.meeting.groups
             self.do(self.agreement.enter, job.epoch, job.chosen, hosts, groups)
             self.do(self.writing.forget_dropped)
+            self.do(self.run_later, self.writing.note_end(trainer.ended))
             self.forget_unheld()
         self.reader_gone(job.readers.get(self.host.name, -1))
         return refusal

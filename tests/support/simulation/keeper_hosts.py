@@ -683,7 +683,7 @@ class Hosts(Promises):
 
     def rest(self) -> None:
         """Storage is away for a while, and a step is on its way there; then nobody trains any more,
-        and a keeper dies. The step comes to storage all the same, and nobody waits for what does
+        and a keeper dies, before the step is in storage or after that. The step comes to storage all the same, and nobody waits for what does
         not."""
         self.flush_fails = 1.0
         for _ in range(self.random.randint(RESTS_AFTER, 2 * RESTS_AFTER)):
@@ -700,8 +700,9 @@ class Hosts(Promises):
         self.count("rests", str(id))
         job = self.running
         assert job is not None
-        host = self.random.choice(job.hosts)
-        self.kill_keeper(host)
+        for _ in range(self.random.choice([0, self.random.randint(1, RESTS_AFTER)])):
+            self.turn()
+        self.kill_keeper(self.random.choice(job.hosts[:1] + job.hosts))
         for turn in range(CALM_TURNS):
             self.turn()
             durable = self.told.get("durable", {})
