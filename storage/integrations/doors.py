@@ -246,13 +246,13 @@ class RunFolder:
             run(lineage.resume(name if uri is not None else None, step, goes_back=goes_back))
 
     def retain(
-        self, count: int, *, also: Collection[int | None] = (), before: int | None = None
+        self, count: int, *, also: Collection[int | None] = (), saving: int | None = None
     ) -> None:
         """Delete checkpoints by the rules of :func:`..training.retention.beyond`.
 
-        ``before``: neither count nor delete this step and later ones.
+        ``saving``: a step in flight, neither to be counted nor deleted.
         """
-        listed = [c for c in self._listed() if before is None or (c.step or 0) < before]
+        listed = [c for c in self._listed() if c.step != saving]
         for c in beyond(listed, count, also):
             uri = self.uri(c.step or 0)
             remove(uri, storage_options=self._door.storage_options)

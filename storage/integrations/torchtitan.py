@@ -109,7 +109,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
                 self._create_checkpoint_id(curr_step),
                 self.async_mode,
             )
-        self._purge_before(curr_step)
+            self._start_purge(curr_step)
         return True
 
     @torch.no_grad()
@@ -191,20 +191,20 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         if self._purged is not None:
             self._purged.result()
 
-    def _purge_before(self, step: int) -> None:
-        """Start deleting checkpoints before ``step`` that keep_latest_k does not keep.
+    def _start_purge(self, saving: int) -> None:
+        """Start deleting checkpoints that keep_latest_k does not keep; ``saving`` is in flight.
 
         Raises an error of the previous deletion, if that has ended.
         """
         if self.keep_latest_k and dist.get_rank() == 0:
             if self._purged is not None and self._purged.done():
                 self._purged.result()
-            self._purged = self._purging.submit(self._purge, step)
+            self._purged = self._purging.submit(self._purge, saving)
 
-    def _purge(self, before: int) -> None:
+    def _purge(self, saving: int) -> None:
         """Delete checkpoints. Errors are logged; the next save tries again."""
         try:
-            self._run().retain(self.keep_latest_k - 1, before=before)
+            self._run().retain(self.keep_latest_k - 1, saving=saving)
         except HoldfastError as error:
             _log.warning("old checkpoints could not be deleted: %s", error)
 

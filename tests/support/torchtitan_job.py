@@ -106,6 +106,7 @@ class Job:
             self.numbers, dist.get_rank(), dist.get_world_size(), batch_size=None
         )
         self.state = TrainState()
+        self.load_step = config.get("load_step", -1)
         self.checkpoints = manager.Config(
             **{"enable": True, "interval": 2, "last_save_model_only": False} | config
         ).build(
@@ -119,9 +120,9 @@ class Job:
         )
 
     def run(self, steps: int = STEPS, die_at: int | None = None) -> dict[int, float]:
-        """Train up to this step, from the newest checkpoint if there is one; return the losses.
-        ``die_at``: be killed in the middle of saving that step."""
-        self.checkpoints.load()
+        """Train up to this step, from the configured or the newest checkpoint if there is one;
+        return the losses. ``die_at``: be killed in the middle of saving that step."""
+        self.checkpoints.load(self.load_step)
         self.numbers.position = self.state.step  # of no effect, where the loader's state is loaded
         batches = iter(self.loader)
         losses: dict[int, float] = {}

@@ -119,7 +119,7 @@ def test_newest_checkpoint(tmp_path: Path) -> None:
         (2, {"also": (2,)}, [2, 10]),
         (1, {"also": (2,)}, [2, 10]),
         (0, {}, [10]),
-        (1, {"before": 10}, [9, 10]),
+        (1, {"saving": 9}, [9, 10]),
         (9, {}, [2, 8, 9, 10]),
     ],
 )
@@ -140,6 +140,16 @@ def test_retention_counts_whole_checkpoints(tmp_path: Path) -> None:
         image.unlink()
     RunFolder(Door(), tmp_path, "step-").retain(1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+def test_retention_deletes_abandoned_checkpoints_first(tmp_path: Path) -> None:
+    """Also those of later steps than the one that is being saved."""
+    door = Door()
+    run = RunFolder(door, saved(tmp_path, 2, 4, 6, 8), "step-")
+    run.resumed(run.uri(4), 4)
+    door.save(run.uri(5), {"w": torch.ones(2)}, step=5)
+    run.retain(1, saving=5)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-4", "step-5", "lineage.json"}
 
 
 @pytest.mark.parametrize("lazy", [None, False, True])
