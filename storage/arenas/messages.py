@@ -56,8 +56,8 @@ class Enter:
     """Enters ``epoch``, resumed from ``chosen``: a step in memory or storage, None for the
     beginning of the run. All later steps are dropped for good. ``hosts``: keepers of the job,
     including this one; empty if it is alone. ``groups``: keepers that protect each other.
-    ``problem``: the reason why no steps will be kept in this epoch. ``ended``: the newest flush
-    that this trainer knows to have ended for good, as an earlier keeper has told it."""
+    ``problem``: the reason why no steps will be kept in this epoch. ``ended``: the newest final end
+    of a flush that an earlier keeper has told this trainer."""
 
     epoch: int
     chosen: int | None

@@ -415,7 +415,7 @@ class Checkpointer:
                 self._save_options,
                 by,
                 agrees=agrees,
-                meets=self._memory.may_meet(step),
+                meets=self._memory.meets(step, self._stats.not_kept_in_a_row),
             )
             self._memory.note_layout(step, is_new=is_new)
             if not self._save_options.lazy:

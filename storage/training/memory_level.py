@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from ...core.units import parse_duration
 from ...errors import DamagedError, HoldfastError, SaveError, StorageError
@@ -31,6 +32,7 @@ from .run_lineage import checkpoint_name
 from .schedule import Steps
 
 MEET_PAUSE_MAX = 64
+DOUBTS_AFTER = 8
 _PAUSE_S = 1.0
 """Pause before keepers are asked again."""
 _log = logging.getLogger(__name__)
@@ -280,16 +282,20 @@ class MemoryLevel:
         """Return whether ``step`` is due in memory. Call once per step, in ascending order."""
         return self._steps.due(step)
 
-    def may_meet(self, step: int) -> bool:
-        """Return whether to meet the other ranks at ``step`` if its layout is new. Pauses double,
-        and end at steps that all ranks have in common, however often each of them has tried."""
-        return step // self._option.every % self._meet_pause == 0
+    def meets(self, step: int, not_kept: int) -> Literal["never", "new", "always"]:
+        """Return when to meet the other ranks at ``step``: if its layout is new here, or, after
+        :data:`DOUBTS_AFTER` steps in a row were ``not_kept``, always, since it may be new on
+        others. Pauses double, and end at steps that all ranks have in common, however often each of
+        them has tried."""
+        if step // self._option.every % self._meet_pause:
+            return "never"
+        return "new" if not_kept < DOUBTS_AFTER else "always"
 
     def note_layout(self, step: int, *, is_new: bool) -> None:
         """Record whether ``step`` had a new layout, and so was an attempt to meet the others."""
         if not is_new:
             self._meet_pause = 1
-        elif self.may_meet(step):
+        elif self.meets(step, 0) != "never":
             self._meet_pause = min(2 * self._meet_pause, MEET_PAUSE_MAX)
 
     def by(self, storage: Storage | None = None) -> ByKeeper | None:

@@ -63,7 +63,8 @@ class Stats:
         self._first_error: BaseException | None = None
         self._unsaved: BaseException | None = None
         """The error of the first save, if no save has succeeded since."""
-        self._not_kept_in_a_row = 0
+        self.not_kept_in_a_row = 0
+        """Number of steps not held in memory since the last one that was."""
         self._lock = new_lock()
 
     def count(self, **more: float) -> None:
@@ -87,15 +88,15 @@ class Stats:
         """Count a step as held in keeper memory."""
         self.count(kept=1)
         with self._lock:
-            self._not_kept_in_a_row = 0
+            self.not_kept_in_a_row = 0
 
     def not_kept(self, step: int, why: str) -> None:
         """Count a step that could not be held in keeper memory. Warns of the first one in a row,
         the second, the fourth and so on, since the reason may last."""
         self.count(not_kept=1)
         with self._lock:
-            self._not_kept_in_a_row += 1
-            in_a_row = self._not_kept_in_a_row
+            self.not_kept_in_a_row += 1
+            in_a_row = self.not_kept_in_a_row
         level = logging.DEBUG if in_a_row & (in_a_row - 1) else logging.WARNING
         so_far = self.counters.not_kept
         _log.log(level, "step %d: not kept in memory (%d so far): %s", step, so_far, why)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import torch
 
@@ -147,15 +147,15 @@ def begin_memory_step(
     by: ByKeeper,
     *,
     agrees: bool,
-    meets: bool,
+    meets: Literal["never", "new", "always"],
 ) -> tuple[SaveHandle, Future[None], bool]:
     """Begin to keep a step in a keeper's memory and return immediately.
 
     Returns its handle, a future that completes when the step is agreed or has failed, and whether
     the layout is new. Involves neither storage nor other ranks, unless ``agrees``: then all ranks
-    call this, and first agree on a plan. ``meets``: agree on a plan for a new layout, too, if
-    within :data:`MEET_S` all ranks have begun this step with a new layout. ``uri``: the name of the
-    step.
+    call this, and first agree on a plan. ``meets``: "new" agrees on a plan for a new layout, too,
+    if all ranks have begun to do so at this step within :data:`MEET_S`. "always" also does for a
+    known layout, since it may be new on other ranks. ``uri``: the name of the step.
     """
     began_s = time.perf_counter()
     rank = current_rank()
@@ -171,8 +171,8 @@ def begin_memory_step(
         save.flatten(state, step, world)
         layout_id = save.job.flat.layout_id
         if team is None and world > 1 and layout_id is not None:
-            is_new = _plans.get((layout_id, rank, world)) is None
-        if is_new and meets:
+            is_new = meets == "always" or _plans.get((layout_id, rank, world)) is None
+        if is_new and meets != "never":
             # A thread of its own: a rank that meets nobody must not seem to be in another call than
             # the others.
             meeting = current_team(Call("meet", uri, step, "meet"), MEET_S, saving=True)
@@ -442,7 +442,8 @@ async def _meet(team: Team) -> None:
         raise SaveError(
             f"the layout of the state is new, but not on all ranks within {MEET_S:g} s",
             rank=team.rank,
-            advice="Steps are kept again after the next save to storage.",
+            advice="Steps are kept again once the others notice, at the latest after the next save "
+            "to storage.",
         ) from error
 
 
