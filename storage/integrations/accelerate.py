@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from ..operations.location import UriLike
 from ..operations.options import Lazy
-from ..operations.report import SaveReport
+from ..operations.report import LoadReport, SaveReport
 from ..operations.saving.handle import SaveHandle
 from ..state.adapters.deepspeed import engine_counters, engine_of, set_engine_counters
 from ..state.adapters.per_rank import PerRank
@@ -94,18 +94,24 @@ def load_state(
     uri: UriLike,
     *,
     storage_options: Mapping[str, object] | None = None,
-) -> None:
+) -> int | None:
     """Load a checkpoint of :func:`save_state` into an accelerator that has prepared the same
-    objects.
+    objects; return its step.
 
     The number of ranks may differ. Every rank calls this. A folder of ``accelerator.save_state`` is
-    loaded by Accelerate. Raises as :func:`holdfast.load`.
+    loaded by Accelerate, and has no step. Raises as :func:`holdfast.load`.
     """
     if os.path.isfile(os.path.join(uri, _STOCK_FILE)):
         accelerator.load_state(os.fspath(uri))
-        return
-    door = _door_of(accelerator)
-    door.load_to_train(uri, into=_state_of(accelerator), storage_options=storage_options)
+        return None
+    reports: list[LoadReport] = []
+    _door_of(accelerator).load_to_train(
+        uri,
+        into=_state_of(accelerator),
+        storage_options=storage_options,
+        on_report=reports.append,
+    )
+    return reports[0].step
 
 
 def _door_of(accelerator: Accelerator) -> Door:

@@ -41,6 +41,8 @@ class SaveReport:
 class LoadReport:
     """Report of a load on one rank.
 
+    ``step``: recorded in the checkpoint; None if it has none.
+
     ``bytes_wanted``: stored size of this rank's tensors. ``bytes_read``: bytes it read from
     storage, as whole blocks with checksums, also for other ranks; compressed data counts
     uncompressed. ``bytes_received``: bytes that other ranks read for this one.
@@ -55,6 +57,7 @@ class LoadReport:
     bytes_wanted: int
     bytes_read: int
     seconds: float
+    step: int | None = None
     bytes_received: int = 0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

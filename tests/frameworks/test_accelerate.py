@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.framework_jobs import check_losses, losses, run_job, run_page
+from support.framework_jobs import check_losses, check_page, losses, run_job
 from torch import nn
 
 import holdfast
@@ -28,7 +28,6 @@ def sharded_by(name: str | None) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("world", "sharded"),
     [
-        pytest.param(1, None, marks=pytest.mark.nightly(30)),
         (2, None),
         pytest.param(2, "zero1", marks=pytest.mark.nightly(30)),
         pytest.param(2, "zero3", marks=pytest.mark.nightly(30)),
@@ -154,9 +153,14 @@ def test_mismatch_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "odd").exists()
 
 
-def test_how_to(tmp_path: Path) -> None:
-    """The page's code runs."""
-    run_page("use-with-accelerate.md", tmp_path, {"accelerator": prepared()[0], "step": 500})
+@pytest.mark.parametrize(
+    "worlds", [(1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.nightly(25))]
+)
+def test_how_to(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """The page's script is killed, and resumes on another number of ranks."""
+    check_page("use-with-accelerate.md", tmp_path, worlds=worlds)
     listed = holdfast.list_checkpoints(tmp_path / "run")
-    assert [c.path for c in listed] == ["step-500", "step-501"]
+    assert [(c.path, c.world) for c in listed] == [
+        (f"step-{4 * number}", world) for number, world in enumerate(worlds, 1)
+    ]
     assert (tmp_path / "back").is_dir()

@@ -12,11 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+
+import holdfast
+from holdfast.storage.integrations.newest import newest_checkpoint
 
 _DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 _RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -45,7 +49,7 @@ def run_job(
     settings = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}",
         "PYTHONWARNINGS": "ignore",
         "PYTHONFAULTHANDLER": "1",
     }
@@ -92,6 +96,53 @@ def killed_in_clean_up(checkpoints: Path) -> set[str]:
     }
 
 
+PAGE_TOTAL = 12
+"""The steps of a job whose script is a page, which saves every fourth."""
+_SHORTER = {"500": "4", "501": "5"}
+"""Numbers of steps on the pages, and in their jobs."""
+
+
+def check_page(
+    page: str, folder: Path, *options: str, worlds: Sequence[int] = (1, 2, 1)
+) -> dict[int, float]:
+    """Run a page's script, kill it, resume it on another number of ranks, twice; return the losses.
+
+    Fails unless each job goes on from the newest committed step, with the losses of the job before,
+    and the last one ends. See :mod:`.page_job`.
+    """
+    known: dict[int, float] = {}
+    newest = 0
+    for world, die_at in zip(worlds, (6, 10, None), strict=True):
+        killed = () if die_at is None else ("--die-at", str(die_at))
+        run_job("page", folder, page, *options, *killed, world=world, is_killed=die_at is not None)
+        noted = _noted(folder)
+        assert [step for step, _ in noted] == list(range(newest + 1, newest + 1 + len(noted)))
+        for step, loss in noted:
+            assert known.setdefault(step, loss) == pytest.approx(loss, rel=1e-4), step
+        assert max(known) == (PAGE_TOTAL if die_at is None else die_at)
+        newest = newest_step(folder / "run")
+        assert newest == (PAGE_TOTAL if die_at is None else die_at - 2)
+    return known
+
+
+def newest_step(run: Path) -> int:
+    """Return the step that a run resumes from, 0 if nothing is saved yet."""
+    newest = newest_checkpoint(run)
+    if newest is None:
+        return 0
+    with holdfast.open(newest) as checkpoint:
+        assert checkpoint.step is not None
+        return checkpoint.step
+
+
+def _noted(folder: Path) -> list[tuple[int, float]]:
+    """Take the steps and losses of the first rank's last job."""
+    file = folder / "losses-0.jsonl"
+    noted = [json.loads(line) for line in file.read_text().splitlines()]
+    file.unlink()
+    return noted
+
+
 def run_page(
     page: str, folder: Path, names: dict[str, Any], replaced: Mapping[str, str] = {}
 ) -> dict[str, Any]:
@@ -109,14 +160,20 @@ def documented(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (_DOCS / page).read_text(), re.S | re.M)
 
 
+def run_script(code: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Run code of a page as it is, in ``folder`` instead of its storage, and with fewer steps."""
+    return run_block(code, folder, names, {**_SHORTER, "s3://bucket": str(folder)})
+
+
 def run_block(
     block: str, folder: Path, names: dict[str, Any], replaced: Mapping[str, str] = {}
 ) -> dict[str, Any]:
     """Run one block like :func:`run_page`."""
     for old, new in {**replaced, "/scratch": str(folder)}.items():  # the folder's name comes last
         block = block.replace(old, new)
-    (folder / "block.py").write_text(block)
-    return runpy.run_path(str(folder / "block.py"), names)
+    program = folder / f"block-{_RANK}.py"
+    program.write_text(block)
+    return runpy.run_path(str(program), names)
 
 
 _MOMENT_S = 0.2

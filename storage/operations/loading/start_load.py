@@ -105,6 +105,7 @@ def _report(uri: str, loaded: _Loaded, seconds: float, figures: dict[str, Any]) 
         bytes_wanted=loaded.reader.bytes_wanted,
         bytes_read=loaded.reader.bytes_read,
         seconds=seconds,
+        step=loaded.manifest.step,
         bytes_received=loaded.reader.bytes_received,
         missing=loaded.left.missing,
         unexpected=loaded.left.unexpected,
