@@ -29,6 +29,7 @@ from ..operations.options import Lazy
 from ..ranks.process_group import Group
 from ..state.adapters.per_rank import PerRank
 from .doors import Door
+from .newest import is_stock
 from .value_conversion import from_stored, to_stored
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
         ``weights_only=False``.
         """
         path = self.broadcast(os.fspath(checkpoint_path))
-        if os.path.isfile(path) or os.path.isfile(os.path.join(path, _STOCK_FILE)):
+        if os.path.isfile(path) or is_stock(path, _STOCK_FILE):
             return _without_pickle(super().load_checkpoint, path, weights_only)
         into: dict[str, object] = {_MODEL: self.model}
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:

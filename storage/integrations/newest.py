@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from ...drivers.uri import Uri, join, parse
+from ..format.manifest import MANIFEST_KEY
 from ..operations.location import UriLike
 from ..operations.maintenance.listing import ListedCheckpoint, check_lineages, list_checkpoints
 
-__all__ = ["as_path_or_uri", "is_resumable", "listed_below", "newest_checkpoint"]
+__all__ = [
+    "as_path_or_uri",
+    "is_resumable",
+    "is_stock",
+    "listed_below",
+    "newest_checkpoint",
+    "stock_steps",
+]
 
 _NAMED = 10
 """The most checkpoints that a message names."""
@@ -51,6 +61,29 @@ def listed_below(
 def is_resumable(c: ListedCheckpoint) -> bool:
     """Return whether a run may resume from a checkpoint."""
     return c.step is not None and not (c.problem or c.damage or c.abandoned)
+
+
+def is_stock(uri: UriLike, marker: str) -> bool:
+    """Return whether the trainer itself has saved the checkpoint at ``uri``, later than Holdfast.
+
+    ``marker``: a file in each checkpoint of the trainer itself. One that goes back, or that is
+    switched to Holdfast and back, may save into the same folder in both formats.
+    """
+    try:
+        stock_ns = os.stat(os.path.join(uri, marker)).st_mtime_ns
+    except OSError:
+        return False
+    try:
+        return stock_ns > os.stat(os.path.join(uri, MANIFEST_KEY)).st_mtime_ns
+    except OSError:
+        return True
+
+
+def stock_steps(folder: UriLike, prefix: str, marker: str) -> list[int]:
+    """Return the steps of the checkpoints in a local folder that are :func:`is_stock`."""
+    paths = [path for path in Path(folder).glob(f"{prefix}*") if is_stock(path, marker)]
+    numbers = [path.name.removeprefix(prefix) for path in paths]
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 def as_path_or_uri(uri: Uri) -> str:

@@ -16,22 +16,23 @@ import copy
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
-from torchtitan.tools import filesystem
 
 from ...drivers.uri import divided, parse
 from ...errors import HoldfastError, UsageError
 from ..operations.saving.handle import SaveHandle
 from .doors import Door, RunFolder
+from .newest import is_stock, stock_steps
 
 __all__ = ["HoldfastCheckpointManager"]
 
 _PREFIX = "step-"
+_STOCK_FILE = ".metadata"
+"""A file in each checkpoint of DCP."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +90,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Load into ``state_dict``; all its names must be in the checkpoint."""
-        if from_hf or _is_from_dcp(checkpoint_id):
+        if from_hf or is_stock(checkpoint_id, _STOCK_FILE):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         self._door.load(checkpoint_id, into=state_dict, strict="state")
@@ -133,8 +134,8 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
 
     def _note_resumed(self, step: int) -> None:
         uri = self._create_checkpoint_id(step)
-        is_stock = _is_from_dcp(uri)
-        self._run().resumed(None if is_stock else uri, step, self._stock_steps())
+        ours = None if is_stock(uri, _STOCK_FILE) else uri
+        self._run().resumed(ours, step, self._stock_steps())
 
     def _load_initial(self) -> bool:
         source = self.initial_load_path
@@ -162,12 +163,7 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
 
     def _stock_steps(self, folder: str = "") -> list[int]:
         """Return the steps of the checkpoints that torchtitan itself has saved."""
-        folder = folder or self.folder
-        if filesystem.is_remote(folder):
-            return []
-        names = [path.parent.name for path in Path(folder).glob(f"{_PREFIX}*/.metadata")]
-        numbers = [name.removeprefix(_PREFIX) for name in names]
-        return [int(number) for number in numbers if number.isdecimal()]
+        return stock_steps(folder or self.folder, _PREFIX, _STOCK_FILE)
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         """Return the path or URI of a step's checkpoint; options at the end of a URI stay there."""
@@ -207,7 +203,3 @@ class HoldfastCheckpointManager(CheckpointManager):  # type: ignore[misc]  # its
             self._run().retain(self.keep_latest_k - 1, saving=saving)
         except HoldfastError as error:
             _log.warning("old checkpoints could not be deleted: %s", error)
-
-
-def _is_from_dcp(checkpoint_id: str) -> bool:
-    return not filesystem.is_remote(checkpoint_id) and Path(checkpoint_id, ".metadata").is_file()

@@ -30,6 +30,7 @@ from ..operations.location import UriLike
 from ..state.adapters.deepspeed import engine_counters, set_engine_counters
 from ..state.adapters.stateful import RNGState
 from .doors import Door, RunFolder
+from .newest import is_stock, stock_steps
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -237,9 +238,7 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
 
     def _stock_steps(self) -> list[int]:
         """Return the steps of the checkpoints that Trainer itself has saved."""
-        folders = Path(self.args.output_dir).glob(f"{_PREFIX}*")
-        numbers = [path.name.removeprefix(_PREFIX) for path in folders if _is_stock(path)]
-        return [int(number) for number in numbers if number.isdecimal()]
+        return stock_steps(self.args.output_dir, _PREFIX, _STATE_FILE)
 
     def _note_best(self) -> None:
         """Record the location of the best model, by the configured metric, if it is saved."""
@@ -272,4 +271,4 @@ class HoldfastTrainerMixin(_Base):  # type: ignore[misc]  # its types are not in
 
 def _is_stock(checkpoint: UriLike | None) -> bool:
     """Return whether Trainer itself has saved this checkpoint."""
-    return checkpoint is not None and Path(checkpoint, _STATE_FILE).is_file()
+    return checkpoint is not None and is_stock(checkpoint, _STATE_FILE)

@@ -177,7 +177,8 @@ def test_a_run_that_has_gone_back_stays_on_its_branch(
 
 @pytest.mark.parametrize("back", [None, 4])
 def test_a_run_of_trainer_is_continued(parent: Path, tmp_path: Path, back: int | None) -> None:
-    """Trainer's own checkpoints are loaded by Trainer; the next ones are ours, and newer."""
+    """Trainer's own checkpoints are loaded by Trainer; the next ones are ours, and newer, also in
+    the folder of one of Trainer itself."""
     folder = tmp_path / "run"
     shutil.copytree(begun(Stock, parent), folder)
     resume = True if back is None else str(folder / f"checkpoint-{back}")
@@ -185,5 +186,7 @@ def test_a_run_of_trainer_is_continued(parent: Path, tmp_path: Path, back: int |
     expected = continued(Stock, parent, None, None, back)[1]
     assert made.losses == {step: expected[step] for step in made.losses}
     assert [c.step for c in holdfast.list_checkpoints(folder)] == [made.state.global_step]
+    for stale in folder.glob(f"checkpoint-{made.state.global_step}/model.safetensors"):
+        stale.write_bytes(b"")
     again = train(Ours, folder, 12, True)
     assert made.losses | again.losses == expected

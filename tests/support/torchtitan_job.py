@@ -106,6 +106,7 @@ class Job:
             self.numbers, dist.get_rank(), dist.get_world_size(), batch_size=None
         )
         self.state = TrainState()
+        self.shift = 0.0
         self.load_step = config.get("load_step", -1)
         self.checkpoints = manager.Config(
             **{"enable": True, "interval": 2, "last_save_model_only": False} | config
@@ -136,7 +137,7 @@ class Job:
         return losses
 
     def step(self, x: torch.Tensor) -> float:
-        loss = nn.functional.mse_loss(self.model(x), x.sum(1, keepdim=True))
+        loss = nn.functional.mse_loss(self.model(x), x.sum(1, keepdim=True) + self.shift)
         self.optimizers.zero_grad()
         loss.backward()
         self.checkpoints.maybe_wait_for_staging()

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
@@ -42,10 +43,21 @@ def left(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in found)
 
 
-def outcome(parent: str, number: int, is_stock: bool) -> tuple[list[int], list[int], Any]:
-    """Train as a case says, with torchtitan's own manager or ours.
+def loaded(job: Job, step: int) -> float | str:
+    """Load a step; return an output of the model, or "refused"."""
+    try:
+        job.checkpoints.load(step)
+    except (Exception, CheckpointException):
+        return "refused"
+    return job.model(torch.ones(1, 8)).item()
 
-    Return the steps left after each part, and the losses of the second, or the kind of its error.
+
+def outcome(parent: str, number: int, is_stock: bool) -> tuple[list[int], dict[int, Any], Any]:
+    """Train as a case says, with torchtitan's own manager or ours; in the second part, the model
+    learns something else.
+
+    Return the steps left after the first part; those left in the end, as loaded; and the losses of
+    the second part, or the kind of its error.
     """
     case = dict(CASES[number])
     begins, again, back = (case.pop(name) for name in ("begins", "again", "load_step"))
@@ -64,12 +76,17 @@ def outcome(parent: str, number: int, is_stock: bool) -> tuple[list[int], list[i
     Job("", case, first).run(MIDDLE)
     before = left(folder)
     try:
-        losses: Any = Job("", case | again | {"load_step": back}, second).run(END)
+        job = Job("", case | again | {"load_step": back}, second)
+        job.shift = 1.0
+        losses: Any = job.run(END)
     except FileNotFoundError:
         losses = "missing"
     except (Exception, CheckpointException):
         losses = "refused"
-    return before, left(folder), losses
+    case.pop("initial_load_path", None)
+    after = left(folder)  # a load may abandon some
+    job = Job("", case, second)
+    return before, {step: loaded(job, step) for step in after}, losses
 
 
 def outcomes(parent: str, numbers: list[int]) -> dict[int, Any]:

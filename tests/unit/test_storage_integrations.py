@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from holdfast.errors import (
 )
 from holdfast.storage.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.storage.integrations.doors import Door, RunFolder
-from holdfast.storage.integrations.newest import newest_checkpoint
+from holdfast.storage.integrations.newest import is_stock, newest_checkpoint, stock_steps
 from holdfast.storage.integrations.value_conversion import from_stored, to_stored
 from holdfast.storage.operations.maintenance.prune import remove
 
@@ -109,6 +110,22 @@ def test_newest_checkpoint(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == str(tmp_path / "step-9")
     with_options = f"file://{tmp_path}?threads=2"
     assert newest_checkpoint(with_options) == f"file://{tmp_path}/step-9?threads=2"
+
+
+def test_checkpoint_saved_last_into_a_folder_counts(tmp_path: Path) -> None:
+    """If a trainer and Holdfast have saved into the same folder, the later checkpoint is loaded."""
+    step_2 = saved(tmp_path, 2) / "step-2"
+    for number, marker in ((2, "other"), (3, "marker"), ("x", "marker")):
+        (tmp_path / f"step-{number}").mkdir(exist_ok=True)
+        (tmp_path / f"step-{number}" / marker).touch()
+    assert stock_steps(tmp_path, "step-", "marker") == [3]
+    assert stock_steps(tmp_path / "nothing", "step-", "marker") == []
+    assert stock_steps("memory://run", "step-", "marker") == []
+    os.utime(step_2 / "manifest.safetensors", (1, 1))
+    (step_2 / "marker").touch()
+    assert is_stock(step_2, "marker")
+    os.utime(step_2 / "marker", (0, 0))
+    assert not is_stock(step_2, "marker")
 
 
 @pytest.mark.parametrize(
