@@ -1,49 +1,51 @@
 """Checkpoints of Megatron-core: strategies for ``dist_checkpointing``, and distributed optimizers.
 
     dist_checkpointing.save(state, folder, sharded_strategy=HoldfastSaveStrategy())
-    dist_checkpointing.load(state, folder)
+    dist_checkpointing.load(state, folder, sharded_strategy=HoldfastLoadStrategy())
 
-Megatron's tensors are stored under their keys. Megatron itself writes everything else
-(``common.pt``, ``ShardedObject``) into the same folder with ``torch.save``, as it does for every
-strategy. So the folder must be a path that all ranks see. To do without these files, and to save to
-any URI:
+Megatron's tensors are stored under their keys. Everything else (``common.pt``, a file for each
+``ShardedObject``) is put into the same folder with ``torch.save``, in the same files for each
+version of Megatron. So the folder must be a path that all ranks see. To do without these files, and
+to save to any URI:
 
     model_state = model.sharded_state_dict(metadata=metadata)
     state = {"model": model_state, "optim": optimizer_state(optimizer, model_state)}
     holdfast.save(uri, state)
     holdfast.load(uri, into=state)
-
-Importing this module registers the strategy that loads such folders with Megatron.
 """
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-    StrategyAction,
-    register_default_strategy,
-)
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from ...errors import MismatchError, StateError
 from ...planner.box import Box, flat_to_boxes
-from ..api import load, save
+from ..api import async_save, load, save
+from ..format.manifest import MANIFEST_KEY
 from ..format.packed import Compression
 from ..operations.reading.reader import TensorInfo
 from ..operations.reading.reader import open as open_checkpoint
+from ..operations.saving.handle import SaveHandle
+from ..runtime.engine import start as start_on_engine
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -54,12 +56,12 @@ _BACKEND = "holdfast"
 _VERSION = 1
 
 
-class HoldfastSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]  # its types are not installed
-    """Saves the tensors of a sharded state dict; returns once they are committed.
+# Megatron 0.17 and later takes no other strategies than its own.
+class HoldfastSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]  # no types
+    """Saves a sharded state dict; returns once its tensors are committed.
 
     Megatron then writes its ``metadata.json``; without that file it does not recognise the folder
-    as a checkpoint. ``compression`` as in :func:`holdfast.save`. Megatron's ``async_sharded_save``
-    is not supported, because it forks a process that shares no store with the job.
+    as a checkpoint. ``compression`` as in :func:`holdfast.save`.
     """
 
     def __init__(self, *, compression: Compression | None = None) -> None:
@@ -67,54 +69,161 @@ class HoldfastSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]  # its ty
         self._compression = compression
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Save the tensors. Every rank calls this. Raises as :func:`holdfast.save`."""
+        """Save the state. Every rank calls this. Raises as :func:`holdfast.save`."""
+        _save_objects(sharded_state_dict, checkpoint_dir)
         save(checkpoint_dir, _parts(sharded_state_dict), compression=self._compression)
 
+    def async_save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: str = "mcore",
+    ) -> Any:
+        """Start saving the state; return once its tensors are copied to host memory.
 
-class HoldfastLoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """Loads tensors saved by :class:`HoldfastSaveStrategy` in place, under any layout."""
+        Every rank calls this. Return the request for Megatron's queue, which is done when the
+        tensors are committed. Its finalization raises the error of a failed save.
+        ``async_strategy``: the queue, ``mcore`` or ``nvrx``.
+        """
+        request: Any = AsyncRequest
+        if async_strategy != "mcore":
+            _, request = torch_dist.get_async_strategy(async_strategy, "AsyncRequest")
+        _save_objects(sharded_state_dict, checkpoint_dir)
+        parts = _parts(sharded_state_dict)
+        saving = async_save(checkpoint_dir, parts, compression=self._compression)
+        return request(_wait_for_unlock, (_locked_during(saving),), [saving.wait])
+
+
+def _locked_during(saving: SaveHandle) -> str:
+    """Return the path of a file that this process keeps locked until the save has ended."""
+    # Not by flock: a forked process would share the lock, and hold it after this process has died.
+    file = tempfile.NamedTemporaryFile(prefix="holdfast-megatron-")  # noqa: SIM115  # closed later
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    start_on_engine(_close_after(saving, file))
+    return file.name
+
+
+async def _close_after(saving: SaveHandle, file: IO[bytes]) -> None:
+    with file, suppress(Exception):  # the finalization raises it
+        await saving.last.reached()
+
+
+def _wait_for_unlock(path: str) -> None:
+    """Wait until another process has unlocked a file, or has died.
+
+    This is all that Megatron's process for a save does. It uses nothing of the job's.
+    """
+    with suppress(FileNotFoundError), Path(path).open("rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+
+
+class HoldfastLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Loads a folder of :class:`HoldfastSaveStrategy` in place, under any layout.
+
+    Folders in Megatron's own format are loaded by Megatron.
+    """
 
     def load(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, *options: str
     ) -> ShardedStateDict:
-        """Return the state dict with tensors in place of its sharded tensors.
+        """Return the state dict with tensors and values in place of its sharded items.
 
-        Every rank calls this. Raises as :func:`holdfast.load`.
+        Every rank calls this. Raises as :func:`holdfast.load`, and MismatchError for a missing
+        ``ShardedObject``.
         """
-        for part in nested_values(sharded_state_dict):
+        if not _is_ours(checkpoint_dir):
+            return super().load(sharded_state_dict, checkpoint_dir, *options)
+        for part in _of(ShardedTensor, sharded_state_dict):
             part.init_data("cpu")
-        load(checkpoint_dir, into=_parts(sharded_state_dict), strict="state")
-        return dict_list_map_outplace(lambda part: part.data, sharded_state_dict)
+        parts = _parts(sharded_state_dict)
+        if _on_any_rank(bool(parts)):  # Megatron's wrapper loads objects alone
+            load(checkpoint_dir, into=parts, strict="state")
+        return dict_list_map_outplace(
+            lambda item: (
+                item.data if isinstance(item, ShardedTensor) else _load_object(item, checkpoint_dir)
+            ),
+            sharded_state_dict,
+        )
 
-    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+    def load_tensors_metadata(self, checkpoint_dir: str | Path, *options: Any) -> ShardedStateDict:
         """Return every tensor by its key, whole and without data."""
+        if not _is_ours(checkpoint_dir):
+            return super().load_tensors_metadata(checkpoint_dir, *options)
         with open_checkpoint(checkpoint_dir) as checkpoint:
             return {key: _described(key, info) for key, info in checkpoint.tensors.items()}
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise CheckpointingException for a checkpoint of another strategy."""
-        if loaded_backend != _BACKEND:
-            raise CheckpointingException(
-                f"the checkpoint was saved with {loaded_backend}; leave out sharded_strategy"
-            )
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise CheckpointingException for an unknown version."""
-        if loaded_version != _VERSION:
-            raise CheckpointingException(f"unknown version {loaded_version} of {_BACKEND}")
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """Return every tensor by its key, and every object by its unique key, without data."""
+        if not _is_ours(checkpoint_dir):
+            return super().load_sharded_metadata(checkpoint_dir)
+        files = Path(checkpoint_dir).glob("*/shard_*.pt")
+        keys = [f"{file.parent.name}/{file.stem}" for file in files]
+        objects = {key: ShardedObject.empty_from_unique_key(key) for key in keys}
+        return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
 
 
-register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, HoldfastLoadStrategy())
+with suppress(ImportError):  # Megatron 0.17 and later does not find strategies by metadata.json
+    from megatron.core.dist_checkpointing.strategies.base import (
+        StrategyAction,
+        register_default_strategy,
+    )
+
+    register_default_strategy(
+        StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, HoldfastLoadStrategy()
+    )
+
+
+def _is_ours(folder: str | Path) -> bool:
+    # Megatron's wrapper for parallel saves puts its own name into metadata.json.
+    return Path(folder, MANIFEST_KEY).exists()
+
+
+def _on_any_rank(holds: bool) -> bool:
+    if not dist.is_initialized():
+        return holds
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, holds)
+    return any(found)
+
+
+def _of(kind: type[Any], sharded_state_dict: ShardedStateDict) -> list[Any]:
+    return [item for item in nested_values(sharded_state_dict) if isinstance(item, kind)]
 
 
 def _parts(sharded_state_dict: ShardedStateDict) -> dict[str, ShardedTensor]:
-    """Return all parts of a state dict, detached.
+    """Return all parts of tensors of a state dict, detached.
 
     Detaching drops the attributes that optimizers set on parameters: Megatron itself pairs
     parameters with their master copies.
     """
-    parts = enumerate(nested_values(sharded_state_dict))
+    parts = enumerate(_of(ShardedTensor, sharded_state_dict))
     return {str(number): replace(part, data=part.data.detach()) for number, part in parts}
+
+
+def _save_objects(sharded_state_dict: ShardedStateDict, folder: str | Path) -> None:
+    """Write the objects into files with the names that Megatron 0.16 gives them."""
+    for item in _of(ShardedObject, sharded_state_dict):
+        if is_main_replica(item.replica_id):
+            path = _path_of(item, folder)
+            path.parent.mkdir(exist_ok=True)
+            torch.save(item.data, path)
+
+
+def _load_object(item: ShardedObject, folder: str | Path) -> object:
+    path = _path_of(item, folder)
+    if not path.exists():
+        raise MismatchError(
+            f"the checkpoint {folder} has no {item.unique_key}",
+            advice="It was saved in a layout with other objects; leave this one out of the state.",
+        )
+    return torch.load(  # noqa: TID251  # torch's own loader, restricted
+        path, map_location="cpu", weights_only=True
+    )
+
+
+def _path_of(item: ShardedObject, folder: str | Path) -> Path:
+    common = item.key == "common_state"  # of Megatron 0.19 and later; others write that file
+    return Path(folder, "common.pt" if common else f"{item.unique_key}.pt")
 
 
 def _described(key: str, info: TensorInfo) -> ShardedTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support.bits import difference
 from support.framework_jobs import documented
-from support.rank_processes import RankProcesses
+from support.rank_processes import Gone, RankProcesses
 
 import holdfast
 
@@ -19,7 +20,6 @@ pytest.importorskip("megatron", reason="not installed: make frameworks")
 
 with warnings.catch_warnings():  # of what Megatron imports
     warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.core import CheckpointingException
     from support import megatron_job
     from support.megatron_job import Layout
 
@@ -29,6 +29,7 @@ with warnings.catch_warnings():  # of what Megatron imports
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 PRELOAD = [
+    "support.megatron_on_cpu",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",
@@ -133,28 +134,31 @@ def test_a_vocabulary_that_is_padded_otherwise_is_loaded_as_far_as_it_goes(
             assert second.tensors["output_layer.weight"].shape == (layout.vocabulary, 16)
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "wrapped"])
 def test_megatrons_own_save_and_load_go_through_the_strategies(
-    ranks: RankProcesses, tmp_path: Path
+    wrapped: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Megatron's load finds the strategy, and the job resumes with identical losses.
+    """A job resumes with identical losses; before Megatron 0.17, its load finds the strategy.
 
-    The tensors have the names and values that our own save stores.
+    The tensors have the names and values that our own save stores. Megatron's wrappers for parallel
+    saves and loads change nothing.
     """
     folder = tmp_path / "iter_0000003"
+    save, load = HoldfastSaveStrategy(), HoldfastLoadStrategy()
+    if not wrapped and megatron_job.FINDS_STRATEGIES:
+        load = None
     losses = ranks.run(
-        megatron_job.saves_by_megatron,
-        TENSOR,
-        str(folder),
-        SAVED_AFTER,
-        LAST,
-        HoldfastSaveStrategy(),
+        *(megatron_job.saves_by_megatron, TENSOR, str(folder), SAVED_AFTER, LAST, save, wrapped),
         world=2,
     )[0]
     assert {path.name for path in folder.iterdir()} >= {"common.pt", "metadata.json"}
     further = ranks.run(
-        megatron_job.loads_by_megatron, REPLICAS, str(folder), SAVED_AFTER, LAST, world=2
+        *(megatron_job.loads_by_megatron, REPLICAS, str(folder), SAVED_AFTER, LAST, load, wrapped),
+        world=2,
     )[0]
     assert further == pytest.approx(losses[SAVED_AFTER:], rel=ROUNDING)
+    if wrapped:
+        return
     plain = ranks.run(megatron_job.plain_tensors, str(folder), world=1)[0]
     stored = holdfast.load(folder)
     assert difference(stored, {key: plain[key] for key in stored}) is None
@@ -162,6 +166,44 @@ def test_megatrons_own_save_and_load_go_through_the_strategies(
     ranks.run(megatron_job.trains, PIPELINE, ours, SAVED_AFTER, LAST, world=2)
     with holdfast.open(folder) as theirs, holdfast.open(ours) as direct:
         assert theirs.tensors.keys() == direct.tensors.keys()
+
+
+def test_megatrons_asynchronous_save_survives_a_kill(ranks: RankProcesses, tmp_path: Path) -> None:
+    """A job killed in an asynchronous save of Megatron's resumes from the previous one.
+
+    Training continues during a save. No process of Megatron's is left behind.
+    """
+    losses = ranks.run(megatron_job.trains, REPLICAS, str(tmp_path / "c"), 0, LAST, world=2)[0]
+    folder, killed = tmp_path / "iter_0000003", tmp_path / "iter_0000006"
+    with RankProcesses(2, PRELOAD, with_children=True) as dying:
+        call = (megatron_job.saves_in_the_background, TENSOR, str(folder), SAVED_AFTER, LAST)
+        begun = dying.begin(*call, str(killed))
+        assert dying.outcomes(begun) == [Gone(), Gone()]
+    assert (folder / "metadata.json").exists()
+    assert not (killed / "metadata.json").exists()
+    left = [
+        pid for rank in range(2) for pid in (tmp_path / f"{killed.name}-{rank}").read_text().split()
+    ]
+    deadline = time.monotonic() + 20
+    while any(Path("/proc", pid).exists() for pid in left):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    strategy = HoldfastLoadStrategy()
+    further = ranks.run(
+        megatron_job.loads_by_megatron, REPLICAS, str(folder), SAVED_AFTER, LAST, strategy, world=2
+    )[0]
+    assert further == pytest.approx(losses[SAVED_AFTER:], rel=ROUNDING)
+
+
+def test_a_failed_asynchronous_save_of_megatrons_raises_when_it_is_finalized(
+    tmp_path: Path,
+) -> None:
+    """The error of a save is raised on all ranks, and Megatron does not recognise the folder."""
+    folder = tmp_path / "c"
+    with RankProcesses(2, PRELOAD, with_children=True) as made:
+        errors = made.run(megatron_job.fails_in_the_background, REPLICAS, str(folder), world=2)
+    assert all("data" in error for error in errors), errors
+    assert not (folder / "metadata.json").exists()
 
 
 def test_a_job_goes_on_from_an_imported_folder_of_megatrons(
@@ -180,7 +222,7 @@ def test_a_job_goes_on_from_an_imported_folder_of_megatrons(
             megatron_job.saves_by_megatron, saved, str(folder), SAVED_AFTER, LAST, world=2
         )[0]
     assert {path.name for path in folder.iterdir()} >= {"common.pt", "metadata.json", ".metadata"}
-    holdfast.import_(folder, uri)
+    holdfast.import_(folder, uri, skip=["random/*"])
     plain = ranks.run(megatron_job.plain_tensors, str(folder), world=1)[0]
     with holdfast.open(uri) as checkpoint:
         stored = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -206,20 +248,12 @@ def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path
     assert 'state["model"]' in told["masters left behind"]
     assert "optimizer_state(" in told["optimizer itself"]
     assert "sharded_state_dict() of all modules" in told["other parameters"]
-    assert "HoldfastSaveStrategy" in told["asynchronous"]
+    if not megatron_job.FINDS_STRATEGIES:
+        return  # Megatron 0.17 and later has no such experts
     grouped = replace(EXPERTS, experts="grouped")
     error = ranks.run(megatron_job.refusal_of_grouped_experts, grouped, world=2)[0]
     assert "mlp.experts" in error
     assert "HoldfastSaveStrategy" in error
-
-
-def test_what_another_strategy_or_a_later_version_has_saved_is_not_loaded() -> None:
-    """A checkpoint of another strategy or a later version is refused."""
-    strategy = HoldfastLoadStrategy()
-    with pytest.raises(CheckpointingException, match="torch_dist; leave out sharded_strategy"):
-        strategy.check_backend_compatibility("torch_dist")
-    with pytest.raises(CheckpointingException, match="version 2"):
-        strategy.check_version_compatibility(2)
 
 
 def test_the_how_to_does_what_it_says(ranks: RankProcesses, tmp_path: Path) -> None:
@@ -229,6 +263,6 @@ def test_the_how_to_does_what_it_says(ranks: RankProcesses, tmp_path: Path) -> N
         blocks.append(str(tmp_path / f"block_{number}.py"))
         Path(blocks[-1]).write_text(block)
     loaded = ranks.run(megatron_job.runs_blocks, REPLICAS, blocks, str(tmp_path), world=2)[0]
-    assert loaded == ["model", "optimizer"]
+    assert loaded == ["model", "optimizer", "random"]
     with holdfast.open(tmp_path / "c") as ours, holdfast.open(tmp_path / "described") as theirs:
         assert ours.tensors.keys() == theirs.tensors.keys()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import runpy
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .megatron_on_cpu import cuda_is_cpu  # isort: skip  # before Megatron
+
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,14 +35,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 import holdfast
-from holdfast.storage.integrations.megatron import HoldfastSaveStrategy, optimizer_state
-
-from .megatron_on_cpu import cuda_is_cpu
+from holdfast.storage.integrations.megatron import (
+    HoldfastLoadStrategy,
+    HoldfastSaveStrategy,
+    optimizer_state,
+)
 
 BATCH = 4
 LENGTH = 8
 LEARNING_RATE = 1e-2
 EXPERTS = 4
+FINDS_STRATEGIES = megatron.core.__version__ < "0.17"
+"""True if Megatron finds the strategy of a folder by ``metadata.json``."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,13 @@ class Job:
         optim = self.optimizer.sharded_state_dict(
             self.model_state(), is_loading=loading, metadata=self.metadata
         )
-        return {"model": self.model_state(), "optimizer": optim}
+        random = {"rank": dist.get_rank(), "state": torch.get_rng_state()}
+        place = (dist.get_world_size(),), (dist.get_rank(),)
+        return {
+            "model": self.model_state(),
+            "optimizer": optim,
+            "random": ShardedObject("random", random, *place),
+        }
 
     def train(self, first: int, last: int) -> list[float]:
         """The losses of these steps."""
@@ -221,10 +243,17 @@ def goes_on(layout: Layout, uri: str, last: int, again: str) -> tuple[int, list[
 
 
 def saves_by_megatron(
-    layout: Layout, folder: str, save_after: int, last: int, strategy: Any = None
+    layout: Layout,
+    folder: str,
+    save_after: int,
+    last: int,
+    strategy: Any = None,
+    wrapped: bool = False,
 ) -> list[float]:
     """Return the losses of a job that saves with Megatron's ``save``, perhaps by our strategy."""
     with Job(layout, seed=1) as job:
+        if wrapped:
+            strategy = FullyParallelSaveStrategyWrapper(strategy)
         losses = job.train(0, save_after)
         described = job.described() | {"step": save_after}
         dist_checkpointing.save(described, _made(folder), sharded_strategy=strategy)
@@ -239,20 +268,73 @@ def _made(folder: str) -> str:
     return folder
 
 
+def saves_in_the_background(
+    layout: Layout, folder: str, save_after: int, last: int, dies_in: str
+) -> None:
+    """Save asynchronously while training continues, twice, with Megatron's queue.
+
+    Die while the second save, to ``dies_in``, is in flight. A file next to that folder
+    lists Megatron's processes.
+    """
+    queue = AsyncCallsQueue()
+    with Job(layout, seed=1) as job:
+        job.train(0, save_after)
+        queue.schedule_async_request(_requested(job, _made(folder)))
+        for step in range(save_after, last):
+            job.train(step, step + 1)
+            queue.maybe_finalize_async_calls()
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.schedule_async_request(_requested(job, _made(dies_in)))
+        processes = [str(process.pid) for process in multiprocessing.active_children()]
+        Path(f"{dies_in}-{dist.get_rank()}").write_text("\n".join(processes))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails_in_the_background(layout: Layout, folder: str) -> str:
+    """Return the error with which Megatron's queue finalizes a save that cannot write."""
+    queue = AsyncCallsQueue()
+    with Job(layout, seed=1) as job:
+        job.train(0, 1)
+        Path(_made(folder), "data").touch()  # where a folder should be
+        queue.schedule_async_request(_requested(job, folder))
+        return raised(lambda: queue.maybe_finalize_async_calls(blocking=True))
+
+
+def _requested(job: Job, folder: str) -> Any:
+    return dist_checkpointing.save(
+        job.described(),
+        folder,
+        sharded_strategy=HoldfastSaveStrategy(),
+        async_sharded_save=True,
+        **({} if FINDS_STRATEGIES else {"async_strategy": "mcore"}),
+    )
+
+
 def plain_tensors(folder: str) -> dict[str, torch.Tensor]:
     """Return the tensors that Megatron loads without a model."""
-    loaded: dict[str, torch.Tensor] = dist_checkpointing.load_plain_tensors(folder)
+    strategy = HoldfastLoadStrategy()
+    described = dist_checkpointing.load_tensors_metadata(folder, strategy)
+    loaded: dict[str, torch.Tensor] = dist_checkpointing.load(
+        described, folder, strategy, validate_access_integrity=False
+    )
     return loaded
 
 
-def loads_by_megatron(layout: Layout, folder: str, first: int, last: int) -> list[float]:
+def loads_by_megatron(
+    layout: Layout, folder: str, first: int, last: int, strategy: Any = None, wrapped: bool = False
+) -> list[float]:
     """Return the losses of another job that resumes from a load by Megatron's own ``load``."""
     with Job(layout, seed=2) as job:
+        if wrapped:
+            strategy = FullyParallelLoadStrategyWrapper(strategy)
         job.train(0, 1)  # Megatron has no moments to load into before, without Apex
         described = job.described(loading=True)
-        loaded = dist_checkpointing.load(described, folder, strict="raise_all")
+        loaded = dist_checkpointing.load(described, folder, strategy, strict="raise_all")
         job.model.load_state_dict(loaded["model"], strict=False)  # except extra states
         job.optimizer.load_state_dict(loaded["optimizer"])
+        assert loaded["random"]["rank"] == dist.get_rank()
+        assert loaded["random"]["state"].dtype == torch.uint8
         return job.train(first, last)
 
 
@@ -285,9 +367,6 @@ def refusals(layout: Layout, uri: str) -> dict[str, str]:
             ),
             "optimizer itself": lambda: holdfast.save(uri, {"optim": job.optimizer}),
             "other parameters": lambda: optimizer_state(job.optimizer, {}),
-            "asynchronous": lambda: dist_checkpointing.save(
-                job.described(), uri, HoldfastSaveStrategy(), async_sharded_save=True
-            ),
         }
         return {name: raised(call) for name, call in tries.items()}
 

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
+import torch._inductor.compile_fx  # before the stand-in, which it would use
+
+if importlib.util.find_spec("triton") is None:  # Megatron 0.18 and later has GPU kernels in it
+    sys.modules["triton"] = sys.modules["triton.language"] = MagicMock(__version__="0")
+
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import torch_norm
-from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
+from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 _TYPES = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor")
@@ -53,6 +61,7 @@ def cuda_is_cpu() -> None:
     _OnHost().__enter__()
     replaced: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
+        "current_stream": MagicMock(),
         "synchronize": lambda *device: None,
     }
     for name in _TYPES:
@@ -60,7 +69,10 @@ def cuda_is_cpu() -> None:
     for name, stand_in in replaced.items():
         setattr(torch.cuda, name, stand_in)
     torch.tensor = _on_host(torch.tensor)
-    grouped_gemm_util.grouped_gemm = SimpleNamespace()  # to build modules
+    with suppress(ImportError):  # Megatron before 0.17
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.grouped_gemm = SimpleNamespace()  # to build modules
     moe_utils.te_general_gemm = None  # left undefined without Transformer Engine
     torch_norm.WrappedTorchNorm.__new__ = _of_a_sequence(torch_norm.WrappedTorchNorm.__new__)
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # without dropout
