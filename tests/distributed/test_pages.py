@@ -21,3 +21,11 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_training_loop(tmp_path: Path, kind: str, worlds: tuple[int, ...]) -> None:
     """The loop resumes, whatever divides the model."""
     check_page("checkpoint-a-training-loop.md", tmp_path, "--kind", kind, worlds=worlds)
+
+
+@pytest.mark.parametrize(
+    "worlds", [(1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.nightly(15))]
+)
+def test_a_loop_that_saves_with_dcp(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """DCP's calls resume, and another part of the page loads their checkpoint without DCP."""
+    check_page("coming-from-dcp.md", tmp_path, worlds=worlds)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.bits import difference
 from support.drivers import HookedDriver
-from support.framework_jobs import check_losses, losses, run_job, run_page
+from support.framework_jobs import check_losses, check_page, losses, run_job
 from support.given import Serve
 from support.servers.radosgw import find_ceph
 from support.servers.start import started
@@ -203,34 +203,19 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
-def test_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's code switches, resumes, switches back, and loads the weights alone."""
-    from lightning.pytorch import LightningModule, Trainer
+@pytest.mark.parametrize(
+    "worlds", [(1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.nightly(35))]
+)
+def test_how_to(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """The page's script is killed, resumes on another number of ranks, and switches back."""
+    from holdfast.storage.integrations.lightning import HoldfastCheckpointIO
 
-    class Net(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss = self.layer(batch).square().mean()
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    monkeypatch.chdir(tmp_path)
-    data = torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2)
-    names: dict[str, Any] = {"model": Net(), "data": data}
-    options = "accelerator='cpu', max_epochs=1, logger=False, "
-    names = run_page(
-        "use-with-lightning.md", tmp_path, names, {"=500": "=2", "Trainer(": f"Trainer({options}"}
-    )
-    trained = names["model"].layer.weight
-    again = names["io"].load_checkpoint(tmp_path / "run" / "again.ckpt")
-    assert again["global_step"] == 6
-    assert torch.equal(again["state_dict"]["layer.weight"], trained)
-    plain = Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False)
-    plain.fit(Net(), data, ckpt_path=str(tmp_path / "run.ckpt"))
-    assert plain.global_step == 12
+    check_page("use-with-lightning.md", tmp_path, worlds=worlds)
+    run = tmp_path / "run"
+    names = {c.path for c in holdfast.list_checkpoints(run)}
+    assert names >= {"last.ckpt", *(f"epoch=0-step={step}.ckpt" for step in (4, 8, 12))}
+    if worlds[-1] == 1:
+        ours = HoldfastCheckpointIO().load_checkpoint(run / "again.ckpt")
+        theirs = torch.load(tmp_path / "run.ckpt", weights_only=True)
+        assert ours["global_step"] == theirs["global_step"] == 12
+        assert difference(ours["state_dict"], theirs["state_dict"]) is None

@@ -189,7 +189,7 @@ def _save_for_dcp(place: Callable[[str], str], names: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optim = get_state_dict(names["model"], names["optim"])
-    names["state"] = {"model": model, "optim": optim}
+    names["state"] = {"model": model, "optim": optim, "step": 0}
 
 
 def _save_source(place: Callable[[str], str], names: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ def check_page(
 ) -> dict[int, float]:
     """Run a page's script, kill it, resume it on another number of ranks, twice; return the losses.
 
-    Fails unless each job goes on from the newest committed step, with the losses of the job before,
+    Fails unless each job resumes from the newest committed step, with the losses of the job before,
     and the last one ends. See :mod:`.page_job`.
     """
     known: dict[int, float] = {}

@@ -41,9 +41,13 @@ class Page:
         self.blocks = documented(name)
         self._die_at = die_at
 
-    def run(self, names: dict[str, Any], blocks: slice = slice(None)) -> dict[str, Any]:
-        """Run blocks as one script; return the names that it leaves."""
-        return run_script("\n".join(self.blocks[blocks]), self.folder, names)
+    def run(
+        self, names: dict[str, Any], together: int = 1, alone: int | None = None
+    ) -> dict[str, Any]:
+        """Run the page's first blocks as one script: ``together`` in a job of several ranks,
+        ``alone`` (default: all) without others. Return the names that it leaves."""
+        blocks = self.blocks[: alone if WORLD == 1 else together]
+        return run_script("\n".join(blocks), self.folder, names)
 
     def note(self, step: int, loss: Any) -> None:
         """Record a step, counted from 1. The last rank is killed after the fatal one, once the step
@@ -105,8 +109,46 @@ def plain(page: Page, kind: str) -> None:
             "total": PAGE_TOTAL,
             "train_step": train_step,
         },
-        slice(1),
+        alone=1,
     )
+
+
+def dcp(page: Page, kind: str) -> None:
+    """A sharded model, whose state is as DCP's users write it."""
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+        fully_shard(model)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    class Model:
+        def state_dict(self) -> dict[str, Any]:
+            return state_dict.get_model_state_dict(model)
+
+        def load_state_dict(self, stored: dict[str, Any]) -> None:
+            state_dict.set_model_state_dict(model, stored)
+
+    class Optim:
+        def state_dict(self) -> dict[str, Any]:
+            return state_dict.get_optimizer_state_dict(model, optim)
+
+        def load_state_dict(self, stored: dict[str, Any]) -> None:
+            state_dict.set_optimizer_state_dict(model, optim, stored)
+
+    state = {"model": Model(), "optim": Optim(), "step": 0}
+
+    def train_step() -> None:
+        loss = loss_of(model, state["step"])
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        page.note(state["step"], loss)
+
+    names = {"state": state, "model": model, "optim": optim}
+    page.run({**names, "total": PAGE_TOTAL, "train_step": train_step}, together=3)
 
 
 def accelerate(page: Page, kind: str) -> None:
@@ -125,13 +167,80 @@ def accelerate(page: Page, kind: str) -> None:
         page.note(step, loss)
         return loss.item()
 
-    page.run({"accelerator": accelerator, "total": PAGE_TOTAL, "train_step": train_step})
+    names = {"accelerator": accelerator, "total": PAGE_TOTAL, "train_step": train_step}
+    page.run(names, together=3)
     accelerator.end_training()
+
+
+def lightning(page: Page, kind: str) -> None:
+    """A module for Lightning's Trainer, which takes its other arguments from the environment."""
+    os.environ |= {
+        "PL_TRAINER_ACCELERATOR": "cpu",
+        "PL_TRAINER_DEVICES": str(WORLD),
+        "PL_TRAINER_MAX_STEPS": str(PAGE_TOTAL),
+        "PL_TRAINER_ENABLE_PROGRESS_BAR": "False",
+        "PL_TRAINER_LOGGER": "False",
+    }
+    import lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = loss_of(self.layers, self.global_step + 1)
+            self.log("loss", loss)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            page.note(self.global_step, outputs["loss"])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    data = torch.utils.data.DataLoader(torch.zeros(1000, 1))
+    page.run({"model": Net(), "data": data})
+    if (page.folder / "run.ckpt").exists():
+        stock = lightning.Trainer()
+        stock.fit(Net(), data, ckpt_path=str(page.folder / "run.ckpt"))
+        assert stock.global_step == PAGE_TOTAL
+
+
+def transformers(page: Page, kind: str) -> None:
+    """A language model, samples and arguments for Hugging Face's Trainer."""
+    import transformers
+
+    from support.trainer_job import model, samples
+
+    class Note(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **others: Any) -> None:
+            if "loss" in logs:
+                page.note(state.global_step, logs["loss"])
+
+    transformers.trainer.DEFAULT_CALLBACKS.append(Note)
+    arguments = transformers.TrainingArguments(
+        str(page.folder / "out"),
+        max_steps=PAGE_TOTAL,
+        save_steps=4,
+        logging_steps=1,
+        learning_rate=0.01,
+        per_device_train_batch_size=4 // WORLD,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    alike = samples()[:1] * 48  # whichever of them a rank sees
+    names = {"model": model(lora=False, dropout=0.0), "arguments": arguments, "data": alike}
+    page.run(names, alone=2)
 
 
 PAGES: dict[str, Callable[[Page, str], None]] = {
     "checkpoint-a-training-loop.md": plain,
+    "coming-from-dcp.md": dcp,
     "use-with-accelerate.md": accelerate,
+    "use-with-hugging-face.md": transformers,
+    "use-with-lightning.md": lightning,
 }
 
 

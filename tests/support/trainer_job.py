@@ -38,8 +38,8 @@ class Die(TrainerCallback):
             die()
 
 
-def model(*, lora: bool) -> torch.nn.Module:
-    """Return a small language model, with dropout."""
+def model(*, lora: bool, dropout: float = 0.1) -> torch.nn.Module:
+    """Return a small language model."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=64,
@@ -47,7 +47,7 @@ def model(*, lora: bool) -> torch.nn.Module:
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        attention_dropout=0.1,
+        attention_dropout=dropout,
     )
     made = LlamaForCausalLM(config)
     if not lora:
