@@ -5,7 +5,7 @@ checkpoint.
     load_state(accelerator, "s3://bucket/run/step-500")
 
 A save is part of the lineage of the checkpoints in its folder: after a load, saves into the same
-folder abandon later checkpoints.
+folder abandon later checkpoints. Without a URI, both follow Accelerate's ``ProjectConfiguration``.
 
 These are functions, not hooks: Accelerate passes only the models to hooks, and pickles the rest
 itself.
@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from ...drivers.uri import join, parse
+from ...errors import ExistsError, NotACheckpointError, UsageError
 from ..operations.location import UriLike
 from ..operations.options import Lazy
 from ..operations.report import LoadReport, SaveReport
@@ -28,13 +30,15 @@ from ..operations.saving.handle import SaveHandle
 from ..state.adapters.deepspeed import engine_counters, engine_of, set_engine_counters
 from ..state.adapters.per_rank import PerRank
 from ..state.adapters.stateful import RNGState
-from .doors import Door
+from .doors import Door, RunFolder
+from .newest import as_path_or_uri, is_stock, stock_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["async_save_state", "load_state", "save_state"]
 
+_PREFIX = "checkpoint_"
 _STOCK_FILE = "random_states_0.pkl"
 """A file in each checkpoint of Accelerate itself."""
 
@@ -44,13 +48,17 @@ _doors: WeakKeyDictionary[Accelerator, Door] = WeakKeyDictionary()
 
 def save_state(
     accelerator: Accelerator,
-    uri: UriLike,
+    uri: UriLike | None = None,
     *,
     step: int | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> SaveReport:
     """Save the state of everything that ``accelerator`` has prepared, and each rank's random
     generators.
+
+    ``uri``: None for the next ``checkpoint_<iteration>`` of a project with
+    ``automatic_checkpoint_naming``; its step is the iteration. It replaces no checkpoint; once it
+    is committed, the oldest ones beyond ``total_limit`` are deleted.
 
     Returns once it is committed. Every rank calls this. Raises as :func:`holdfast.save`.
     """
@@ -61,7 +69,7 @@ def save_state(
 
 def async_save_state(
     accelerator: Accelerator,
-    uri: UriLike,
+    uri: UriLike | None = None,
     *,
     step: int | None = None,
     lazy: Lazy = False,
@@ -71,41 +79,77 @@ def async_save_state(
     ``lazy`` (see :func:`holdfast.async_save`), even before that.
 
     The next save and the next load wait for this one, and raise its error. After the last one, call
-    ``wait()`` of the handle.
+    ``wait()`` of the handle. Old checkpoints are deleted before: one to resume from always stays.
     """
     return _begun(accelerator, uri, step, lazy, storage_options)
 
 
 def _begun(
     accelerator: Accelerator,
-    uri: UriLike,
+    uri: UriLike | None,
     step: int | None,
     lazy: Lazy | None,
     storage_options: Mapping[str, object] | None,
 ) -> SaveHandle:
     door = _door_of(accelerator)
     door.wait()
+    project = accelerator.project_configuration
     state = _state_of(accelerator)
-    return door.save(uri, state, step=step, lazy=lazy, storage_options=storage_options)
+    if uri is not None:
+        handle = door.save(uri, state, step=step, lazy=lazy, storage_options=storage_options)
+        project.iteration += 1
+        return handle
+    if step is not None:
+        raise UsageError(
+            "step is given, and uri is not",
+            advice="With automatic_checkpoint_naming, the step is the project's iteration.",
+        )
+    run = _project_of(accelerator, storage_options)
+    step = project.iteration
+    uri = run.uri(step)
+    if is_stock(uri, _STOCK_FILE):
+        raise ExistsError("Accelerate has saved a checkpoint there", uri=parse(uri).redacted)
+    limit = project.total_limit if accelerator.is_main_process else None
+    if limit is not None and lazy is not None:
+        run.retain(limit - 1, saving=step)
+    handle = door.save(
+        uri, state, step=step, lazy=lazy, overwrite=False, storage_options=storage_options
+    )
+    project.iteration += 1
+    if limit is not None and lazy is None:
+        run.retain(limit)
+    return handle
 
 
 def load_state(
     accelerator: Accelerator,
-    uri: UriLike,
+    uri: UriLike | None = None,
     *,
     storage_options: Mapping[str, object] | None = None,
 ) -> int | None:
     """Load a checkpoint of :func:`save_state` into an accelerator that has prepared the same
     objects; return its step.
 
-    The number of ranks may differ. Every rank calls this. A folder of ``accelerator.save_state`` is
-    loaded by Accelerate, and has no step. Raises as :func:`holdfast.load`.
+    ``uri``: None for the newest one of a project with ``automatic_checkpoint_naming`` that training
+    has not abandoned. The number of ranks may differ. Every rank calls this. A folder of
+    ``accelerator.save_state`` is loaded by Accelerate, and has no step. Raises as
+    :func:`holdfast.load`.
     """
-    if os.path.isfile(os.path.join(uri, _STOCK_FILE)):
+    door = _door_of(accelerator)
+    if uri is None:
+        door.wait()
+        run = _project_of(accelerator, storage_options)
+        steps = run.steps(stock_steps(run.folder, _PREFIX, _STOCK_FILE))
+        if not steps:
+            raise NotACheckpointError(
+                "there is no whole checkpoint to load", uri=parse(run.folder).redacted
+            )
+        uri = run.uri(steps[-1])
+    if is_stock(uri, _STOCK_FILE):
         accelerator.load_state(os.fspath(uri))
         return None
     reports: list[LoadReport] = []
-    _door_of(accelerator).load_to_train(
+    door.load_to_train(
         uri,
         into=_state_of(accelerator),
         storage_options=storage_options,
@@ -116,6 +160,20 @@ def load_state(
 
 def _door_of(accelerator: Accelerator) -> Door:
     return _doors.setdefault(accelerator, Door())
+
+
+def _project_of(
+    accelerator: Accelerator, storage_options: Mapping[str, object] | None
+) -> RunFolder:
+    """Return the folder of an accelerator's numbered checkpoints."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise UsageError(
+            "uri is None, and the accelerator names no checkpoints",
+            advice="Give one, or a ProjectConfiguration with automatic_checkpoint_naming.",
+        )
+    folder = as_path_or_uri(join(project.project_dir, "checkpoints"))
+    return RunFolder(_door_of(accelerator), folder, _PREFIX, storage_options)
 
 
 class _Counters:
@@ -141,6 +199,11 @@ class _Counters:
 
 
 def _state_of(accelerator: Accelerator) -> dict[str, object]:
+    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+        raise UsageError(
+            "the accelerator has hooks that save_state or load_state would not call",
+            advice="Remove them, by the handles that register_save_state_pre_hook returned.",
+        )
     loaders = accelerator._dataloaders
     state: dict[str, object] = {
         "models": list(accelerator._models),

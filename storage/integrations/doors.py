@@ -110,6 +110,7 @@ class Door:
         *,
         step: int | None = None,
         lazy: Lazy | None = None,
+        overwrite: bool = True,
         storage_options: _Options = None,
         process_group: Group = None,
     ) -> SaveHandle:
@@ -123,6 +124,7 @@ class Door:
             lazy=lazy or False,
             budget_nbytes=BUDGET_NBYTES if lazy is None else None,
             compression=self._compression,
+            overwrite=overwrite,
         )
         if not lazy:
             check_may_wait()
@@ -205,10 +207,14 @@ class Door:
 class RunFolder:
     """The checkpoints of a run below ``folder``: one per step, named ``prefix`` and the step."""
 
-    def __init__(self, door: Door, folder: UriLike, prefix: str) -> None:
+    def __init__(
+        self, door: Door, folder: UriLike, prefix: str, storage_options: _Options = None
+    ) -> None:
+        """``storage_options`` extend the door's."""
         self.folder = folder
         self._door = door
         self._prefix = prefix
+        self._storage = door.storage_options | dict(storage_options or {})
 
     def uri(self, step: int) -> str:
         """Return the path or URI of a step's checkpoint; options of a URI stay at its end."""
@@ -219,7 +225,7 @@ class RunFolder:
         checkpoints in the trainer's own format; the abandoned ones among them are left out."""
         found = {c.step for c in self._listed() if is_resumable(c) and c.step is not None}
         if stock:
-            place = Place.of(self.folder, self._door.storage_options)
+            place = Place.of(self.folder, self._storage)
             lineage = run(_read_lineage(place))
             found |= {step for step in stock if lineage.is_live(ROOT, step)}
         return sorted(found)
@@ -229,7 +235,7 @@ class RunFolder:
         return [self.uri(c.step or 0) for c in self._listed()]
 
     def _listed(self) -> list[ListedCheckpoint]:
-        listed = listed_below(self.folder, self._door.storage_options)
+        listed = listed_below(self.folder, self._storage)
         return [c for c in listed if c.path == f"{self._prefix}{c.step}"]
 
     def resumed(self, uri: UriLike | None, step: int, stock: Collection[int] = ()) -> None:
@@ -255,7 +261,7 @@ class RunFolder:
         listed = [c for c in self._listed() if c.step != saving]
         for c in beyond(listed, count, also):
             uri = self.uri(c.step or 0)
-            remove(uri, storage_options=self._door.storage_options)
+            remove(uri, storage_options=self._storage)
 
 
 async def _read_lineage(folder: Place) -> Lineage:

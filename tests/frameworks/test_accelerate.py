@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import fresh_uri
 from support.framework_jobs import check_losses, check_page, losses, run_job
 from torch import nn
 
@@ -69,13 +70,15 @@ def test_job_resumes_under_another_engine(
         assert found[6] == pytest.approx(before_kill[rank][6], rel=1e-4)
 
 
-def prepared(width: int = 2) -> tuple[Any, Any, Any]:
+def prepared(width: int = 2, **options: Any) -> tuple[Any, Any, Any]:
     """Return an accelerator with a model and a stateful loader."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
     accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+        **options,
     )
     data = torch.utils.data.TensorDataset(torch.arange(20.0))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
@@ -130,6 +133,35 @@ def test_a_step_back_abandons_later_checkpoints(tmp_path: Path, lazy: bool | Non
     assert newest_checkpoint(tmp_path) == str(tmp_path / "step-2")
 
 
+def test_project_names_checkpoints() -> None:
+    """Without a URI, a project names them, also below a URI. With one checkpoint at most, an
+    asynchronous save keeps the one before it, too."""
+    from accelerate.utils import ProjectConfiguration
+
+    from holdfast.storage.integrations.accelerate import async_save_state, load_state, save_state
+
+    accelerator, _, _ = prepared()
+    for function in (save_state, async_save_state, load_state):
+        with pytest.raises(holdfast.UsageError, match="names no checkpoints"):
+            function(accelerator)
+    uri = fresh_uri()
+    project = ProjectConfiguration(uri, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, model, _ = prepared(project_config=project)
+    with pytest.raises(holdfast.NotACheckpointError):
+        load_state(accelerator)
+    with pytest.raises(holdfast.UsageError, match="step is given"):
+        save_state(accelerator, step=1)
+    for number in range(3):
+        model.weight.data.fill_(number)
+        async_save_state(accelerator, storage_options={"retries": 1}).wait()
+    model.weight.data.zero_()
+    assert load_state(accelerator) == 2
+    assert model.weight.eq(2).all()
+    assert [c.step for c in holdfast.list_checkpoints(uri)] == [1, 2]
+    save_state(accelerator)
+    assert [c.path for c in holdfast.list_checkpoints(uri)] == ["checkpoints/checkpoint_3"]
+
+
 def test_mismatch_is_refused(tmp_path: Path) -> None:
     """A model of another shape, and an object whose state cannot be stored, are errors."""
     from holdfast.storage.integrations.accelerate import load_state, save_state
@@ -147,6 +179,10 @@ def test_mismatch_is_refused(tmp_path: Path) -> None:
     save_state(accelerator, tmp_path / "c")
     with pytest.raises(holdfast.MismatchError, match=r"models.*weight.*shape"):
         load_state(prepared(width=3)[0], tmp_path / "c")
+    hook = accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(holdfast.UsageError, match="hooks"):
+        save_state(accelerator, tmp_path / "hooked")
+    hook.remove()
     accelerator.register_for_checkpointing(Odd())
     with pytest.raises(holdfast.StateError, match=r'state\["objects"\]\[0\]\["act"\]'):
         save_state(accelerator, tmp_path / "odd")
