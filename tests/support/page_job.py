@@ -7,6 +7,7 @@ on the number of ranks.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import time
 import warnings
@@ -42,11 +43,11 @@ class Page:
         self._die_at = die_at
 
     def run(
-        self, names: dict[str, Any], together: int = 1, alone: int | None = None
+        self, names: dict[str, Any], first: int = 0, together: int = 1, alone: int | None = None
     ) -> dict[str, Any]:
-        """Run the page's first blocks as one script: ``together`` in a job of several ranks,
-        ``alone`` (default: all) without others. Return the names that it leaves."""
-        blocks = self.blocks[: alone if WORLD == 1 else together]
+        """Run blocks as one script: from ``first`` up to ``together`` in a job of several ranks, up
+        to ``alone`` (default: all) without others. Return the names that it leaves."""
+        blocks = self.blocks[first : alone if WORLD == 1 else together]
         return run_script("\n".join(blocks), self.folder, names)
 
     def note(self, step: int, loss: Any) -> None:
@@ -235,12 +236,26 @@ def transformers(page: Page, kind: str) -> None:
     page.run(names, alone=2)
 
 
+def torchtitan(page: Page, kind: str) -> None:
+    """The parts of torchtitan's Trainer, which itself needs a GPU, and the page's configuration."""
+    from support.torchtitan_job import Job, network
+
+    if WORLD == 1:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    else:
+        dist.init_process_group("gloo")
+    configured = dataclasses.asdict(page.run({}, alone=1)["checkpoint"])
+    Job(str(page.folder), configured | {"exclude_from_loading": ["dataloader"]}).run(note=page.note)
+    page.run({"model": network(sharded=False)}, first=1)
+
+
 PAGES: dict[str, Callable[[Page, str], None]] = {
     "checkpoint-a-training-loop.md": plain,
     "coming-from-dcp.md": dcp,
     "use-with-accelerate.md": accelerate,
     "use-with-hugging-face.md": transformers,
     "use-with-lightning.md": lightning,
+    "use-with-torchtitan.md": torchtitan,
 }
 
 

@@ -120,9 +120,15 @@ class Job:
             base_folder=folder,
         )
 
-    def run(self, steps: int = STEPS, die_at: int | None = None) -> dict[int, float]:
+    def run(
+        self,
+        steps: int = STEPS,
+        die_at: int | None = None,
+        note: Callable[[int, float], None] = lambda step, loss: None,
+    ) -> dict[int, float]:
         """Train up to this step, from the configured or the newest checkpoint if there is one;
-        return the losses. ``die_at``: be killed in the middle of saving that step."""
+        return the losses. ``die_at``: be killed in the middle of saving that step. ``note`` is
+        called after each step."""
         self.checkpoints.load(self.load_step)
         self.numbers.position = self.state.step  # of no effect, where the loader's state is loaded
         batches = iter(self.loader)
@@ -130,6 +136,7 @@ class Job:
         while self.state.step < steps:
             self.state.step += 1
             losses[self.state.step] = self.step(next(batches))
+            note(self.state.step, losses[self.state.step])
             if self.state.step == die_at:
                 die_in_mid_save(Path(self.checkpoints.folder, f"step-{die_at}"))
             self.checkpoints.save(self.state.step, last_step=self.state.step == steps)
