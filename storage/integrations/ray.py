@@ -42,10 +42,10 @@ def save_and_report(
     """Save ``state`` as ``checkpoint-<step>`` in Ray's storage, and report it with ``metrics``.
 
     Every worker calls this, with its own part of the state. ``folder``: where to save in Ray's
-    local mode, which has no storage. Raises as :func:`holdfast.save`.
+    local mode, which has no storage. Raises as :func:`holdfast.save`; UsageError if it is missing.
     """
     if folder is None:
-        storage = ray.train.get_context().get_storage()
+        storage = _storage_of_run()
         place = Checkpoint(storage.experiment_fs_path, storage.storage_filesystem)
     else:
         place = Checkpoint(as_path_or_uri(parse(folder)))
@@ -69,7 +69,7 @@ def load_reported(
 
     It may be from before a failure of workers, or from an earlier run of the same name. Every
     worker calls this. ``folder``: where to look in Ray's local mode, which forgets the reports of
-    earlier runs. Raises as :func:`holdfast.load`.
+    earlier runs. Raises as :func:`holdfast.load`; UsageError if it is missing.
     """
     reported = ray.train.get_checkpoint()
     if reported is not None:
@@ -77,10 +77,21 @@ def load_reported(
     elif folder is not None:
         uri = newest_checkpoint(folder, storage_options=storage_options)
     else:
+        _storage_of_run()
         uri = None
     if uri is not None:
         _door.load_to_train(uri, into=state, strict=strict, storage_options=storage_options)
     return uri is not None
+
+
+def _storage_of_run() -> Any:
+    """Return Ray's storage context. Raises UsageError in its local mode, which has none."""
+    try:
+        return ray.train.get_context().get_storage()
+    except NotImplementedError as error:
+        raise UsageError(
+            "in its local mode Ray has no storage for checkpoints", advice="Pass folder=."
+        ) from error
 
 
 def uri_of(checkpoint: Checkpoint) -> str:

@@ -1,15 +1,11 @@
-"""Ray Train itself, with its checkpoints in Holdfast: in its local mode, without a cluster, which
-would take a minute to start."""
+"""Ray Train itself, with its checkpoints in Holdfast."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from support.framework_jobs import documented, losses, run_block, run_job
-from torch import nn
+from support.framework_jobs import check_page, losses, run_job
 
 import holdfast
 
@@ -18,34 +14,37 @@ pytest.importorskip("ray", reason="not installed: make frameworks")
 import pyarrow.fs
 from ray.train import Checkpoint, ScalingConfig
 from ray.train.torch import TorchTrainer
-from support.ray_job import fit
 
-from holdfast.storage.integrations.ray import uri_of
+from holdfast.storage.integrations.ray import load_reported, save_and_report, uri_of
 
 # Warnings of Ray and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
+PAGE = "use-with-ray-train.md"
 
-@pytest.mark.nightly(34)
-def test_job_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
-    """A job resumed with more workers computes the losses of an uninterrupted one."""
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    fit(tmp_path / "whole", 8)
-    result = fit(tmp_path / "cut", 4)
-    with holdfast.open(uri_of(result.checkpoint)) as c:
-        assert c.step == 4
-    run_job("ray", tmp_path / "cut", "8", world=2)
-    whole = losses(tmp_path / "whole")
-    assert losses(tmp_path / "cut") == whole
-    assert losses(tmp_path / "cut", 1) == {step: whole[step] for step in range(5, 9)}
-    listed = holdfast.list_checkpoints(tmp_path / "cut" / "run")
+
+@pytest.mark.parametrize(
+    "worlds", [(1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.nightly(20))]
+)
+def test_how_to(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """In Ray's local mode, the page's function is killed, and resumes with other workers."""
+    check_page(PAGE, tmp_path, worlds=worlds)
+    listed = holdfast.list_checkpoints(tmp_path / "run")
     assert [(c.path, c.world) for c in listed] == [
-        ("checkpoint-2", 1),
-        ("checkpoint-4", 1),
-        ("checkpoint-6", 2),
-        ("checkpoint-8", 2),
+        (f"checkpoint-{4 * number}", world) for number, world in enumerate(worlds, 1)
     ]
+
+
+@pytest.mark.nightly(60)
+def test_how_to_on_a_cluster(tmp_path: Path) -> None:
+    """Ray restarts the workers if one is killed, which continue from the checkpoint reported last.
+    A later run of the same name does, too, with another number of workers."""
+    run_job("page", tmp_path, PAGE, "--kind", "2", "--total", "8", "--die-at", "6")
+    run_job("page", tmp_path, PAGE, "--kind", "1")
+    assert sorted(losses(tmp_path)) == list(range(1, 13))
+    assert sorted(losses(tmp_path, 1)) == list(range(1, 9))
+    listed = holdfast.list_checkpoints(tmp_path / "run")
+    assert [(c.step, c.world) for c in listed] == [(4, 2), (8, 2), (12, 1)]
 
 
 def test_file_systems_have_uris(tmp_path: Path) -> None:
@@ -60,36 +59,13 @@ def test_file_systems_have_uris(tmp_path: Path) -> None:
         uri_of(Checkpoint("run", other))
 
 
-def test_how_to(tmp_path: Path) -> None:
-    """The page's code runs in Ray's local mode, which wants a folder."""
-    model = nn.Linear(2, 2)
-    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    names |= {"steps": 1000, "train": lambda state: float(state["step"])}
-    switch, back = documented("use-with-ray-train.md")
-    folder = f"folder={str(tmp_path)!r}"
-    local = {'step=state["step"])': f'step=state["step"], {folder})'}
-    local["(state)\n\n"] = f"(state, {folder})\n\n"
+def test_local_mode_needs_a_folder() -> None:
+    """Without one, nothing could be found again, nor saved."""
 
     def loop() -> None:
-        names.update(run_block(switch, tmp_path, names, local))
+        with pytest.raises(holdfast.UsageError, match="folder="):
+            load_reported({})
+        with pytest.raises(holdfast.UsageError, match="folder="):
+            save_and_report({}, {"x": 1}, step=1)
 
-    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=0)).fit()
-    assert result.metrics == {"loss": 1000.0}
-    assert [c.step for c in holdfast.list_checkpoints(tmp_path)] == [500, 1000]
-    names["state"]["step"] = 0
-    run_block(back, tmp_path, names | {"result": result})
-    assert names["state"]["step"] == 1000
-
-
-@pytest.mark.nightly(60)
-def test_job_on_a_cluster_survives_a_killed_worker(tmp_path: Path) -> None:
-    """Ray restarts the workers, which continue from the checkpoint reported last. A later run of
-    the same name does, too, with another number of workers."""
-    (tmp_path / "cut").mkdir()
-    run_job("ray", tmp_path / "cut", "8", "--cluster", "2", "--die-at", "5")
-    run_job("ray", tmp_path / "cut", "12", "--cluster", "1")
-    (tmp_path / "whole").mkdir()
-    fit(tmp_path / "whole", 12)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    listed = holdfast.list_checkpoints(tmp_path / "cut" / "storage" / "run")
-    assert [(c.step, c.world) for c in listed] == [(8, 2), (10, 1), (12, 1)]
+    TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=0)).fit()

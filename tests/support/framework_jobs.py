@@ -171,7 +171,7 @@ def run_block(
     """Run one block like :func:`run_page`."""
     for old, new in {**replaced, "/scratch": str(folder)}.items():  # the folder's name comes last
         block = block.replace(old, new)
-    program = folder / f"block-{_RANK}.py"
+    program = folder / f"block-{os.getpid()}.py"
     program.write_text(block)
     return runpy.run_path(str(program), names)
 

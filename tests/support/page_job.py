@@ -12,6 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +35,37 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 _COMMIT_S_MAX = 30.0
 
 
+@dataclass
 class Page:
-    """The script of a page, and the moment when its job is killed."""
+    """The script of a page on one rank, its last step, and the step after which the last rank is
+    killed."""
 
-    def __init__(self, name: str, folder: Path, die_at: int | None) -> None:
-        self.folder = folder
-        self.blocks = documented(name)
-        self._die_at = die_at
+    blocks: list[str]
+    folder: Path
+    total: int
+    die_at: int | None
+    rank: int = RANK
+    world: int = WORLD
 
     def run(
         self, names: dict[str, Any], first: int = 0, together: int = 1, alone: int | None = None
     ) -> dict[str, Any]:
         """Run blocks as one script: from ``first`` up to ``together`` in a job of several ranks, up
         to ``alone`` (default: all) without others. Return the names that it leaves."""
-        blocks = self.blocks[first : alone if WORLD == 1 else together]
+        blocks = self.blocks[first : alone if self.world == 1 else together]
         return run_script("\n".join(blocks), self.folder, names)
 
     def note(self, step: int, loss: Any) -> None:
-        """Record a step, counted from 1. The last rank is killed after the fatal one, once the step
-        that was saved before it is committed."""
-        note_loss(self.folder, step, loss, RANK)
-        if step == self._die_at and RANK == WORLD - 1:
+        """Record a step, counted from 1. After the fatal one, kill this process, once, when the
+        step that was saved before it is committed."""
+        note_loss(self.folder, step, loss, self.rank)
+        died = self.folder / f"died-{step}"
+        if step == self.die_at and self.rank == self.world - 1 and not died.exists():
             deadline = time.monotonic() + _COMMIT_S_MAX
             while newest_step(self.folder / "run") < step - 2:
                 assert time.monotonic() < deadline, "the step is not committed"
                 time.sleep(0.05)
+            died.touch()
             die()
 
 
@@ -72,6 +79,16 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """Return the loss of a model of 8 inputs on the batch of a step, which all ranks have."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
     return nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def stepped(page: Page, model: nn.Module, optim: torch.optim.Optimizer, step: int) -> float:
+    """Train for a step; return its loss."""
+    loss = loss_of(model, step)
+    optim.zero_grad()
+    loss.backward()
+    optim.step()
+    page.note(step, loss)
+    return loss.item()
 
 
 def plain(page: Page, kind: str) -> None:
@@ -93,21 +110,15 @@ def plain(page: Page, kind: str) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optim, 5, 0.5)
 
     def train_step() -> float:
-        step = schedule.last_epoch + 1
-        loss = loss_of(model, step)
-        optim.zero_grad()
-        loss.backward()
-        optim.step()
         schedule.step()
-        page.note(step, loss)
-        return loss.item()
+        return stepped(page, model, optim, schedule.last_epoch)
 
     page.run(
         {
             "model": model,
             "optim": optim,
             "schedule": schedule,
-            "total": PAGE_TOTAL,
+            "total": page.total,
             "train_step": train_step,
         },
         alone=1,
@@ -142,14 +153,10 @@ def dcp(page: Page, kind: str) -> None:
     state = {"model": Model(), "optim": Optim(), "step": 0}
 
     def train_step() -> None:
-        loss = loss_of(model, state["step"])
-        optim.zero_grad()
-        loss.backward()
-        optim.step()
-        page.note(state["step"], loss)
+        stepped(page, model, optim, state["step"])
 
     names = {"state": state, "model": model, "optim": optim}
-    page.run({**names, "total": PAGE_TOTAL, "train_step": train_step}, together=3)
+    page.run({**names, "total": page.total, "train_step": train_step}, together=3)
 
 
 def accelerate(page: Page, kind: str) -> None:
@@ -168,7 +175,7 @@ def accelerate(page: Page, kind: str) -> None:
         page.note(step, loss)
         return loss.item()
 
-    names = {"accelerator": accelerator, "total": PAGE_TOTAL, "train_step": train_step}
+    names = {"accelerator": accelerator, "total": page.total, "train_step": train_step}
     page.run(names, together=3)
     accelerator.end_training()
 
@@ -178,7 +185,7 @@ def lightning(page: Page, kind: str) -> None:
     os.environ |= {
         "PL_TRAINER_ACCELERATOR": "cpu",
         "PL_TRAINER_DEVICES": str(WORLD),
-        "PL_TRAINER_MAX_STEPS": str(PAGE_TOTAL),
+        "PL_TRAINER_MAX_STEPS": str(page.total),
         "PL_TRAINER_ENABLE_PROGRESS_BAR": "False",
         "PL_TRAINER_LOGGER": "False",
     }
@@ -205,7 +212,7 @@ def lightning(page: Page, kind: str) -> None:
     if (page.folder / "run.ckpt").exists():
         stock = lightning.Trainer()
         stock.fit(Net(), data, ckpt_path=str(page.folder / "run.ckpt"))
-        assert stock.global_step == PAGE_TOTAL
+        assert stock.global_step == page.total
 
 
 def transformers(page: Page, kind: str) -> None:
@@ -222,7 +229,7 @@ def transformers(page: Page, kind: str) -> None:
     transformers.trainer.DEFAULT_CALLBACKS.append(Note)
     arguments = transformers.TrainingArguments(
         str(page.folder / "out"),
-        max_steps=PAGE_TOTAL,
+        max_steps=page.total,
         save_steps=4,
         logging_steps=1,
         learning_rate=0.01,
@@ -249,12 +256,58 @@ def torchtitan(page: Page, kind: str) -> None:
     page.run({"model": network(sharded=False)}, first=1)
 
 
+def ray(page: Page, kind: str) -> None:
+    """A training function for Ray Train: in its local mode, or by ``kind`` workers of a cluster of
+    this host, which Ray starts again if they fail."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from torch.distributed.fsdp import fully_shard
+
+    names: dict[str, Any] = {}
+
+    def loop() -> None:
+        context = ray.train.get_context()
+        here = dataclasses.replace(
+            page, rank=context.get_world_rank(), world=context.get_world_size()
+        )
+        model = network()
+        if dist.is_initialized():
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def train(state: dict[str, Any]) -> float:
+            return stepped(here, model, optimizer, state["step"])
+
+        given = {"model": model, "optimizer": optimizer, "steps": here.total, "train": train}
+        names.update(here.run(given, alone=1))
+
+    if kind:
+        ray.init(num_cpus=int(kind) + 1, include_dashboard=False, log_to_driver=False)
+        TorchTrainer(
+            loop,
+            scaling_config=ScalingConfig(num_workers=int(kind)),
+            run_config=RunConfig(
+                name="run",
+                storage_path=str(page.folder),
+                failure_config=FailureConfig(max_failures=1),
+            ),
+        ).fit()
+        return
+    folder = f"folder={str(page.folder / 'run')!r}"  # as the page says of this mode
+    for call in ("load_reported(state", 'step=state["step"]'):
+        page.blocks[0] = page.blocks[0].replace(f"{call})", f"{call}, {folder})")
+    result = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=0)).fit()
+    page.run(names | {"result": result}, first=1)
+
+
 PAGES: dict[str, Callable[[Page, str], None]] = {
     "checkpoint-a-training-loop.md": plain,
     "coming-from-dcp.md": dcp,
     "use-with-accelerate.md": accelerate,
     "use-with-hugging-face.md": transformers,
     "use-with-lightning.md": lightning,
+    "use-with-ray-train.md": ray,
     "use-with-torchtitan.md": torchtitan,
 }
 
@@ -265,11 +318,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("page", choices=PAGES)
     parser.add_argument("--kind", default="")
+    parser.add_argument("--total", type=int, default=PAGE_TOTAL)
     parser.add_argument("--die-at", type=int)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    PAGES[args.page](Page(args.page, args.folder, args.die_at), args.kind)
+    page = Page(documented(args.page), args.folder, args.total, args.die_at)
+    PAGES[args.page](page, args.kind)
 
 
 if __name__ == "__main__":
