@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bits import difference
-from support.framework_jobs import documented
+from support.framework_jobs import check_page
 from support.rank_processes import Gone, RankProcesses
 
 import holdfast
@@ -256,13 +256,13 @@ def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path
     assert "HoldfastSaveStrategy" in error
 
 
-def test_the_how_to_does_what_it_says(ranks: RankProcesses, tmp_path: Path) -> None:
-    """The code blocks of the how-to work."""
-    blocks = []
-    for number, block in enumerate(documented("use-with-megatron.md")):
-        blocks.append(str(tmp_path / f"block_{number}.py"))
-        Path(blocks[-1]).write_text(block)
-    loaded = ranks.run(megatron_job.runs_blocks, REPLICAS, blocks, str(tmp_path), world=2)[0]
-    assert loaded == ["model", "optimizer", "random"]
-    with holdfast.open(tmp_path / "c") as ours, holdfast.open(tmp_path / "described") as theirs:
+@pytest.mark.parametrize(
+    "worlds", [(1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.nightly(30))]
+)
+def test_how_to(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """The page's script is killed, resumes with other tensor parallelism, and saves by Megatron's
+    own function."""
+    check_page("use-with-megatron.md", tmp_path, worlds=worlds)
+    last = tmp_path / "run" / "step-00000012"
+    with holdfast.open(last) as ours, holdfast.open(tmp_path / "described") as theirs:
         assert ours.tensors.keys() == theirs.tensors.keys()

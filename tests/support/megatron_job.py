@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -336,24 +335,6 @@ def loads_by_megatron(
         assert loaded["random"]["rank"] == dist.get_rank()
         assert loaded["random"]["state"].dtype == torch.uint8
         return job.train(first, last)
-
-
-def runs_blocks(layout: Layout, blocks: Sequence[str], folder: str) -> list[str]:
-    """Run the code blocks of a how-to page; return the names that Megatron has loaded."""
-    with Job(layout, seed=1) as job:
-        job.train(0, 2)
-        names: dict[str, Any] = {
-            "model": job.model,
-            "optimizer": job.optimizer,
-            "metadata": job.metadata,
-            "step": 2,
-            "uri": f"{folder}/c",
-            "folder": _made(f"{folder}/described"),
-            "described": job.described(),
-        }
-        for block in blocks:
-            names = runpy.run_path(block, names)
-        return sorted(names["loaded"])
 
 
 def refusals(layout: Layout, uri: str) -> dict[str, str]:

@@ -75,6 +75,14 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 
 
+def join() -> None:
+    """Join the process group of the job, which may have one rank."""
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """Return the loss of a model of 8 inputs on the batch of a step, which all ranks have."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
@@ -247,10 +255,7 @@ def torchtitan(page: Page, kind: str) -> None:
     """The parts of torchtitan's Trainer, which itself needs a GPU, and the page's configuration."""
     from support.torchtitan_job import Job, network
 
-    if WORLD == 1:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    else:
-        dist.init_process_group("gloo")
+    join()
     configured = dataclasses.asdict(page.run({}, alone=1)["checkpoint"])
     Job(str(page.folder), configured | {"exclude_from_loading": ["dataloader"]}).run(note=page.note)
     page.run({"model": network(sharded=False)}, first=1)
@@ -301,12 +306,39 @@ def ray(page: Page, kind: str) -> None:
     page.run(names | {"result": result}, first=1)
 
 
+def megatron(page: Page, kind: str) -> None:
+    """A GPT of Megatron-core, whose layers are divided over the ranks."""
+    from support.megatron_job import Job, Layout
+
+    join()
+    with Job(Layout(WORLD, tensor=WORLD), seed=1) as job:
+
+        def train_step(step: int) -> float:
+            (loss,) = job.train(step, step + 1)
+            page.note(step, loss)
+            return loss
+
+        folder = page.folder / "described"
+        folder.mkdir(exist_ok=True)
+        names = {
+            "model": job.model,
+            "optimizer": job.optimizer,
+            "metadata": job.metadata,
+            "total": page.total,
+            "train_step": train_step,
+            "folder": folder,
+        }
+        names = page.run(names, alone=1)
+        page.run(names | {"described": job.described()}, first=1, together=2)
+
+
 PAGES: dict[str, Callable[[Page, str], None]] = {
     "checkpoint-a-training-loop.md": plain,
     "coming-from-dcp.md": dcp,
     "use-with-accelerate.md": accelerate,
     "use-with-hugging-face.md": transformers,
     "use-with-lightning.md": lightning,
+    "use-with-megatron.md": megatron,
     "use-with-ray-train.md": ray,
     "use-with-torchtitan.md": torchtitan,
 }
