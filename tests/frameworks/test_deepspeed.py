@@ -21,6 +21,7 @@ from support.deepspeed_jobs import (
     save_lazily,
     save_with_deepspeed,
 )
+from support.framework_jobs import check_page
 from support.rank_processes import RankProcesses
 
 import holdfast
@@ -216,3 +217,12 @@ def test_folders_of_deepspeed_are_imported(job: Job, world: int, tmp_path: Path)
     assert [name for name in held if not torch.equal(found[name], held[name].float())] == []
     with holdfast.open(tmp_path / "c") as c:
         assert c.verify().ok
+
+
+@pytest.mark.parametrize(
+    ("stage", "worlds"),
+    [("3", (1, 2, 1)), pytest.param("1", (2, 1, 2), marks=pytest.mark.nightly(25))],
+)
+def test_how_to(tmp_path: Path, stage: str, worlds: tuple[int, ...]) -> None:
+    """The page's script is killed, and resumes on another number of ranks."""
+    check_page("use-fsdp1-and-deepspeed.md", tmp_path, "--kind", stage, worlds=worlds)

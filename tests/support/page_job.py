@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import holdfast
 from support.framework_jobs import (
     PAGE_TOTAL,
     die,
@@ -332,9 +333,26 @@ def megatron(page: Page, kind: str) -> None:
         page.run(names | {"described": job.described()}, first=1, together=2)
 
 
+def deepspeed(page: Page, kind: str) -> None:
+    """An engine of DeepSpeed; ``kind`` is its stage."""
+    from support import deepspeed_jobs
+
+    join()
+    engine, zero = deepspeed_jobs.built(deepspeed_jobs.Job(int(kind), dtype=torch.bfloat16), 1)
+
+    def train_step() -> float:
+        loss = deepspeed_jobs.stepped(engine, zero, engine.global_steps)
+        page.note(engine.global_steps, loss)
+        return loss
+
+    names = {"holdfast": holdfast, "engine": engine, "total": page.total, "train_step": train_step}
+    page.run(names, first=1, together=2)
+
+
 PAGES: dict[str, Callable[[Page, str], None]] = {
     "checkpoint-a-training-loop.md": plain,
     "coming-from-dcp.md": dcp,
+    "use-fsdp1-and-deepspeed.md": deepspeed,
     "use-with-accelerate.md": accelerate,
     "use-with-hugging-face.md": transformers,
     "use-with-lightning.md": lightning,
