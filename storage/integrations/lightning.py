@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -79,6 +80,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         """Save, as :meth:`save_state`. Called by the first rank only."""
+        _make_way(path)
         self.save_state(
             to_stored(checkpoint),
             path,
@@ -98,7 +100,8 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
     ) -> None:
         """Save ``state``; return once it is committed, or in flight if this plugin is asynchronous.
 
-        Waits for saves of earlier steps. Called by every rank of the group.
+        Waits for saves of earlier steps. Called by every rank of the group. ``path`` must not be a
+        file or a link.
         """
         if step is None or step != self._step:
             self.wait()
@@ -114,6 +117,9 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
             process_group=process_group,
             storage_options=storage_options,
         )
+        replaced = Path(_replaced(path))
+        if replaced.exists():
+            self._door.afterwards(partial(replaced.unlink, missing_ok=True))
 
     def load_checkpoint(
         self, path: _PathLike, map_location: object = None, weights_only: bool | None = None
@@ -160,10 +166,11 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]  # its types are
 
         Called by the first rank only.
         """
-        if os.path.isfile(path):
-            self._door.afterwards(partial(TorchCheckpointIO().remove_checkpoint, path))
-        else:
+        is_file = os.path.isfile(path)
+        if not is_file:
             self._door.remove(path)
+        if is_file or os.path.isfile(os.path.join(path, _STOCK_FILE)):
+            self._door.afterwards(partial(TorchCheckpointIO().remove_checkpoint, path))
 
     def wait(self) -> None:
         """Wait for the saves in flight, then run pending deletions.
@@ -248,6 +255,8 @@ class _SavesOnAllRanks(_Base):  # type: ignore[misc]  # its types are not instal
         if rest.pop(_OPTIMIZERS, None) is not None:
             state[_OPTIMIZERS] = list(self.optimizers)
         state[_REST] = to_stored(rest)
+        if self.is_global_zero:
+            _make_way(filepath)  # before the other ranks know it
         self.checkpoint_io.save_state(
             state,
             self.broadcast(os.fspath(filepath)),
@@ -297,6 +306,19 @@ class HoldfastModelParallelStrategy(_SavesOnAllRanks, ModelParallelStrategy):  #
 
 class HoldfastFSDPStrategy(_SavesOnAllRanks, FSDPStrategy):  # type: ignore[misc]
     """Lightning's FSDPStrategy (FSDP1) with Holdfast checkpoints."""
+
+
+def _make_way(path: _PathLike) -> None:
+    """Rename a file of Lightning itself until the checkpoint that replaces it is committed; delete
+    a link, so that a save never replaces the checkpoint that it leads to."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif os.path.isfile(path):
+        os.replace(path, _replaced(path))
+
+
+def _replaced(path: _PathLike) -> str:
+    return f"{os.fspath(path)}.replaced"
 
 
 def _without_pickle(

@@ -16,7 +16,7 @@ from support.accelerate_matrix import CASES, END, MIDDLE, SWITCHED, TAKEN, Case,
 # Warnings of accelerate and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
-PARTS = 16
+PARTS = 17
 
 
 @pytest.fixture(scope="module")

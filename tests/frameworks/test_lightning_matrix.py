@@ -2,128 +2,78 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 lightning = pytest.importorskip("lightning", reason="not installed: make frameworks")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from support.lightning_matrix import CASES, PLUGINS, left, outcome, outcomes, train  # noqa: E402
+from support.rank_processes import RankProcesses  # noqa: E402
 
 import holdfast  # noqa: E402
-from holdfast.storage.integrations.lightning import (  # noqa: E402
-    HoldfastAsyncCheckpointIO,
-    HoldfastCheckpointIO,
-)
+from holdfast.storage.integrations.lightning import HoldfastCheckpointIO  # noqa: E402
 from holdfast.storage.integrations.newest import newest_checkpoint  # noqa: E402
 
 # Warnings of Lightning and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
-PLUGINS: dict[str, Any] = {
-    "sync": HoldfastCheckpointIO,
-    "async": HoldfastAsyncCheckpointIO,
-    "lazy": lambda: HoldfastAsyncCheckpointIO(lazy=True),
-}
-CASES = itertools.product(
-    [(0, None), (1, None), (-1, None), (1, "score"), (2, "score")],  # save_top_k, monitor
-    [None, True, "link"],  # save_last
-    [None, 6],  # the step to go back to
-    [None, 11],  # the step at which a batch fails, with save_on_exception
-    PLUGINS,
-)
+PARTS = 11
 
 
-class Net(lightning.LightningModule):  # type: ignore[misc]
-    """A layer whose steps are rated by a score."""
-
-    def __init__(self, fails_at: int | None) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(4, 1)
-        self.fails_at = fails_at
-        self.losses: dict[int, float] = {}
-
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        """Return the loss of a batch."""
-        if self.global_step == self.fails_at:
-            raise ZeroDivisionError
-        loss = self.layer(batch[0]).pow(2).mean()
-        self.losses[self.global_step] = float(loss.detach())
-        self.log("score", float(self.global_step * 7 % 5))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-def train(
-    folder: Path, until: int, resume: str | None = None, plugin: Any = None, **options: Any
-) -> Net:
-    """Train a tiny model until a step, with a checkpoint every two steps."""
-    net = Net(options.pop("fails_at", None))
-    rows = torch.arange(96.0).reshape(24, 4) / 96
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=2)
-    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, **options)
-    trainer = lightning.Trainer(
-        max_steps=until,
-        accelerator="cpu",
-        callbacks=[keep],
-        plugins=None if plugin is None else [PLUGINS[plugin]()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    try:
-        trainer.fit(net, data, ckpt_path=resume)
-    except ZeroDivisionError:
-        trainer.strategy.teardown()
-    return net
-
-
-def left(folder: Path) -> list[str]:
-    """Return the names of the checkpoints in a folder."""
-    return sorted(path.name for path in folder.glob("*.ckpt"))
-
-
-def checkpoint_of(folder: Path, step: int | None) -> str | None:
-    """Return the checkpoint of that step, or else the newest; None if there is none."""
-    by_step = {int(path.stem.partition("=")[2]): path for path in folder.glob("step=*.ckpt")}
-    found = by_step.get(step or -1) or by_step.get(max(by_step, default=-1))
-    return None if found is None else str(found)
-
-
-def outcome(
-    folder: Path, plugin: str | None, back: int | None, fails_at: int | None, **options: Any
-) -> tuple[list[str], list[str], dict[int, float]]:
-    """Train a run in two parts; return the checkpoints after each, and the losses of the second."""
-    train(folder, 8, plugin=plugin, **options)
-    before = left(folder)
-    resume = checkpoint_of(folder, back)
-    on_failure = {"save_on_exception": fails_at is not None}
-    net = train(folder, 12, resume, plugin, fails_at=fails_at, **on_failure, **options)
-    return before, left(folder), net.losses
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    """Two ranks, which import lightning once."""
+    with RankProcesses(2) as made:
+        yield made
 
 
 @pytest.mark.parametrize(
-    ("top", "last", "back", "fails_at", "plugin"),
+    "number",
     [
-        pytest.param(*case, marks=[pytest.mark.nightly(1)] if number % 17 else [])
-        for number, case in enumerate(CASES)
+        pytest.param(number, marks=[pytest.mark.nightly(1)] if number % 57 else [])
+        for number in range(0, len(CASES), 3)
     ],
 )
-def test_same_checkpoints_are_left_as_by_lightning(
-    tmp_path: Path, top: Any, last: Any, back: int | None, fails_at: int | None, plugin: str
-) -> None:
+def test_same_checkpoints_are_left_as_by_lightning(tmp_path: Path, number: int) -> None:
     """The plugin keeps the same checkpoints, and computes the same losses."""
-    options = {"save_top_k": top[0], "monitor": top[1], "save_last": last}
-    stock = outcome(tmp_path / "stock", None, back, fails_at, **options)
-    assert outcome(tmp_path / "ours", plugin, back, fails_at, **options) == stock
+    stock, ours = (
+        outcome(tmp_path / str(is_stock), CASES[number], "auto", is_stock)
+        for is_stock in (True, False)
+    )
+    assert ours == stock
+
+
+def repaired(stock: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an outcome without the checkpoints that Lightning saves through the link to another:
+    a resumed run with save_last="link" replaces the best checkpoint."""
+    before, after, *losses = stock
+    named = {name: int(name[5:-5].partition("-")[0]) for name in after if name[:5] == "step="}
+    return before, after | named, *losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=[pytest.mark.nightly(15)] if part else []) for part in range(PARTS)],
+)
+def test_same_checkpoints_are_left_by_two_ranks(
+    ranks: RankProcesses, tmp_path: Path, part: int, strategy: str
+) -> None:
+    """The plugin and the strategy keep the same checkpoints, and compute the same losses."""
+    numbers = list(range(part * 7, len(CASES), PARTS * 7))
+    found: list[dict[int, Any]] = ranks.run(
+        outcomes, str(tmp_path), numbers, strategy, timeout_s=250
+    )
+    assert [
+        (CASES[number], stock, ours)
+        for of_rank in found
+        for number, (stock, ours) in of_rank.items()
+        if ours != (repaired(stock) if strategy == "fsdp2" else stock)
+    ] == []
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -147,7 +97,10 @@ def test_a_run_of_lightning_is_continued(tmp_path: Path) -> None:
     net = train(tmp_path / "run", 12, str(file), plugin="sync", save_top_k=1)
     assert net.losses == expected.losses
     assert newest_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "step=12.ckpt")
-    assert left(tmp_path / "run") == ["step=12.ckpt", "step=8.ckpt"]  # Lightning keeps that, too
+    assert list(left(tmp_path / "run")) == [
+        "step=12.ckpt",
+        "step=8.ckpt",
+    ]  # Lightning keeps that, too
 
 
 class OfTheUser:

@@ -16,7 +16,7 @@ from support.torchtitan_matrix import CASES, END, SWITCHED, Case, outcomes
 # Warnings of torchtitan and of the packages it imports.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
-PARTS = 16
+PARTS = 17
 
 
 @pytest.fixture(scope="module")
