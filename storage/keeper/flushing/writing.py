@@ -274,7 +274,9 @@ class Writing:
             async with self._turn:
                 self.flushing = generation
                 for tried in itertools.count():
-                    if self._is_over(generation) or await self._has_ended(generation, request):
+                    if await self._is_overtaken_by_end(generation):
+                        return
+                    if await self._has_ended(generation, request):
                         return
                     await asyncio.sleep(FLUSH_PAUSES_S[min(tried, len(FLUSH_PAUSES_S) - 1)])
         finally:
@@ -287,6 +289,16 @@ class Writing:
         return any(
             other > generation and self._pool.generations.is_agreed(other) for other in self._wanted
         )
+
+    async def _is_overtaken_by_end(self, generation: GenerationId) -> bool:
+        """Return whether the flush of this generation or a later one has ended meanwhile, and fail
+        this one if it is older. An earlier leader may have ended it."""
+        over = self.over
+        if over is None or generation > over.generation:
+            return False
+        if generation < over.generation:
+            await self._fail([generation], _OVERTAKEN)
+        return True
 
     def _is_dropped(self, generation: GenerationId) -> bool:
         """Return whether a resume has dropped the generation, here or on other keepers."""
@@ -307,7 +319,7 @@ class Writing:
             _log.warning("step %d could not be flushed: %s", generation.step, error)
             if is_damaged:
                 self._damaged(generation)
-            if self._is_over(generation):  # an earlier leader has ended it
+            if await self._is_overtaken_by_end(generation):
                 return True
             await self._end(FlushEnd(generation, "", problem=str(error), final=final))
             return final

@@ -302,7 +302,7 @@ class Hosts(Promises):
             promised = []
         if loads.found is None and newest:
             loads.found, loads.filled = (newest, self.storage[newest]), Loads(job).filled
-        promised = [one for one in promised if self.holds(one, reached)]
+        promised = [one for one in promised if self.holds(one, reached) and self.is_bound(one, job)]
         if self.all_raise(loads.found, loads.failed, loads.by_rank(job)):
             self.start_anew(promised)
             return
@@ -312,6 +312,14 @@ class Hosts(Promises):
         job.trainers = [Trainer(self, job, rank) for rank in range(job.world)]
         self.trainers += job.trainers
         self.restart = None
+
+    def is_bound(self, promise: Promise, job: Job) -> bool:
+        """Return whether a promise made before a restart has to hold after it. A keeper that the
+        job does not use offers nothing, so it gives up a protected step for a later one."""
+        if promise in (self.agreed, self.guarded):
+            return True
+        members = [keeper for _, each in promise.groups for keeper in each if keeper is not None]
+        return all(keeper.host in job.hosts for keeper in members)
 
     def load_kept(
         self,
