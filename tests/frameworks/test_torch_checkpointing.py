@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.framework_jobs import run_page
-from support.rank_processes import RankProcesses
+from support.framework_jobs import check_page
 
 import holdfast
 
 pytest.importorskip("torch_checkpointing", reason="not installed: make frameworks")
 
-from support.torch_checkpointing_job import manager, train
-from torch_checkpointing.config import SyncCheckpointSaverConfig
+from support.torch_checkpointing_job import settings
+from torch_checkpointing import CheckpointManager
 from torch_checkpointing.storage.base_storage import ReadArgs
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
@@ -31,30 +29,21 @@ TAKEN = r"taken|occupied"
 RANGES = ReadArgs(pre_read_full_file=False)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    """Two ranks, which import torch_checkpointing once."""
-    with RankProcesses(2) as made:
-        yield made
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_job_resumes_with_another_number_of_ranks(
-    ranks: RankProcesses, tmp_path: Path, before: int, after: int
-) -> None:
-    """A job resumed on other ranks computes the losses of an uninterrupted one."""
-    whole = ranks.run(train, str(tmp_path / "whole"), 1, 8, world=before)[0]
-    uri = str(tmp_path / "run")
-    losses = ranks.run(train, uri, 1, 4, world=before)[0]
-    assert sorted(os.listdir(uri)) == ["step-4"]
-    losses += ranks.run(train, uri, 5, 8, world=after)[0]
-    assert losses == whole
-    assert sorted(os.listdir(uri)) == ["step-4", "step-8"]
+@pytest.mark.parametrize(
+    "worlds", [(1, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.nightly(20))]
+)
+def test_how_to(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """A job with the page's manager is killed, and resumes on another number of ranks."""
+    check_page("use-with-torch-checkpointing.md", tmp_path, worlds=worlds)
+    assert (tmp_path / "run" / "step-12" / "model_0.pt").is_file()
 
 
 def test_background_process_saves(tmp_path: Path) -> None:
     """A background process opens the storage from the configuration that it is given."""
-    checkpoints = manager(f"file://{tmp_path}?threads=2", asynchronous=True)
+    uri = f"file://{tmp_path}?threads=2"
+    checkpoints = CheckpointManager.Config(
+        **settings(uri, asynchronous=True), storage_config=HoldfastStorageConfig(uri)
+    ).build()
     written = checkpoints.save("step-7", {"model": {"w": torch.arange(6.0)}, "step": 7})
     assert written is not None
     written.result(timeout=100)
@@ -143,15 +132,3 @@ def test_paths_are_not_uris() -> None:
     assert storage.remap_path(Path("/a/b")) == "memory:///a/b"
     with pytest.raises(holdfast.UriError, match="no option 'retires'"):
         HoldfastStorageConfig("memory://", {"retires": 1}).create_storage()
-
-
-def test_how_to(tmp_path: Path) -> None:
-    """The page's code runs, with a folder in place of the bucket."""
-    replaced = {"s3://bucket": str(tmp_path)}
-    replaced["Config(storage"] = "Config(save=SyncCheckpointSaverConfig(), storage"
-    given = {"SyncCheckpointSaverConfig": SyncCheckpointSaverConfig}
-    names = run_page("use-with-torch-checkpointing.md", tmp_path, given, replaced)
-    names["manager"].save("step-500", {"model": {"w": torch.ones(2)}})
-    assert (tmp_path / "run" / "step-500" / "model_0.pt").is_file()
-    into = {"model": {"w": torch.zeros(2)}}
-    assert torch.equal(names["manager"].load("step-500", into)["model"]["w"], torch.ones(2))

@@ -129,7 +129,8 @@ def newest_step(run: Path) -> int:
     """Return the step that a run resumes from, 0 if nothing is saved yet."""
     newest = newest_checkpoint(run)
     if newest is None:
-        return 0
+        theirs = [path.parent.name for path in run.glob("step-*/metadata.pkl")]  # in torch's format
+        return max((int(name.removeprefix("step-")) for name in theirs), default=0)
     with holdfast.open(newest) as checkpoint:
         assert checkpoint.step is not None
         return checkpoint.step
@@ -141,18 +142,6 @@ def _noted(folder: Path) -> list[tuple[int, float]]:
     noted = [json.loads(line) for line in file.read_text().splitlines()]
     file.unlink()
     return noted
-
-
-def run_page(
-    page: str, folder: Path, names: dict[str, Any], replaced: Mapping[str, str] = {}
-) -> dict[str, Any]:
-    """Run the Python blocks of a how-to page in turn, and return the names they leave.
-
-    ``/scratch`` becomes ``folder``; ``replaced`` are further changes of the code.
-    """
-    for block in documented(page):
-        names = run_block(block, folder, names, replaced)
-    return names
 
 
 def documented(page: str) -> list[str]:
@@ -168,7 +157,10 @@ def run_script(code: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]
 def run_block(
     block: str, folder: Path, names: dict[str, Any], replaced: Mapping[str, str] = {}
 ) -> dict[str, Any]:
-    """Run one block like :func:`run_page`."""
+    """Run a block of a page; return the names that it leaves.
+
+    ``/scratch`` becomes ``folder``; ``replaced`` are further changes of the code.
+    """
     for old, new in {**replaced, "/scratch": str(folder)}.items():  # the folder's name comes last
         block = block.replace(old, new)
     program = folder / f"block-{os.getpid()}.py"

@@ -349,6 +349,17 @@ def deepspeed(page: Page, kind: str) -> None:
     page.run(names, first=1, together=2)
 
 
+def torch_checkpointing(page: Page, kind: str) -> None:
+    """A loop that saves with the page's manager, configured for the CPU and for any ranks."""
+    from support.torch_checkpointing_job import settings, train
+
+    join()
+    page.blocks[0] = page.blocks[0].replace("Config(storage", "Config(**settings, storage")
+    for step in range(newest_step(page.folder / "run"), page.total, 4):
+        manager = page.run({"settings": settings(f"step {step}")})["manager"]
+        train(manager, step + 1, step + 4, page.note)
+
+
 PAGES: dict[str, Callable[[Page, str], None]] = {
     "checkpoint-a-training-loop.md": plain,
     "coming-from-dcp.md": dcp,
@@ -358,6 +369,7 @@ PAGES: dict[str, Callable[[Page, str], None]] = {
     "use-with-lightning.md": lightning,
     "use-with-megatron.md": megatron,
     "use-with-ray-train.md": ray,
+    "use-with-torch-checkpointing.md": torch_checkpointing,
     "use-with-torchtitan.md": torchtitan,
 }
 

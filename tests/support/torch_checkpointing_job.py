@@ -1,8 +1,8 @@
-"""Tasks for rank processes that train a sharded model, and save and load it with
-torch_checkpointing."""
+"""Training of a sharded model that torch_checkpointing saves and loads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpoin
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.staging import CheckpointStagerConfig
 
-from holdfast.storage.integrations.torch_checkpointing import HoldfastStorageConfig
 
+def settings(name: str, *, asynchronous: bool = False) -> dict[str, Any]:
+    """Return a manager's configuration for models and optimizers on the CPU, without storage.
 
-def manager(uri: str, *, asynchronous: bool = False, **options: object) -> CheckpointManager:
-    """One for models and optimizers, on the CPU."""
+    ``name``: of the storage.
+    """
     spec = ItemSpec(resharder=DefaultResharder(), required=False)
     # By default it is a number of the process, and ranks may have made different numbers of these.
-    generation = f"{uri} {dist.get_world_size() if dist.is_initialized() else 1}"
+    generation = f"{name} {dist.get_world_size() if dist.is_initialized() else 1}"
     writer = CheckpointWriterConfig(barrier_config=DefaultStoreBarrierConfig(generation=generation))
     save: Any = SyncCheckpointSaverConfig(writer_config=writer)
     if asynchronous:
@@ -36,41 +37,36 @@ def manager(uri: str, *, asynchronous: bool = False, **options: object) -> Check
             use_non_blocking_copy=False,
         )
         save = AsyncCheckpointSaverConfig(writer_config=writer, staging_config=staging)
-    return CheckpointManager.Config(
-        items=dict.fromkeys(("model", "momenta"), spec),
-        save=save,
-        storage_config=HoldfastStorageConfig(uri, options),
-    ).build()
+    return {"items": dict.fromkeys(("model", "momenta"), spec), "save": save}
 
 
-def train(uri: str, first: int, last: int) -> list[float]:
+def train(
+    checkpoints: CheckpointManager, first: int, last: int, note: Callable[[int, float], None]
+) -> None:
     """Train from the checkpoint before step ``first``, if that is not 1, to step ``last``, and save
-    that; return the losses."""
+    that; pass each step and its loss to ``note``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     fully_shard(model)
     momenta = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    checkpoints = manager(uri)
     if first > 1:
         into = {"model": model.state_dict(), "momenta": momenta}
         checkpoints.load(f"step-{first - 1}", into, strict=True)
-    losses = []
     for step in range(first, last + 1):
         model.zero_grad()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        losses.append(loss.item())
         loss.backward()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 assert isinstance(p.grad, DTensor)
                 momenta[name].mul_(0.9).add_(p.grad)
                 p.sub_(momenta[name], alpha=0.01)
+        note(step, loss.item())
     with _OnTheCpu():
         checkpoints.save(f"step-{last}", {"model": model.state_dict(), "momenta": momenta})
     dist.barrier()
     checkpoints.close()
-    return losses
 
 
 class _OnTheCpu(TorchFunctionMode):
