@@ -29,6 +29,7 @@ __all__ = [
     "SMALL_NBYTES_MAX",
     "AtMost",
     "Buffer",
+    "CopyTraits",
     "Driver",
     "ObjectInfo",
     "PartOrder",
@@ -62,6 +63,21 @@ PartOrder = Literal["any", "ascending", "serial"]
 ``any``: any order, in parallel. ``ascending``: each write starts at the offset where the previously
 started write ends, but need not wait for it. ``serial``: ascending, one after the other.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTraits:
+    """How a storage copies ranges of its objects into uploads (:meth:`Upload.copy`)."""
+
+    min_nbytes: int = 1
+    """Minimum size of a copy, and of each stretch between two copies, except at the object's end,
+    in bytes."""
+    align_nbytes: int = 1
+    """Copies begin and end at multiples of this, in both objects."""
+    object_max_nbytes: int | None = None
+    """Largest object with copies; None if as large as any."""
+    shares: bool = False
+    """Copies share the space of their source until either is deleted or replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +130,9 @@ class Traits:
     """Largest object the storage accepts; None if limited only by free space. A rank whose image
     would be larger fails the save before it touches the storage."""
 
+    copies: CopyTraits | None = None
+    """How uploads copy from objects of the same storage; None if they cannot."""
+
     @property
     def read_copies(self) -> int:
         """Number of copies of the data that a read holds until it returns: the caller's buffer,
@@ -156,6 +175,19 @@ class Upload(ABC):
         ``traits.part_order``. The object ends at its declared size, or where :meth:`commit` says.
         Raises StorageError.
         """
+
+    async def copy(self, start: int, source: Driver, key: str, key_start: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes of the object ``key`` of ``source``, from byte ``key_start``, to
+        byte ``start`` of this object, within the storage.
+
+        Counts as a write of these bytes, in the same order; see :class:`CopyTraits` for its limits.
+        Only for uploads made by :meth:`Driver.compose` of a driver whose
+        :meth:`Driver.copies_from` accepts ``source``. The object copied from does not change:
+        Holdfast writes each once. Raises NotFoundError if there is no such object, DamagedError if
+        it does not contain all these bytes, and another StorageError; the same bytes may be written
+        afterwards.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def commit(self, nbytes: int | None = None) -> None:
@@ -252,6 +284,17 @@ class Driver(ABC):
         Raises FullError if the storage can already tell that space is insufficient, unless
         ``nbytes`` is :class:`AtMost`.
         """
+
+    def copies_from(self, source: Driver) -> bool:
+        """Return whether uploads can copy from objects of ``source``, another driver: of the same
+        storage, with the same credentials. Does no I/O, so a copy may still fail. True only if
+        ``traits.copies`` is set."""
+        return False
+
+    async def compose(self, key: str, nbytes: int) -> Upload:
+        """Start an upload like :meth:`create`, which may also copy (:meth:`Upload.copy`). Override
+        it if such uploads differ from others."""
+        return await self.create(key, nbytes)
 
     @abstractmethod
     async def get(self, key: str) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import ClassVar
 
 from ..errors import DamagedError, ExistsError, NotFoundError, StorageError
-from .contract import Buffer, Driver, ObjectInfo, Traits, Upload, check_key, check_small
+from .contract import Buffer, CopyTraits, Driver, ObjectInfo, Traits, Upload, check_key, check_small
 from .options import Option
 from .ranges import Ranges
 from .uri import Uri, root_key
@@ -46,6 +46,7 @@ class MemoryDriver(Driver):
             part_order="any",
             exclusive_is_atomic=True,
             shared=False,
+            copies=CopyTraits(),
         )
         root = root_key(prefix, Uri("memory", location))
         self._prefix = f"{root}/" if root else ""
@@ -72,6 +73,9 @@ class MemoryDriver(Driver):
     async def create(self, key: str, nbytes: int) -> Upload:
         self._path(key)
         return _MemoryUpload(self, key, nbytes)
+
+    def copies_from(self, source: Driver) -> bool:
+        return isinstance(source, MemoryDriver) and source.objects is self.objects
 
     async def get(self, key: str) -> bytes:
         data, _ = self._lookup(key)
@@ -147,6 +151,10 @@ class _MemoryUpload(Upload):
         self._written.check(start, len(data))
         self._content[start : start + len(data)] = data
         self._written.add(start, len(data))
+
+    async def copy(self, start: int, source: Driver, key: str, key_start: int, nbytes: int) -> None:
+        data = await source.fetch(key, key_start, nbytes)
+        await self.write(start, data)
 
     async def commit(self, nbytes: int | None = None) -> None:
         self._written.check_open()

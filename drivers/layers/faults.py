@@ -121,12 +121,9 @@ class FaultsLayer(Layer):
         self._flip(memoryview(data))
         return bytes(data)
 
-    async def create(self, key: str, nbytes: int) -> Upload:
-        """See :meth:`Driver.create`. Injects ``lost``."""
-        upload = await self.around(
-            Operation("create", key), partial(self.inner.create, key, nbytes)
-        )
-        return _LosingUpload(self, key, upload)
+    async def _created(self, key: str, create: Callable[[], Awaitable[Upload]]) -> Upload:
+        """Inject ``lost``."""
+        return _LosingUpload(self, key, await self.around(Operation("create", key), create))
 
     def happens(self, name: str) -> bool:
         """Return whether to inject this fault now. Draws a random number even if the fault is not

@@ -113,10 +113,17 @@ class Layer(Driver):
         await self.around(Operation("read", key, nbytes), rest)
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        upload = await self.around(
-            Operation("create", key), partial(self.inner.create, key, nbytes)
-        )
-        return LayeredUpload(self, key, upload)
+        return await self._created(key, partial(self.inner.create, key, nbytes))
+
+    def copies_from(self, source: Driver) -> bool:
+        return self.inner.copies_from(bottom(source))
+
+    async def compose(self, key: str, nbytes: int) -> Upload:
+        """See :meth:`Driver.compose`. Counts as a create."""
+        return await self._created(key, partial(self.inner.compose, key, nbytes))
+
+    async def _created(self, key: str, create: Callable[[], Awaitable[Upload]]) -> Upload:
+        return LayeredUpload(self, key, await self.around(Operation("create", key), create))
 
     async def get(self, key: str) -> bytes:
         return await self.around(Operation("get", key), partial(self.inner.get, key))
@@ -164,6 +171,10 @@ class LayeredUpload(Upload):
     async def write(self, start: int, data: Buffer) -> None:
         operation = Operation("write", self._key, len(data))
         await self._layer.around(operation, partial(self._inner.write, start, data))
+
+    async def copy(self, start: int, source: Driver, key: str, key_start: int, nbytes: int) -> None:
+        call = partial(self._inner.copy, start, bottom(source), key, key_start, nbytes)
+        await self._layer.around(Operation("copy", self._key), call)
 
     async def commit(self, nbytes: int | None = None) -> None:
         await self._layer.around(

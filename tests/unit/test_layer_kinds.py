@@ -387,7 +387,7 @@ def recorded(name: str) -> Any:
 
     async def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         self.calls.append((name, *map(told, arguments), keywords))
-        if name == "create":
+        if name in ("create", "compose"):
             return RecordedUpload(self.calls)
         if name == "read_pieces":
             arguments[3](memoryview(bytes(arguments[2])))
@@ -407,25 +407,37 @@ class Recorded:
         self.calls.append(("list", prefix))
         yield ObjectInfo("a", 1, 2.0)
 
+    def copies_from(self, source: Driver) -> bool:
+        self.calls.append(("copies_from", source))
+        return True
+
 
 def methods(cls: type) -> set[str]:
     """Return the public methods of a class of the contract."""
     return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
 
 
-CALLS = {name: recorded(name) for name in (methods(Driver) | methods(Upload)) - {"list"}}
+CALLS = {
+    name: recorded(name) for name in (methods(Driver) | methods(Upload)) - {"list", "copies_from"}
+}
 RecordingDriver: Any = type(
     "RecordingDriver", (Recorded, Driver), {**CALLS, "deviations": {"trial": "why"}}
 )
 RecordedUpload: Any = type("RecordedUpload", (Recorded, Upload), CALLS)
 
 
+SOURCE = MemoryDriver()
+
+
 async def use(driver: Driver) -> list[Any]:
     """Call every method once; return the results."""
     upload = await driver.create("up", 3)
     await upload.write(0, memoryview(b"abc"))
+    composed = await driver.compose("co", 3)
+    await composed.copy(0, SOURCE, "from", 5, 3)
     taken = []
     returned = [
+        driver.copies_from(SOURCE),
         await upload.commit(2), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
         await driver.fetch("f", 5, 2), await driver.read_pieces("rp", 5, 2, taken.append), taken, await driver.get("g"),
         await driver.put("p", b"1", exclusive=True), await driver.stat("s"), [info async for info in driver.list("l")],
