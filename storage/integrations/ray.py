@@ -11,11 +11,12 @@ Scope: code that runs in a worker. Ray's storage may be a shared folder, ``s3://
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import ray.train
-from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train import Checkpoint, CheckpointConsistencyMode, CheckpointUploadMode
 
 from ...drivers.uri import parse
 from ...errors import UsageError
@@ -41,15 +42,17 @@ def save_and_report(
 ) -> None:
     """Save ``state`` as ``checkpoint-<step>`` in Ray's storage, and report it with ``metrics``.
 
-    Every worker calls this, with its own part of the state. ``folder``: where to save in Ray's
-    local mode, which has no storage. Raises as :func:`holdfast.save`; UsageError if it is missing.
+    If Ray has a checkpoint of that name, as after a step back, the name gets a suffix: Ray deletes
+    by name. Every worker calls this, with its own part of the state. ``folder``: where to save in
+    Ray's local mode, which has no storage. Raises as :func:`holdfast.save`; UsageError if it is
+    missing.
     """
     if folder is None:
         storage = _storage_of_run()
         place = Checkpoint(storage.experiment_fs_path, storage.storage_filesystem)
     else:
         place = Checkpoint(as_path_or_uri(parse(folder)))
-    reported = Checkpoint(f"{place.path}/checkpoint-{step}", place.filesystem)
+    reported = Checkpoint(_unreported(f"{place.path}/checkpoint-{step}"), place.filesystem)
     _door.save(uri_of(reported), state, step=step, storage_options=storage_options)
     ray.train.report(
         dict(metrics),
@@ -92,6 +95,14 @@ def _storage_of_run() -> Any:
         raise UsageError(
             "in its local mode Ray has no storage for checkpoints", advice="Pass folder=."
         ) from error
+
+
+def _unreported(path: str) -> str:
+    """Return ``path``, with a suffix if it was reported before and Ray has not deleted it."""
+    known = ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
+    taken = {reported.checkpoint.path for reported in known}
+    names = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def uri_of(checkpoint: Checkpoint) -> str:
