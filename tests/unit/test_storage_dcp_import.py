@@ -293,33 +293,51 @@ def optimizer(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def megatron_folder(folder: Path, common: object, **items: object) -> Path:
-    """Return a folder as Megatron lays it out: items by their keys, in no dicts."""
+def megatron_folder(
+    folder: Path, common: object, *, is_item: bool = False, **items: object
+) -> Path:
+    """Return a folder as Megatron lays it out: items by their keys, in no dicts.
+
+    ``is_item``: ``common`` is an item, too, as written by Megatron 0.19 and later.
+    """
+    if is_item:
+        items["common_state/shard_0_1"] = [common]
     state = {WEIGHT: torch.arange(6.0).view(2, 3), OBJECT: [None], **items}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
-    torch.save(common, folder / "common.pt")
+    if not is_item:
+        torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return folder
 
 
-def test_common_state_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_item", [False, True], ids=["common.pt", "item"])
+def test_common_state_is_imported(tmp_path: Path, is_item: bool) -> None:
     """Values and tensors keep their paths; an optimizer and objects go where a job loads them."""
+    scheduler = {"steps": [1, 2]} | ({} if is_item else {"none": {}})  # torch drops it from an item
     common = {
         "iteration": 7,
         "optimizer": optimizer(),
-        "scheduler": {"steps": [1, 2], "none": {}},
+        "scheduler": scheduler,
         "scale": torch.tensor([2.0, 3.0]),
     }
     expected = {
         WEIGHT: torch.arange(6.0).view(2, 3),
         OBJECT: {"data": None},
         "iteration": 7,
-        "scheduler": {"steps": [1, 2], "none": {}},
+        "scheduler": scheduler,
         "scale": torch.tensor([2.0, 3.0]),
         "optim": {"common": {"groups": [GROUP], "step": 3, "scaler": {"scale": 4.0}}},
     }
-    assert difference(expected, imported(megatron_folder(tmp_path, common))) is None
+    folder = megatron_folder(tmp_path, common, is_item=is_item)
+    assert difference(expected, imported(folder)) is None
+
+
+def test_a_common_item_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    """The error says what is wrong with it."""
+    folder = megatron_folder(tmp_path, {}, **{"common_state/shard_0_1": {"iteration": 7}})
+    with pytest.raises(holdfast.UnsupportedFormatError, match="not a list of one item"):
+        imported(folder)
 
 
 def test_chain_of_optimizers(tmp_path: Path) -> None:
@@ -405,7 +423,7 @@ def test_pickled_items_are_refused_or_skipped(tmp_path: Path) -> None:
         ({"odd": {argparse.ArgumentError(None, "x"): 1}}, r"argparse\.ArgumentError"),
         (cyclic(), "contains itself"),
         ({"a.b": 1, "a": {"b": 2}}, "have the same dotted path"),
-        ({WEIGHT: 1}, "is in common.pt and elsewhere in the folder"),
+        ({WEIGHT: 1}, "is in the common state and elsewhere in the folder"),
     ],
 )
 def test_impossible_common_state_is_refused(tmp_path: Path, common: object, message: str) -> None:

@@ -129,14 +129,15 @@ async def read_archive(
     key: str,
     read: Callable[[Value], T],
     is_record: Callable[[str], bool] = no_record,
+    part: tuple[int, int] | None = None,
 ) -> tuple[ArchiveReader, T]:
-    """Return a file, and what ``read`` makes of its contents.
+    """Return a file, or a part of one (start and bytes), and what ``read`` makes of its contents.
 
     Raises UnsupportedFormatError if ``read`` raises ValueError; otherwise like
     :meth:`ArchiveReader.value`.
     """
-    nbytes = (await driver.stat(key)).nbytes
-    archive = ArchiveReader(driver, Stretch(key, 0, nbytes), _TAIL_NBYTES)
+    start, nbytes = part or (0, (await driver.stat(key)).nbytes)
+    archive = ArchiveReader(driver, Stretch(key, start, nbytes), _TAIL_NBYTES)
     value = await archive.value(is_record)
     try:
         return archive, await offload(read, value)

@@ -8,7 +8,7 @@ the item itself is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from ....core.aio import at_most
 from ....core.garbage import collector_paused
@@ -33,19 +33,12 @@ _TAIL_NBYTES = 4096
 """Enough for the directory of a file with one tensor."""
 
 
-async def read_dcp_model(driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]) -> Model:
-    """Read the items of a folder that ``choose`` selects by name; ignore the others.
+async def read_items(driver: Driver, contents: FolderContents, names: Iterable[str]) -> Model:
+    """Read the items with these names; ignore the others.
 
-    Raises UnsupportedFormatError, before any other file is read, if ``.metadata`` describes
-    something that DCP does not write or names classes of objects; DamagedError if an item
+    Raises UnsupportedFormatError for a value that contains an object; DamagedError if an item
     contradicts ``.metadata``; NotFoundError and StorageError.
     """
-    contents = await read_contents(driver)
-    return await read_items(driver, contents, choose([*contents.tensors, *contents.values]))
-
-
-async def read_items(driver: Driver, contents: FolderContents, names: Iterable[str]) -> Model:
-    """Read the items with these names; ignore the others. Raises like :func:`read_dcp_model`."""
     names = list(names)
     tensors = {name: contents.tensors[name] for name in names if name in contents.tensors}
     values = {name: contents.values[name] for name in names if name in contents.values}
@@ -61,7 +54,11 @@ async def read_items(driver: Driver, contents: FolderContents, names: Iterable[s
 
 
 async def read_contents(driver: Driver) -> FolderContents:
-    """Read ``.metadata``. Raises UnsupportedFormatError, NotFoundError and StorageError."""
+    """Read ``.metadata``.
+
+    Raises UnsupportedFormatError if it describes something that DCP does not write or names classes
+    of objects; NotFoundError and StorageError.
+    """
     info = await driver.stat(DCP_METADATA_KEY)
     try:
         if info.nbytes > _METADATA_NBYTES_MAX:

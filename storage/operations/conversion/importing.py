@@ -21,10 +21,10 @@ from ...runtime.progress import ProgressCallback, ProgressReporter
 from ..location import Place, UriLike
 from ..reading.selection import chosen, refuse_values, renamed, without
 from .archive_reader import read_archive
-from .dcp_source import read_dcp_model
+from .dcp_source import read_contents, read_items
 from .deepspeed_source import deepspeed_folder, read_deepspeed_model
 from .imported_images import ImagesJob, write_and_commit
-from .megatron_source import MEGATRON_COMMON_KEY, read_megatron_model
+from .megatron_source import is_megatrons, read_megatron_model
 from .model_source import (
     Files,
     Model,
@@ -80,7 +80,7 @@ def import_(
     - a safetensors file, a folder with one, a folder with several and an index, or that index;
     - a ``torch.save`` file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``);
     - a folder of torch's distributed checkpoint, with a file ``.metadata``;
-    - such a folder written by Megatron-core, with an additional ``common.pt``;
+    - such a folder written by Megatron-core, also with an additional ``common.pt``;
     - a folder of DeepSpeed's ZeRO with ``latest``, or one of its subfolders.
 
     Pickles are read as data, never unpickled. Tensors of a ``torch.save`` file are named by their
@@ -180,10 +180,12 @@ async def _model_of(theirs: Driver, file: str | None, request: _Request) -> Mode
 
 async def _model_of_folder(theirs: Driver, request: _Request) -> Model:
     keys = sorted([info.key async for info in theirs.list() if "/" not in info.key])
-    if DCP_METADATA_KEY in keys and MEGATRON_COMMON_KEY in keys:
-        return await read_megatron_model(theirs, request.chosen)
     if DCP_METADATA_KEY in keys:
-        return await read_dcp_model(theirs, request.chosen)
+        contents = await read_contents(theirs)
+        if is_megatrons(keys, contents):
+            return await read_megatron_model(theirs, contents, request.chosen)
+        names = request.chosen([*contents.tensors, *contents.values])
+        return await read_items(theirs, contents, names)
     zero = await deepspeed_folder(theirs, keys)
     if zero is not None:
         return await read_deepspeed_model(theirs, zero)

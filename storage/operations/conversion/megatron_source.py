@@ -1,10 +1,10 @@
 """Reads a folder of Megatron-core's ``dist_checkpointing`` (format ``torch_dist``).
 
-It is a folder of torch's distributed checkpoint, plus ``common.pt`` with the data that all ranks
-share. Tensors keep Megatron's keys, under which :mod:`...integrations.megatron` loads them. The
-contents of ``common.pt`` about a distributed optimizer are moved to where that module expects them;
-the rest keeps its path. Classes in its pickle are not resolved: a value that contains an object is
-refused.
+It is a folder of torch's distributed checkpoint, plus the data that all ranks share: the file
+``common.pt``, or, of Megatron 0.19 and later, an item. Tensors keep Megatron's keys, under which
+:mod:`...integrations.megatron` loads them. The common data about a distributed optimizer are moved
+to where that module expects them; the rest keeps its path. Classes in its pickle are not resolved:
+a value that contains an object is refused.
 
 Scope: optimizers in the format ``fully_reshardable``, whose tensors have the shapes of parameters.
 Other formats store buckets with objects, which are refused.
@@ -19,33 +19,40 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ....drivers.contract import Driver
+from ...format.dcp_metadata import FilePart, FolderContents
 from ...format.torch_pickle import StoredTensor, Value, leaves
 from .archive_reader import ArchiveReader, any_record, read_archive
-from .dcp_source import check_plain, no_plain_value, read_contents, read_items
+from .dcp_source import check_plain, no_plain_value, read_items
 from .model_source import Model, Path, SourceTensor, stamps_of
 
-MEGATRON_COMMON_KEY = "common.pt"
+_COMMON_KEY = "common.pt"
+_COMMON_ITEM = "common_state/shard_0_1"
 _SHARDED_OBJECT = re.compile(r".+/shard_[0-9.]+_[0-9.]+", re.DOTALL)
 """Item names that Megatron derives from a ``ShardedObject``."""
 _RESHARDABLE = "fully_reshardable"
 
 
+def is_megatrons(keys: Iterable[str], contents: FolderContents) -> bool:
+    """Return whether Megatron wrote a folder of torch's distributed checkpoint with these files."""
+    return _COMMON_KEY in keys or _COMMON_ITEM in contents.values
+
+
 async def read_megatron_model(
-    driver: Driver, choose: Callable[[Iterable[str]], Sequence[str]]
+    driver: Driver, contents: FolderContents, choose: Callable[[Iterable[str]], Sequence[str]]
 ) -> Model:
     """Read the items of a folder that ``choose`` selects by name; ignore the others.
 
     Raises UnsupportedFormatError naming a value that contains an object; otherwise raises like
     :func:`.dcp_source.read_items`.
     """
-    contents = await read_contents(driver)
-    stamps = await stamps_of(driver, [MEGATRON_COMMON_KEY])
-    common = await _Common.read(driver)
+    common = await _Common.read(driver, contents.values.get(_COMMON_ITEM))
+    stamps = await stamps_of(driver, [common.key])
     names = [*contents.tensors, *contents.values, *common.items]
+    names = [name for name in names if name != _COMMON_ITEM]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise common.archive.refused(
-            f"{twice[0]!r} is in {MEGATRON_COMMON_KEY} and elsewhere in the folder"
+            f"{twice[0]!r} is in the common state and elsewhere in the folder"
         )
     picked = choose(names)
     model = await read_items(driver, contents, picked)
@@ -68,16 +75,22 @@ def _unpacked(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Common:
-    """The file ``common.pt``: the path and content of each item, by name."""
+    """The data that all ranks share, in file ``key``: the path and content of each item, by
+    name."""
 
+    key: str
     archive: ArchiveReader
     items: Mapping[str, tuple[Path, Value]]
 
     @classmethod
-    async def read(cls, driver: Driver) -> _Common:
-        """Read the file. Raises DamagedError; UnsupportedFormatError unless it is an acyclic
-        dict."""
-        return cls(*await read_archive(driver, MEGATRON_COMMON_KEY, _by_name, any_record))
+    async def read(cls, driver: Driver, place: FilePart | None) -> _Common:
+        """Read the item at ``place``, or ``common.pt``. Raises DamagedError; UnsupportedFormatError
+        unless it is an acyclic dict."""
+        if place is None:
+            return cls(_COMMON_KEY, *await read_archive(driver, _COMMON_KEY, _by_name, any_record))
+        part = (place.start, place.nbytes)
+        found = await read_archive(driver, place.key, _by_name_in_list, any_record, part)
+        return cls(place.key, *found)
 
     async def picked(
         self, driver: Driver, names: Iterable[str]
@@ -91,9 +104,15 @@ class _Common:
             try:
                 check_plain(value)
             except ValueError as error:
-                raise no_plain_value(driver, MEGATRON_COMMON_KEY, name, error) from error
+                raise no_plain_value(driver, self.key, name, error) from error
         places = await self.archive.places(tensors)
         return [SourceTensor(n, t.dtype, t.shape, places[n]) for n, t in tensors.items()], values
+
+
+def _by_name_in_list(value: Value) -> Mapping[str, tuple[Path, Value]]:
+    if not (isinstance(value, list) and len(value) == 1):
+        raise ValueError("it is not a list of one item")
+    return _by_name(value[0])
 
 
 def _by_name(value: Value) -> Mapping[str, tuple[Path, Value]]:
