@@ -17,6 +17,8 @@ to save to any URI:
 from __future__ import annotations
 
 import fcntl
+import math
+import operator
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +40,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from ...errors import MismatchError, StateError
-from ...planner.box import Box, flat_to_boxes
+from ...planner.box import flat_to_boxes
 from ..api import async_save, load, save
 from ..format.manifest import MANIFEST_KEY
 from ..format.packed import Compression
@@ -46,6 +48,7 @@ from ..operations.reading.reader import TensorInfo
 from ..operations.reading.reader import open as open_checkpoint
 from ..operations.saving.handle import SaveHandle
 from ..runtime.engine import start as start_on_engine
+from ..state.adapters.megatron import built_in_place
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -330,42 +333,75 @@ def _parts_of_range(
     """Yield the boxes of ``whole`` covered by ``tensor``, which holds its elements from ``start``
     on.
     """
-    stop = start + tensor.numel()
-    for part, first in _placed(whole):
-        lengths = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-        low = min(max(start - first, 0), part.data.numel())
-        high = min(max(stop - first, 0), part.data.numel())
-        at = first + low - start
-        for box in flat_to_boxes(lengths, low, high):
-            yield _part_at(part, f"{prefix}.{part.key}", tensor[at : at + box.volume], box)
-            at += box.volume
+    for part in _parts_in(whole):
+        order, shape, strides = _in_order_of_memory(whole, part)
+        first = part.data.storage_offset() - whole.data.storage_offset()
+        low, high = (
+            _number_below(limit - first, shape, strides)
+            for limit in (start, start + tensor.numel())
+        )
+        back = [order.index(dim) for dim in range(len(order))]
+        for box in flat_to_boxes(shape, low, high):
+            at = first + sum(map(operator.mul, box.offsets, strides)) - start
+            data = tensor.as_strided(box.lengths, strides, tensor.storage_offset() + at)
+            offsets = tuple(box.offsets[dim] for dim in back)
+            yield _part_at(part, f"{prefix}.{part.key}", data.permute(back), offsets)
 
 
-def _placed(whole: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield the parts of ``whole``, each with its first element within the parameter."""
-    if isinstance(whole, ShardedTensor):
-        yield whole, 0
-        return
-    for part in nested_values([whole.build()]):
-        data = part.data
-        inside = data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
-        if not inside or not data.is_contiguous():
-            raise StateError(
-                f"{whole.key!r} is a ShardedTensorFactory whose parts are not ranges of the "
-                f"parameter",
-                advice="Save sharded_state_dict() of the optimizer with HoldfastSaveStrategy.",
-            )
-        yield part, data.storage_offset() - whole.data.storage_offset()
+def _parts_in(whole: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    return [whole] if isinstance(whole, ShardedTensor) else built_in_place(whole)
 
 
-def _part_at(part: ShardedTensor, key: str, tensor: torch.Tensor, box: Box) -> ShardedTensor:
+def _in_order_of_memory(
+    whole: ShardedTensor | ShardedTensorFactory, part: ShardedTensor
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the dimensions of ``part``, those with large strides first, their sizes and strides.
+
+    In this order, a range of the parameter's elements is a range of the part's. Raises StateError
+    if there is no such order, or if the part has memory of its own.
+    """
+    data = part.data[(None,) * part.prepend_axis_num]
+    apart = whole.data.numel() + 1  # further than any element, for dimensions without a stride
+    strides = [s if n > 1 else apart for n, s in zip(data.shape, data.stride(), strict=True)]
+    order = sorted(range(data.ndim), key=lambda dim: -strides[dim])
+    shape, strides = [data.shape[dim] for dim in order], [strides[dim] for dim in order]
+    spans = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    nested = all(s > sum(spans[i + 1 :]) for i, s in enumerate(strides))
+    inside = data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
+    if not (inside and nested):
+        raise StateError(
+            f"{whole.key!r} is a ShardedTensorFactory whose parts are not "
+            f"in the parameter's memory",
+            advice="Save sharded_state_dict() of the optimizer with HoldfastSaveStrategy.",
+        )
+    return order, shape, strides
+
+
+def _number_below(limit: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of an array lie before ``limit``, counted from its first element."""
+    if limit <= 0:
+        return 0
+    number = 0
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        whole, last = divmod(limit - 1, stride)
+        inner = math.prod(shape[dim + 1 :])
+        if whole >= size:
+            return number + size * inner
+        number += whole * inner
+        limit = last + 1
+    return number + 1
+
+
+def _part_at(
+    part: ShardedTensor, key: str, tensor: torch.Tensor, offsets: Sequence[int]
+) -> ShardedTensor:
     return replace(
         part,
         key=key,
-        data=tensor.view(box.lengths),
+        data=tensor,
         dtype=tensor.dtype,
-        local_shape=box.lengths,
-        global_offset=box.shifted(part.global_offset).offsets,
+        local_shape=tuple(tensor.shape),
+        global_offset=tuple(map(operator.add, part.global_offset, offsets)),
         axis_fragmentations=None,
         prepend_axis_num=0,
     )

@@ -44,6 +44,9 @@ ALL = Layout(4, tensor=2, pipeline=2)
 TENSOR_AND_REPLICAS = Layout(4, tensor=2)
 DENSE_EXPERTS = Layout(1, experts="sequential")
 EXPERTS = Layout(2, expert=2, experts="sequential")
+STAGES_OF_EXPERTS = Layout(4, expert=2, pipeline=2, experts="sequential")
+GROUPED = Layout(2, expert=2, experts="grouped")
+"""From Megatron 0.17 on, the same as EXPERTS: its grouped experts need Transformer Engine."""
 ROUNDING = 1e-5
 """Relative, of losses in float32: layouts add in other orders."""
 
@@ -67,6 +70,7 @@ def ranks() -> Iterator[RankProcesses]:
         (DENSE_EXPERTS, EXPERTS),
         (replace(EXPERTS, world=4), replace(EXPERTS, world=4, expert_tensor=2, tensor=2)),
         (replace(EXPERTS, world=4, tensor=2), replace(EXPERTS, expert=1)),
+        (STAGES_OF_EXPERTS, replace(EXPERTS, world=4, expert_tensor=2, tensor=2)),
     ],
     ids=[
         "tp-dp",
@@ -78,6 +82,7 @@ def ranks() -> Iterator[RankProcesses]:
         "1-ep",
         "ep,dp-ep,tp",
         "tp,ep-dp",
+        "pp,ep-ep,tp",
     ],
 )
 def test_a_job_goes_on_under_another_layout(
@@ -98,23 +103,34 @@ def test_a_job_goes_on_under_another_layout(
         assert difference(holdfast.load(uri), holdfast.load(again)) is None
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (TENSOR, REPLICAS),
+        (STAGES_OF_EXPERTS, replace(GROUPED, world=4, tensor=2, expert_tensor=2)),
+        (replace(GROUPED, world=4), STAGES_OF_EXPERTS),
+    ],
+    ids=["tp-dp", "pp,ep-grouped", "grouped-pp,ep"],
+)
 def test_a_job_in_bfloat16_goes_on_from_its_master_copies(
-    ranks: RankProcesses, tmp_path: Path
+    saved: Layout, loaded: Layout, ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """A bfloat16 job resumes with identical master copies, and equal losses in the same layout."""
     uri = str(tmp_path / "c")
     again = str(tmp_path / "again")
-    saved = replace(TENSOR, dtype=torch.bfloat16)
-    losses = ranks.run(megatron_job.trains, saved, uri, SAVED_AFTER, LAST, world=2)[0]
+    saved = replace(saved, dtype=torch.bfloat16)
+    losses = ranks.run(megatron_job.trains, saved, uri, SAVED_AFTER, LAST, world=saved.world)[0]
     with holdfast.open(uri) as checkpoint:
         assert checkpoint.tensors["output_layer.weight"].dtype == "bfloat16"
         assert checkpoint.tensors["optimizer.state.param.output_layer.weight"].dtype == "float32"
-    _, further = ranks.run(megatron_job.goes_on, saved, uri, LAST, again, world=2)[0]
+    _, further = ranks.run(megatron_job.goes_on, saved, uri, LAST, again, world=saved.world)[0]
     assert further == losses[SAVED_AFTER:]
-    loaded = replace(REPLICAS, dtype=torch.bfloat16)
-    _, further = ranks.run(megatron_job.goes_on, loaded, uri, LAST, again, world=2)[0]
+    loaded = replace(loaded, dtype=torch.bfloat16)
+    _, further = ranks.run(megatron_job.goes_on, loaded, uri, LAST, again, world=loaded.world)[0]
     assert further == pytest.approx(losses[SAVED_AFTER:], rel=0.02)
-    assert difference(holdfast.load(uri), holdfast.load(again)) is None
+    assert not holdfast.diff(uri, again).tensors
+    if not saved.experts:
+        assert difference(holdfast.load(uri), holdfast.load(again)) is None
 
 
 def test_a_vocabulary_that_is_padded_otherwise_is_loaded_as_far_as_it_goes(
@@ -248,12 +264,8 @@ def test_what_would_lose_state_is_refused_by_name(ranks: RankProcesses, tmp_path
     assert 'state["model"]' in told["masters left behind"]
     assert "optimizer_state(" in told["optimizer itself"]
     assert "sharded_state_dict() of all modules" in told["other parameters"]
-    if not megatron_job.FINDS_STRATEGIES:
-        return  # Megatron 0.17 and later has no such experts
-    grouped = replace(EXPERTS, experts="grouped")
-    error = ranks.run(megatron_job.refusal_of_grouped_experts, grouped, world=2)[0]
-    assert "mlp.experts" in error
-    assert "HoldfastSaveStrategy" in error
+    assert "not in the parameter's memory" in told["copied"]
+    assert "HoldfastSaveStrategy" in told["copied"]
 
 
 @pytest.mark.parametrize(

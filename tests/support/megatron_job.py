@@ -16,7 +16,11 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -348,14 +352,22 @@ def refusals(layout: Layout, uri: str) -> dict[str, str]:
             ),
             "optimizer itself": lambda: holdfast.save(uri, {"optim": job.optimizer}),
             "other parameters": lambda: optimizer_state(job.optimizer, {}),
+            "copied": lambda: optimizer_state(job.optimizer, _copied(job.model_state())),
         }
         return {name: raised(call) for name, call in tries.items()}
 
 
-def refusal_of_grouped_experts(layout: Layout) -> str:
-    """Return the error for the optimizer of experts that share one weight."""
-    with Job(layout, seed=1) as job:
-        return raised(job.state)
+def _copied(model_state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with a factory in place of each tensor, which does more than view it."""
+
+    def built(key: str, data: torch.Tensor, *_: object) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, 2 * data)
+
+    return {
+        name: ShardedTensorFactory(item.key, item.data, built, None)
+        for name, item in model_state.items()
+        if isinstance(item, ShardedTensor)
+    }
 
 
 def raised(call: Callable[[], object]) -> str:

@@ -59,6 +59,7 @@ def _names_cuda(device: object) -> bool:
 def cuda_is_cpu() -> None:
     """Replace "cuda" by the host's memory in this process from now on."""
     _OnHost().__enter__()
+    torch._dynamo.config.disable = True  # compiling takes longer than training
     replaced: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
         "current_stream": MagicMock(),
@@ -72,7 +73,8 @@ def cuda_is_cpu() -> None:
     with suppress(ImportError):  # Megatron before 0.17
         from megatron.core.transformer.moe import grouped_gemm_util
 
-        grouped_gemm_util.grouped_gemm = SimpleNamespace()  # to build modules
+        grouped_gemm_util.grouped_gemm = SimpleNamespace()
+        grouped_gemm_util.ops = SimpleNamespace(gmm=_multiplied_by_group)
     moe_utils.te_general_gemm = None  # left undefined without Transformer Engine
     torch_norm.WrappedTorchNorm.__new__ = _of_a_sequence(torch_norm.WrappedTorchNorm.__new__)
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # without dropout
@@ -93,6 +95,14 @@ def _of_a_sequence(function: Callable[..., Any]) -> Callable[..., Any]:
         return norm
 
     return made
+
+
+def _multiplied_by_group(
+    rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool
+) -> torch.Tensor:
+    """Multiply the rows of each expert with its weights, as the package ``grouped_gemm`` does."""
+    groups = zip(rows.split(counts.tolist()), weights, strict=True)
+    return torch.cat([group @ (weight.T if trans_b else weight) for group, weight in groups])
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:

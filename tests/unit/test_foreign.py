@@ -406,6 +406,35 @@ def test_what_a_factory_makes_is_stored_and_filled() -> None:
         holdfast.load(uri, into={"fc1": copies})
 
 
+def test_transposed_experts_are_filled_in_place() -> None:
+    """A factory may permute its tensor and make that contiguous, unless it needs the copy."""
+
+    def turned(key: str, data: torch.Tensor) -> dict[str, object]:
+        halves = enumerate(data.view(2, 3, 4).transpose(-1, -2).chunk(2, -2))
+        return {
+            "data": [
+                ShardedTensor(key, half.contiguous(), (2, 4, 3), (0, 2 * number, 0))
+                for number, half in halves
+            ],
+            "transposed": LocalNonpersistentObject(True),
+        }
+
+    def flat(key: str, data: torch.Tensor) -> ShardedTensor:
+        return ShardedTensor(key, data.T.contiguous().view(-1), (24,), (0,))
+
+    uri = fresh_uri()
+    weight = torch.arange(24.0).reshape(6, 4)
+    holdfast.save(uri, {"fc1": ShardedTensorFactory("fc1.w", weight, turned)})
+    assert torch.equal(holdfast.load(uri)["fc1.w"], weight.view(2, 3, 4).transpose(-1, -2))
+    filled = torch.zeros(6, 4)
+    holdfast.load(uri, into={"fc1": ShardedTensorFactory("fc1.w", filled, turned)})
+    assert torch.equal(filled, weight)
+    holdfast.save(uri, {"fc1": ShardedTensorFactory("fc1.w", weight, flat)})
+    assert torch.equal(holdfast.load(uri)["fc1.w"], weight.T.reshape(-1))
+    with pytest.raises(holdfast.StateError, match="makes copies"):
+        holdfast.load(uri, into={"fc1": ShardedTensorFactory("fc1.w", filled, flat)})
+
+
 def test_values_of_objects_come_back_into_them() -> None:
     """Objects load their values by key, anywhere in the state; local objects stay unchanged."""
     uri = fresh_uri()

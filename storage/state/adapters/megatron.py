@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ....errors import StateError
 from ...format.tree import Key
@@ -179,8 +180,32 @@ def _part_of(item: Any, path: Callable[[], str]) -> KeyedShard:
     return part
 
 
+def built_in_place(factory: Any) -> list[Any]:
+    """Return the ``ShardedTensor`` items that a ``ShardedTensorFactory`` makes of its tensor.
+
+    They are views of the tensor if the factory does nothing but view it and make copies contiguous.
+    """
+    try:
+        with _WithoutCopies():
+            built = factory.build()
+    except RuntimeError:  # the factory needs contiguous copies
+        built = factory.build()
+    return [item for item in _leaves(built) if megatron_kind(item) != "LocalNonpersistentObject"]
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Mode that makes ``contiguous()`` return the tensor itself."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _built_by(factory: Any, path: Callable[[], str], loading: bool) -> list[KeyedShard]:
-    parts = [_part_of(item, path) for item in _leaves(factory.build())]
+    parts = [_part_of(item, path) for item in built_in_place(factory)]
     memory = factory.data.untyped_storage().data_ptr()
     for part in parts:
         if loading and part.tensor.untyped_storage().data_ptr() != memory:
