@@ -13,9 +13,10 @@ from .operations.foreign_formats import explains
 from .operations.loading.differences import Strict
 from .operations.loading.load import Exchanging
 from .operations.loading.start_load import load_state
-from .operations.location import UriLike
+from .operations.location import Place, UriLike
 from .operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from .operations.report import LoadReport, SaveReport
+from .operations.saving.base import Base
 from .operations.saving.handle import SaveHandle, StageHandle
 from .operations.saving.save_job import Admit
 from .operations.saving.start_save import Destination, begin_save, step_of_state
@@ -44,6 +45,7 @@ def save(
     compression: Compression | None = None,
     allow_empty: bool = False,
     overwrite: bool = True,
+    base: UriLike | None = None,
     default: Default | None = None,
     process_group: Group = None,
     progress: ProgressCallback | None = None,
@@ -72,6 +74,11 @@ def save(
     With ``overwrite=False`` every rank raises ExistsError if there is a checkpoint at ``uri``,
     before anything is written or at the commit. Of several such saves that overlap, one succeeds,
     except on storage without atomic exclusive puts. All ranks give the same value.
+
+    ``base``: an earlier checkpoint on the same storage. Bytes that are equal there are copied by
+    the storage and not sent, if it can do that; the new checkpoint is complete, and no longer needs
+    the other one. Not with ``compression``. Everything is written if there is no such checkpoint,
+    or its layout differs; ``SaveReport.why_whole`` says so.
 
     ``default`` works like the argument of :func:`json.dumps`: it is called with each value that
     cannot be stored, such as a set, an enum or a dataclass. It returns a replacement, which is
@@ -105,7 +112,7 @@ def save(
         telemetry=telemetry,
     )
     handle, future = begin(
-        uri, state, step, options, storage_options, process_group, logs_failure=False
+        uri, state, step, options, storage_options, process_group, base=base, logs_failure=False
     )
     reach(handle.durable, future)
     assert handle.report is not None
@@ -125,6 +132,7 @@ def async_save(
     compression: Compression | None = None,
     allow_empty: bool = False,
     overwrite: bool = True,
+    base: UriLike | None = None,
     default: Default | None = None,
     process_group: Group = None,
     progress: ProgressCallback | None = None,
@@ -163,7 +171,7 @@ def async_save(
         progress=progress,
         telemetry=telemetry,
     )
-    handle, future = begin(uri, state, step, options, storage_options, process_group)
+    handle, future = begin(uri, state, step, options, storage_options, process_group, base=base)
     if not lazy:
         reach(handle.captured, future)
     return handle
@@ -177,6 +185,7 @@ def begin(
     storage_options: Mapping[str, object] | None = None,
     process_group: Group = None,
     *,
+    base: UriLike | None = None,
     admit: Admit | None = None,
     logs_failure: bool = True,
 ) -> tuple[SaveHandle, Future[None]]:
@@ -186,7 +195,10 @@ def begin(
     with acting_in(process_group):
         with announcing_errors_of_call("save", uri, step, options.deadline_s):
             options.check()
-            to = Destination(uri, storage_options)
+            earlier = None
+            if base is not None:
+                earlier = Base.of(Place.of(base, storage_options), lambda: "", options)
+            to = Destination(uri, storage_options, base=earlier)
         return begin_save(to, state, step, options, admit=admit, logs_failure=logs_failure)
 
 

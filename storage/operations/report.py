@@ -19,8 +19,10 @@ class SaveReport:
     """Report of a save on one rank.
 
     ``nbytes``: size of this rank's image, 0 if it wrote none; ``stored_nbytes``: size of its file,
-    less if compressed. ``fenced_s``: how long training waited for a lazy save before changing the
-    state.
+    less if compressed. ``borrowed_nbytes``: bytes of the file that the storage copied from the
+    earlier checkpoint ``base``, a URI; ``why_whole``: why there was none to copy from, "" if there
+    was, or if none was asked for. ``fenced_s``: how long training waited for a lazy save before
+    changing the state.
     """
 
     uri: str
@@ -31,10 +33,18 @@ class SaveReport:
     durable_s: float
     fenced_s: float = 0.0
     stored_nbytes: int = 0
+    borrowed_nbytes: int = 0
+    base: str = ""
+    why_whole: str = ""
     stages: Mapping[str, StageReport] = field(default_factory=dict)
     slowest: tuple[SlowOperation, ...] = ()
     cpu_s: float = 0.0
     peak_nbytes: int = 0
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of the file that this rank has sent to the storage."""
+        return self.stored_nbytes - self.borrowed_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,9 +132,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The attempt that the leader has begun."""
+    """The attempt that the leader has begun. ``base``: the attempt whose images ranks may borrow
+    from, at the key ``base_key``; "" for none, and ``why_whole`` is the reason."""
 
     attempt: str
+    base: str = ""
+    base_key: str = ""
+    why_whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,15 +84,24 @@ def log_saved(report: SaveReport, step: int | None) -> None:
     """Log one line at level INFO, and one per stage at level DEBUG."""
     name = "" if step is None else f"step {step}: "
     _log.info(
-        "%ssaved, %s to %s; captured after %.2f s, fences waited %.1f ms%s",
+        "%ssaved, %s to %s%s; captured after %.2f s, fences waited %.1f ms%s",
         name,
         _moved(report.nbytes, "from this rank", report.durable_s),
         report.uri,
+        _borrowed(report),
         report.captured_s,
         report.fenced_s * 1e3,
         _described(report),
     )
     _log_stages(f"{name}saved", report.stages)
+
+
+def _borrowed(report: SaveReport) -> str:
+    if report.why_whole:
+        return f" as a whole: {report.why_whole}"
+    if not report.base:
+        return ""
+    return f", {_amount(report.borrowed_nbytes)} of it copied from {report.base}"
 
 
 def log_loaded(report: LoadReport) -> None:

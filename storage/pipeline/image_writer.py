@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...core.aio import wait_out
 from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError, segments
-from ...errors import DamagedError, NotFoundError, StorageError
+from ...errors import StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
@@ -23,6 +23,7 @@ from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
+from .borrowing import BaseImage, pages_of
 from .chunks import ChunkSource, chunks_to_write
 
 _log = logging.getLogger(__name__)
@@ -45,23 +46,18 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class WrittenImage:
-    """A stored image: the digests of its chunks (C, 16), and the size of its file."""
+    """A stored image: the digests of its chunks (C, 16), the size of its file, and how many of
+    these bytes were borrowed."""
 
     digests: npt.NDArray[np.uint8]
     stored_nbytes: int
+    borrowed_nbytes: int = 0
 
 
 async def stored_image(driver: Driver, key: str, layout: ImageLayout) -> WrittenImage | None:
-    """Return the image if it exists in full size.
-
-    Its data is not read: a committed upload is complete.
-    """
-    pages = bytearray(layout.nbytes - layout.hashed_end)
-    try:
-        if (await driver.stat(key)).nbytes != layout.nbytes:
-            return None
-        await driver.read(key, layout.hashed_end, memoryview(pages))
-    except (NotFoundError, DamagedError):
+    """Return the image if it exists in full size, as :func:`pages_of`."""
+    pages = await pages_of(driver, key, layout)
+    if pages is None:
         return None
     page_nbytes = layout.chunk_nbytes // layout.block_nbytes * DIGEST_NBYTES
     digests = page_of(memoryview(pages), page_nbytes)
@@ -74,7 +70,8 @@ class ImageWriter:
 
     ``budget_nbytes`` limits host memory; writing then has priority, so the storage sets the pace.
     None: there is memory for the whole image; capturing has priority, because the trainer waits for
-    it.
+    it. ``base()``: called once the key is known, returns the image to borrow equal bytes from, if
+    any; not with ``compression``.
     """
 
     def __init__(
@@ -85,8 +82,11 @@ class ImageWriter:
         budget_nbytes: int | None,
         callbacks: Callbacks,
         compression: Compression | None = None,
+        base: Callable[[], Awaitable[BaseImage | None]] | None = None,
     ) -> None:
         self._driver = driver
+        self._find_base = base
+        self._base: BaseImage | None = None
         self._layout = layout
         self._chunks = chunks
         self._budget_nbytes = budget_nbytes
@@ -103,6 +103,7 @@ class ImageWriter:
         self._uncaptured = count
         self._unhashed = count
         self._written_nbytes = 0
+        self._borrowed_nbytes = 0
         self._key = ""
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> WrittenImage:
@@ -128,16 +129,15 @@ class ImageWriter:
                 self._chunks.pool.give(buffer)
             self._buffers.clear()
         digests = b"".join(map(digest, self._pages))
-        return WrittenImage(
-            np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES), stored_nbytes
-        )
+        table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+        return WrittenImage(table, stored_nbytes, self._borrowed_nbytes)
 
     async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
         """Write the image in one upload; return the size of its file."""
         opening = Opening(self._open(key))
         order = self._order()
         sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
-        self._written_nbytes = 0
+        self._written_nbytes = self._borrowed_nbytes = 0
         try:
             await self._pipeline(opening).run(order, sizes)
             upload = await opening.upload()
@@ -151,6 +151,10 @@ class ImageWriter:
         nbytes = AtMost(self._packing.nbytes_max) if self._packing else self._layout.nbytes
         self._key = await key()
         with span("open", Where(self._key)):
+            if self._find_base is not None:
+                self._base = await self._find_base()
+            if self._base is not None:
+                return await self._driver.compose(self._key, nbytes)
             return await self._driver.create(self._key, nbytes)
 
     def _order(self) -> list[int]:
@@ -221,9 +225,33 @@ class ImageWriter:
         # Placed before the first await: packed chunks must be placed in order.
         start, nbytes = self._place(chunk)
         upload = await opening.upload()
-        await upload.write(start, self._buffers[chunk].view[:nbytes])
+        data = self._buffers[chunk].view[:nbytes]
+        if self._base is None:
+            await upload.write(start, data)
+        else:
+            await self._write_runs(upload, self._base, chunk, start, data)
         self._written_nbytes += len(self._bytes(chunk))
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
+
+    async def _write_runs(
+        self, upload: Upload, base: BaseImage, chunk: int, start: int, data: memoryview
+    ) -> None:
+        for begin, end, borrowed in base.runs(self._layout, chunk, self._pages[chunk]):
+            if not (borrowed and await self._borrowed(upload, base, begin, end)):
+                await upload.write(begin, data[begin - start : end - start])
+
+    async def _borrowed(self, upload: Upload, base: BaseImage, begin: int, end: int) -> bool:
+        """Copy bytes of the base, and return whether that worked. It may have been deleted."""
+        if self._base is None:
+            return False
+        try:
+            await upload.copy(begin, base.source, base.key, begin, end - begin)
+        except StorageError as error:
+            _log.warning("bytes that have not changed are written again: %s", error)
+            self._base = None
+            return False
+        self._borrowed_nbytes += end - begin
+        return True
 
     def _place(self, chunk: int) -> tuple[int, int]:
         """Return the file offset and stored size of a chunk."""

@@ -29,6 +29,7 @@ from ..format.packed import Compression, checked_compression
 from ..operations.loading.differences import Strict
 from ..operations.location import Place, UriLike
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
+from ..operations.saving.base import Base
 from ..operations.saving.handle import SaveHandle
 from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..operations.saving.save_job import Deadline
@@ -86,6 +87,9 @@ class Checkpointer:
     ``default``, ``process_group`` and ``telemetry`` as in :func:`async_save`, except that ``lazy``
     is on by default.
 
+    ``incremental``: saves copy what has not changed since the newest checkpoint within the storage,
+    if that can; see ``base`` of :func:`save`. Every checkpoint is complete in itself.
+
     ``keeper``: a :class:`Keeper`, or ``"auto"`` for the default one. Steps are then also kept in
     host memory, outside the trainer. Saves to storage go through that memory if all ranks have room
     there, and :meth:`resume` loads from memory if it holds a newer step than storage.
@@ -110,6 +114,7 @@ class Checkpointer:
         compression: Compression | None = None,
         allow_empty: bool = False,
         default: Default | None = None,
+        incremental: bool = False,
         process_group: Group = None,
         telemetry: Telemetry = "on",
         keeper: KeeperOption = None,
@@ -127,8 +132,7 @@ class Checkpointer:
         self._printed = driver.uri.removesuffix("0")
         Deadline.of(timeout_s)
         self._schedule = schedule_of(every)
-        if isinstance(keep, int):
-            keep = Keep(last=keep)
+        keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._retention = None if keep is None else Retention(self._root, keep)
         self._when_busy = when_busy
         self._on_error = on_error
@@ -144,6 +148,8 @@ class Checkpointer:
         )
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
+        newest = self._stats.newest_name
+        self._base = Base.of(self._root, newest, self._save_options) if incremental else None
         self._lineage = RunLineage(self._root)
         option = checked_keeper(keeper)
         self._memory = None if option is None else MemoryLevel(option, self._printed)
@@ -476,6 +482,7 @@ class Checkpointer:
                     name,
                     self._printed + name,
                     self._by(step, name),
+                    self._base,
                 ),
                 state,
                 step,

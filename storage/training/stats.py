@@ -17,6 +17,7 @@ from ..operations.report import SaveReport
 from ..operations.saving.handle import SaveHandle
 from ..operations.telemetry import log_safely
 from .retention import Retention
+from .run_lineage import checkpoint_name
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class Stats:
             self.counters = replace(
                 now, **{name: getattr(now, name) + value for name, value in more.items()}
             )
+
+    def newest_name(self) -> str | None:
+        """Return the name of the newest checkpoint in storage, if any."""
+        return checkpoint_name(self.durable_step) if self.durable_step else None
 
     def skipped(self, step: int) -> None:
         """Count a save as skipped because another is in flight."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ....core.aio import side_by_side, wait_out
 from ....core.spans import Where, span
@@ -24,6 +25,7 @@ from ...format.manifest import MANIFEST_KEY, image_key
 from ...format.merge import merge
 from ...format.save_telemetry import encode_record
 from ...format.tables import ImageTable
+from ...pipeline.borrowing import BaseImage
 from ...pipeline.capture import TensorChunks
 from ...pipeline.image_writer import ImageWriter, WrittenImage, check_image_size
 from ...protocol import limits
@@ -40,6 +42,7 @@ from ...state.plan import ImagePlan
 from ..driver_progress import with_progress
 from ..rounds import BEGIN, Begun, FragmentCodec, commit_round
 from ..telemetry import encoded_telemetry, rank_telemetry
+from .base import Borrowing, chosen
 from .global_plan import GlobalPlan
 from .keeper_save import global_plan_of, keep, planned
 from .save_job import SaveJob
@@ -51,8 +54,20 @@ COMMITTED_PAUSE_S = 0.2
 _log = logging.getLogger(__name__)
 
 
-async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, int] | None:
-    """Save; return the attempt, and the sizes of this rank's image and of its file.
+class Saved(NamedTuple):
+    """A committed save, seen from one rank: the attempt, the sizes of its image and of its file,
+    how many bytes of it were borrowed from ``base``, and why none, if so."""
+
+    attempt: str
+    nbytes: int
+    stored_nbytes: int
+    borrowed_nbytes: int = 0
+    base: str = ""
+    why_whole: str = ""
+
+
+async def run_save(driver: Driver, team: Team, job: SaveJob) -> Saved | None:
+    """Save; return what this rank has written.
 
     Every rank of the team calls this. Returns None if all ranks captured into their keepers'
     memory; the keepers then complete the save (see :mod:`.keeper_request`).
@@ -75,9 +90,7 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> tuple[str, int, 
         return saved
 
 
-async def _save(
-    driver: Driver, team: Team, job: SaveJob, leader: _Leader
-) -> tuple[str, int, int] | None:
+async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Saved | None:
     global_plan = await global_plan_of(team, driver.uri, job)
     if job.keeping is not None and await keep(team, job, global_plan):
         return None
@@ -85,21 +98,30 @@ async def _save(
     check_image_size(driver, plan.layout.nbytes)  # before anything is put
     # Copying starts before the storage answers, because trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
+    borrowing = Borrowing(job.base)
+    opened = contextlib.AsyncExitStack()
+
+    async def base() -> BaseImage | None:
+        begun = await asyncio.shield(beginning)
+        return await borrowing.image(driver, begun, team.rank, plan.layout, opened)
+
     try:
         chunks = TensorChunks(plan.layout, plan.source)
         callbacks = replace(job.callbacks, moved=team.report_progress)
         writer = ImageWriter(
-            driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression
+            *(driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression),
+            base=None if job.base is None else base,
         )
-        written = await _written(writer, beginning, team, job)
-        attempt = Attempt(await beginning)
+        async with opened:
+            written = await _written(writer, beginning, team, job)
+        attempt = Attempt((await beginning).attempt)
     except BaseException as error:
         beginning.cancel()
         await wait_out([beginning])
         if _succeeded(beginning) and isinstance(error, NotFoundError):
             # Another process deleted files being written. If that was a later save, raise its
             # error.
-            await check_marker(driver, Attempt(beginning.result()))
+            await check_marker(driver, Attempt(beginning.result().attempt))
         raise
     nbytes = plan.layout.nbytes if len(written.digests) else 0
     leader.wrote = (nbytes, written.stored_nbytes)
@@ -117,7 +139,10 @@ async def _save(
         if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
-    return attempt.id, nbytes, written.stored_nbytes
+    return Saved(
+        *(attempt.id, nbytes, written.stored_nbytes, written.borrowed_nbytes),
+        *(borrowing.uri, borrowing.why_whole),
+    )
 
 
 def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
@@ -186,9 +211,9 @@ class _Leader:
     """Encoded records of the other ranks."""
     _sweeping: asyncio.Future[None] | None = None
 
-    async def begin_for(self, team: Team) -> str:
-        """Return the attempt that rank 0 begins, while data is copied."""
-        return (await team.round(BEGIN, Nothing(), self._begin, [LEADER])).attempt
+    async def begin_for(self, team: Team) -> Begun:
+        """Return what rank 0 begins, while data is copied."""
+        return await team.round(BEGIN, Nothing(), self._begin, [LEADER])
 
     async def _begin(self, statements: Sequence[Nothing]) -> Begun:
         if self._job.admit is not None:
@@ -198,6 +223,8 @@ class _Leader:
         self._uncommitted = self._attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
+        if self._job.base is not None:
+            return await chosen(self._job.base, self._driver, self._attempt.id)
         return Begun(self._attempt.id)
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
@@ -261,12 +288,13 @@ class _Leader:
 
 
 async def _written(
-    writer: ImageWriter, beginning: asyncio.Future[str], team: Team, job: SaveJob
+    writer: ImageWriter, beginning: asyncio.Future[Begun], team: Team, job: SaveJob
 ) -> WrittenImage:
     async def key() -> str:
         if job.after is not None:
             await team.progress_with(asyncio.wrap_future(job.after))
-        return image_key(await asyncio.shield(beginning), team.rank, job.compression)
+        begun = await asyncio.shield(beginning)
+        return image_key(begun.attempt, team.rank, job.compression)
 
     try:
         return await writer.write(key)
@@ -281,7 +309,7 @@ async def _written(
         raise
 
 
-def _succeeded(future: asyncio.Future[str]) -> bool:
+def _succeeded(future: asyncio.Future[Begun]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 

@@ -16,6 +16,7 @@ from ...format.packed import Compression
 from ...pipeline.image_writer import Callbacks
 from ...state.capture.lazy import LazyCapture
 from ...state.flat_state import FlatState
+from .base import Base
 from .global_plan import Digest, GlobalPlans
 from .keeper_request import Keeping
 
@@ -90,6 +91,8 @@ class SaveJob:
     keeping: Keeping | None = None
     """Set if the save goes through a keeper; None: this process writes to storage."""
     admit: Admit | None = None
+    base: Base | None = None
+    """Where to borrow equal bytes; on all ranks or none."""
 
     @property
     def fenced_s(self) -> float:

@@ -44,11 +44,12 @@ from ..options import SaveOptions
 from ..report import SaveReport
 from ..rounds import MEET
 from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
+from .base import Base
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .keeper_request import ByKeeper, Keeping
 from .keeper_save import make_agreement, run_memory_step
-from .save import run_save
+from .save import Saved, run_save
 from .save_job import PLANS_KEPT, Admit, Deadline, SaveJob
 
 LAZY_PAUSE_S = 0.002
@@ -68,7 +69,8 @@ _in_flight_lock = new_rlock()  # reentrant: a signal handler may save meanwhile
 
 
 class Destination:
-    """The driver of a save, closed at its end. ``by``: through keepers, if all have room."""
+    """The driver of a save, closed at its end. ``by``: through keepers, if all have room.
+    ``base``: where to borrow equal bytes."""
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Destination:
         below: str = "",
         known: str = "",
         by: ByKeeper | None = None,
+        base: Base | None = None,
     ) -> None:
         """Open the destination, or prepare to. ``below``: the checkpoint's key below ``uri``.
 
@@ -89,6 +92,7 @@ class Destination:
         self._driver = None
         self.uri = known
         self.by = by
+        self.base = base
         if not known:
             self._driver = self._open()
             self.uri = self._driver.uri
@@ -130,6 +134,7 @@ def begin_save(
         save.flatten(state, step, team.world)
         save.job.after = after
         save.job.admit = admit
+        save.job.base = to.base
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
@@ -305,16 +310,19 @@ class _RunningSave:
         _log.debug("step %s is in memory after %.3f s", self._step, self._elapsed_s())
         self.handle.agreed.reach()
 
-    def succeed(self, attempt: str, nbytes: int, stored_nbytes: int) -> None:
+    def succeed(self, saved: Saved) -> None:
         report = SaveReport(
             self.handle.uri,
-            attempt,
-            nbytes,
+            saved.attempt,
+            saved.nbytes,
             captured_s=self._captured_s,
             sealed_s=self._sealed_s,
             durable_s=self._elapsed_s(),
             fenced_s=self._lazy.waited_s,
-            stored_nbytes=stored_nbytes,
+            stored_nbytes=saved.stored_nbytes,
+            borrowed_nbytes=saved.borrowed_nbytes,
+            base=saved.base,
+            why_whole=saved.why_whole,
             **recorded_figures(self._recorder),
         )
         self.handle.report = report
@@ -391,11 +399,11 @@ async def _run(
         if saved is None:
             durable = await save.until_kept(team.rank)
             assert durable is not None
-            saved = (durable.attempt, durable.nbytes, durable.nbytes)
+            saved = Saved(durable.attempt, durable.nbytes, durable.nbytes)
         elif save.job.keeping is not None:
             for stage in (save.handle.agreed, save.handle.local, save.handle.protected):
                 stage.fail(UsageError("this step went to storage without a keeper"))
-        save.succeed(*saved)
+        save.succeed(saved)
     except BaseException as error:
         save.fail(error)
         if not isinstance(error, Exception):
