@@ -16,7 +16,6 @@ from .operations.loading.start_load import load_state
 from .operations.location import Place, UriLike
 from .operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from .operations.report import LoadReport, SaveReport
-from .operations.saving.base import Base
 from .operations.saving.handle import SaveHandle, StageHandle
 from .operations.saving.save_job import Admit
 from .operations.saving.start_save import Destination, begin_save, step_of_state
@@ -197,7 +196,7 @@ def begin(
             options.check()
             earlier = None
             if base is not None:
-                earlier = Base.of(Place.of(base, storage_options), lambda: "", options)
+                earlier = options.base_at(Place.of(base, storage_options), lambda: "")
             to = Destination(uri, storage_options, base=earlier)
         return begin_save(to, state, step, options, admit=admit, logs_failure=logs_failure)
 

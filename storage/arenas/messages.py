@@ -41,14 +41,19 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
-    """Event: the flush of a generation has ended. ``problem``: the error, "" if the generation is
-    committed at the URI of its :class:`Flush`. ``final``: it will not be retried."""
+    """Event: the flush of a generation has ended. ``nbytes``: size of all its images, of which
+    ``borrowed_nbytes`` were copied from ``base``, a URI; ``why_whole``: why there was none.
+    ``problem``: the error, "" if the generation is committed at the URI of its :class:`Flush`.
+    ``final``: it will not be retried."""
 
     generation: GenerationId
     attempt: str
     nbytes: int = 0
     problem: str = ""
     final: bool = True
+    borrowed_nbytes: int = 0
+    base: str = ""
+    why_whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,8 @@ class Flush:
     """Requests that the generation of this step is written to ``uri`` once it is agreed.
     ``options``: driver options as JSON. ``environment``: variables that configure the driver,
     including secrets; never stored. ``compression``: codec of the images, "" for none. ``branch``:
-    branch of the run, for the manifest."""
+    branch of the run, for the manifest. ``base``: name of the checkpoint beside this one to borrow
+    equal bytes from, "" for none yet; None to write everything."""
 
     step: int
     uri: str
@@ -158,6 +164,7 @@ class Flush:
     environment: Mapping[str, str] = field(default_factory=dict)
     compression: str = ""
     branch: str = ""
+    base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,12 @@ from typing import Literal
 from ...errors import UsageError
 from ..format.packed import Compression, checked_compression
 from ..format.part import Only
+from ..pipeline.base import Base
 from ..runtime.progress import ProgressCallback
 from ..state.flattening.walk import Default
 from .loading.differences import Strict
 from .loading.load import Exchanging
+from .location import Place
 from .report import LoadReport
 from .telemetry import Telemetry, check_telemetry
 
@@ -46,6 +48,16 @@ class SaveOptions:
             check_budget(self.budget_nbytes)
         checked_compression(self.compression)
         check_telemetry(self.telemetry)
+
+    def base_at(self, place: Place, key: Callable[[], str | None]) -> Base:
+        """Return the base of saves with these options, at ``key()`` below ``place``. Raises
+        UsageError if the options exclude one."""
+        if self.compression is not None:
+            raise UsageError(
+                f"an incremental save with compression={self.compression!r}",
+                advice="Leave out the compression: what has not changed is not written anyway.",
+            )
+        return Base(place.opened, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..format.fragment import Fragment, StateLayout, decode_fragment
+from ..pipeline.base import ChosenBase
 from ..ranks.messages import Codec, Nothing, Round, codec
 
 
@@ -132,13 +133,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The attempt that the leader has begun. ``base``: the attempt whose images ranks may borrow
-    from, at the key ``base_key``; "" for none, and ``why_whole`` is the reason."""
+    """The attempt that the leader has begun, and what ranks may borrow from."""
 
     attempt: str
-    base: str = ""
-    base_key: str = ""
-    why_whole: str = ""
+    base: ChosenBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from ..format.packed import Compression, checked_compression
 from ..operations.loading.differences import Strict
 from ..operations.location import Place, UriLike
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
-from ..operations.saving.base import Base
 from ..operations.saving.handle import SaveHandle
 from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..operations.saving.save_job import Deadline
@@ -149,7 +148,7 @@ class Checkpointer:
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
         newest = self._stats.newest_name
-        self._base = Base.of(self._root, newest, self._save_options) if incremental else None
+        self._base = self._save_options.base_at(self._root, newest) if incremental else None
         self._lineage = RunLineage(self._root)
         option = checked_keeper(keeper)
         self._memory = None if option is None else MemoryLevel(option, self._printed)
@@ -510,7 +509,9 @@ class Checkpointer:
         if self._memory is None or not self._has_joined(step):
             return None
         uri = str(join(self._root.uri, name))
-        return self._memory.by(Storage(uri, self._root.options, self._save_options.compression))
+        base = None if self._base is None else self._base.key
+        compression = self._save_options.compression
+        return self._memory.by(Storage(uri, self._root.options, compression, base))
 
     def _steps_in_flight(self) -> list[int]:
         return [save.step for save in list(self._pending) if not save.ended.done()]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import kept_memory
+from support.bits import fresh_uri
 from support.drivers import asynchronous
 from support.kept_memory import RUN, TOKEN, KeptHosts, Told, kept_hosts, pinned, state_of
 from support.servers.proxy import FaultProxy, Faults
@@ -241,6 +243,30 @@ async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_
         assert event.final
         assert event.problem.startswith("some images of this step are no longer in memory")
         assert pinned(job.hosts["b"].keeper.pool.generations) == []
+
+
+@asynchronous
+async def test_a_flush_borrows_from_an_earlier_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keepers borrow from the one that the leader has chosen, and the trainers learn it."""
+    monkeypatch.setattr(kept_memory, "state_of", lambda step, rank=0: state_of(1, rank))
+    uri = fresh_uri()
+    ends = []
+    async with kept_hosts("off", [0], [1]) as job:
+        for step, base in ((1, ""), (2, "1"), (3, "9"), (4, None)):
+            for rank, host in enumerate(job.hosts.values()):
+                assert await host.arenas[rank].flush(Flush(step, f"{uri}/{step}", base=base))
+            told = await job.step(step)
+            ends.append([await one.until_durable() for one in told])
+    for one, other in ends:
+        assert one == other
+    first, second, third, fourth = (one for one, _ in ends)
+    assert isinstance(second, FlushEnd)
+    assert (second.base, second.why_whole) == (f"{uri}/1", "")
+    assert 0.99 * second.nbytes < second.borrowed_nbytes < second.nbytes
+    reasons = [one.why_whole for one in (first, third, fourth) if isinstance(one, FlushEnd)]
+    assert reasons == ["there is no earlier checkpoint", "the earlier checkpoint is gone", ""]
+    with holdfast.open(f"{uri}/2") as checkpoint:
+        assert checkpoint.verify().ok
 
 
 @asynchronous

@@ -25,8 +25,8 @@ from holdfast.drivers.memory import STORES, MemoryDriver
 from holdfast.errors import StorageError, UsageError
 from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES
 from holdfast.storage.operations.location import Place
-from holdfast.storage.operations.saving.base import Base
 from holdfast.storage.operations.saving.save import SaveJob, run_save
+from holdfast.storage.pipeline.base import Base
 from holdfast.storage.pipeline.borrowing import RUN_BLOCKS_MIN, RUNS_MAX, runs_of
 from holdfast.storage.ranks.team import Team
 from holdfast.storage.state.flattening.flatten import flatten
@@ -141,7 +141,7 @@ def compressed(uri: str) -> None:
     ("make", "why"),
     [
         (lambda uri: None, "the earlier checkpoint is gone"),
-        (other_layout, "this rank's image had another layout, or there was none"),
+        (other_layout, "the image of rank 0 had another layout, or there was none"),
         (compressed, "the earlier checkpoint is compressed"),
     ],
     ids=["none", "another layout", "compressed"],
@@ -176,7 +176,7 @@ def test_compression_excludes_a_base(tmp_path: Any) -> None:
 async def save(driver: Driver, values: Any, base: str = "") -> Any:
     """Save by a job of one rank."""
     job = SaveJob(flatten(values), None, BUDGET_NBYTES)
-    job.base = Base(Place.of(base, None), lambda: "") if base else None
+    job.base = Base(Place.of(base, None).opened, lambda: "") if base else None
     return await run_save(driver, Team(), job)
 
 
@@ -238,7 +238,7 @@ def test_each_rank_borrows_from_its_own_image() -> None:
     uri = fresh_uri()
     location = uri.removeprefix("memory://")
     mine = [{f"w{rank}": state(rank)["w"]} for rank in range(3)]
-    base = Base(Place.of(f"{uri}/1", None), lambda: "")
+    base = Base(Place.of(f"{uri}/1", None).opened, lambda: "")
 
     def saved(name: str, states: list[Any], *, borrows: bool) -> Any:
         jobs = [SaveJob(flatten(one), None, BUDGET_NBYTES) for one in states]
@@ -255,7 +255,7 @@ def test_each_rank_borrows_from_its_own_image() -> None:
     written = [one.stored_nbytes - one.borrowed_nbytes for one in found]
     assert written[0] < written[1] < BLOCK_NBYTES * 4
     assert found[2].borrowed_nbytes == 0
-    assert found[2].why_whole == "this rank's image had another layout, or there was none"
+    assert found[2].why_whole == "the image of rank 2 had another layout, or there was none"
     whole = holdfast.load(f"{uri}/2")
     assert all(torch.equal(whole[name], one[name]) for one in mine for name in one)
 

@@ -17,7 +17,8 @@ from .votes import Vote
 class Written:
     """Result of one keeper's part of a flush. ``stored_nbytes``: file sizes by ``ranks``, 0 without
     shards; ``problem``: the error, if any; ``damaged``: an image has changed in memory; ``gone``:
-    the keeper holds no images of the generation, as after it has replaced a dead one."""
+    the keeper holds no images of the generation, as after it has replaced a dead one;
+    ``borrowed_nbytes``: how many bytes of all files the storage has copied."""
 
     attempt: str
     ranks: tuple[int, ...] = ()
@@ -25,6 +26,7 @@ class Written:
     problem: str = ""
     damaged: bool = False
     gone: bool = False
+    borrowed_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class FlushOrder:
-    """An order to all keepers to write their images of ``generation`` for this attempt."""
+    """An order to all keepers to write their images of ``generation`` for this attempt. ``base``,
+    ``base_key``: attempt and name of the checkpoint to borrow from, "" for none."""
 
     generation: GenerationId
     attempt: str
+    base: str = ""
+    base_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

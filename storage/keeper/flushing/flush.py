@@ -7,20 +7,23 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 
 from ....drivers.contract import Driver
 from ....drivers.registry import opened_driver
+from ....drivers.uri import divided, join, parse
 from ....errors import DamagedError, SaveError, SupersededError
-from ....planner.image import ImageLayout
+from ....planner.image import DIGEST_NBYTES, ImageLayout
 from ...arenas.label import GenerationId, Label
-from ...arenas.messages import Flush
+from ...arenas.messages import Flush, FlushEnd
 from ...format.manifest import image_key
 from ...format.packed import Compression, checked_compression
+from ...pipeline.base import Base, Borrowing, ChosenBase, chosen
+from ...pipeline.borrowing import BaseImage
 from ...pipeline.chunks import MemoryChunks
-from ...pipeline.image_writer import Callbacks, ImageWriter
+from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
 from ...protocol.collect import give_up
 from ...protocol.commit import begin, commit_attempt
 from ..decisions.standing import FlushOrder, Written
@@ -45,13 +48,31 @@ async def opened_for(
         yield driver, checked_compression(request.compression or None)
 
 
-async def flush_part(request: Flush, attempt: str, images: Sequence[LocalImage]) -> Written:
+def base_of(request: Flush) -> Base | None:
+    """Return where a flush looks for equal bytes: at the requested name beside the checkpoint."""
+    if request.base is None:
+        return None
+    folder, _ = divided(parse(request.uri))
+    options = json.loads(request.options)
+    return Base(
+        lambda key: opened_driver(join(folder, key), **options), lambda: request.base or None
+    )
+
+
+async def flush_part(request: Flush, order: FlushOrder, images: Sequence[LocalImage]) -> Written:
     """Write this keeper's images for an attempt that another keeper commits. They are durable on
     return. Raises StorageError, DamagedError if an image has changed in memory, and as
     :func:`opened_for`."""
+    borrowing = Borrowing(base_of(request), ChosenBase(order.base, order.base_key))
     async with opened_for(request, images[0].label.world) as (driver, compression):
-        stored = [await write_part(driver, attempt, image, compression) for image in images]
-    return Written(attempt, tuple(image.label.rank for image in images), tuple(stored))
+        parts = [
+            await write_part(driver, order.attempt, image, compression, borrowing)
+            for image in images
+        ]
+    ranks = tuple(image.label.rank for image in images)
+    stored = tuple(part.stored_nbytes for part in parts)
+    borrowed_nbytes = sum(part.borrowed_nbytes for part in parts)
+    return Written(order.attempt, ranks, stored, borrowed_nbytes=borrowed_nbytes)
 
 
 async def flush(
@@ -60,10 +81,9 @@ async def flush(
     images: Sequence[LocalImage],
     reporting: Reporting,
     is_wanted: Callable[[], bool],
-) -> tuple[str, int]:
-    """Have all keepers of the job write a generation, and commit it. Return the id of the attempt
-    and the total size of the images in bytes. ``images``: the images held by this keeper, the
-    leader.
+) -> FlushEnd:
+    """Have all keepers of the job write a generation, and commit it. ``images``: the images held by
+    this keeper, the leader.
 
     Raises SaveError if another keeper fails to write its part or has not reported for too long,
     DamagedError if an image of this keeper has changed in memory, and SupersededError if the
@@ -76,15 +96,23 @@ async def flush(
     async with opened_for(request, world) as (driver, compression):
         attempt = await begin(driver)
         try:
-            reporting.order(FlushOrder(generation, attempt.id))
-            stored = {
-                image.label.rank: await write_part(driver, attempt.id, image, compression)
+            base = base_of(request)
+            choice = await chosen(base, driver)
+            borrowing = Borrowing(base, choice)
+            reporting.order(FlushOrder(generation, attempt.id, choice.attempt, choice.key))
+            own = {
+                image.label.rank: await write_part(
+                    driver, attempt.id, image, compression, borrowing
+                )
                 for image in images
             }
+            stored = {rank: part.stored_nbytes for rank, part in own.items()}
+            borrowed_nbytes = sum(part.borrowed_nbytes for part in own.values())
             labels = {image.label.rank: image.label for image in images}
             written = await _written(reporting, is_wanted)
             for name, part in written.items():
                 stored |= dict(zip(part.ranks, part.stored_nbytes, strict=True))
+                borrowed_nbytes += part.borrowed_nbytes
                 labels |= await _labels(reporting, images[0].label.run, generation, name, part)
             if labels.keys() != set(range(world)):
                 lacking = sorted(set(range(world)) - labels.keys())
@@ -100,7 +128,13 @@ async def flush(
             for rank in range(world)
         ]
         await commit_attempt(driver, attempt, fragments, compression, request.branch)
-    return attempt.id, sum(label.nbytes for label in labels.values() if label.digests)
+    nbytes = sum(label.nbytes for label in labels.values() if label.digests)
+    return FlushEnd(
+        *(generation, attempt.id, nbytes),
+        borrowed_nbytes=borrowed_nbytes,
+        base=borrowing.uri,
+        why_whole=borrowing.why_whole,
+    )
 
 
 async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mapping[str, Written]:
@@ -136,21 +170,29 @@ async def _labels(
 
 
 async def write_part(
-    driver: Driver, attempt: str, image: LocalImage, compression: Compression | None
-) -> int:
-    """Write one image for an attempt, and return the size of its file; 0 for a rank without shards,
-    which writes none."""
+    driver: Driver,
+    attempt: str,
+    image: LocalImage,
+    compression: Compression | None,
+    borrowing: Borrowing,
+) -> WrittenImage:
+    """Write one image for an attempt; a rank without shards writes none. Raises as
+    :func:`write_image`."""
     if not image.label.digests:
-        return 0
+        return WrittenImage(np.empty((0, DIGEST_NBYTES), np.uint8), 0)
     key = image_key(attempt, image.label.rank, compression)
-    return await write_image(driver, key, image, compression)
+    return await write_image(driver, key, image, compression, borrowing)
 
 
 async def write_image(
-    driver: Driver, key: str, image: LocalImage, compression: Compression | None = None
-) -> int:
-    """Write an image that has shards, without a copy, and return the size of its file. It is
-    durable on return. Raises StorageError, and DamagedError if the image has changed in memory."""
+    driver: Driver,
+    key: str,
+    image: LocalImage,
+    compression: Compression | None = None,
+    borrowing: Borrowing | None = None,
+) -> WrittenImage:
+    """Write an image that has shards, from where it lies. It is durable on return. Raises
+    StorageError, and DamagedError if the image has changed in memory."""
     label = image.label
     no_shards = np.zeros(1, np.int64)
     layout = ImageLayout(
@@ -165,15 +207,21 @@ async def write_image(
     )
     chunks = MemoryChunks(layout, image.memory)
     unseen = Callbacks(lambda: None, lambda: None)
-    writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, unseen, compression)
+    async with AsyncExitStack() as opened:
 
-    async def known() -> str:
-        return key
+        async def known() -> str:
+            return key
 
-    written = await writer.write(known)
+        async def base() -> BaseImage | None:
+            if borrowing is None:
+                return None
+            return await borrowing.image(driver, label.rank, layout, opened)
+
+        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, unseen, compression, base)
+        written = await writer.write(known)
     if written.digests.tobytes() != label.digests:
         raise DamagedError(
             f"the image of rank {label.rank} of step {label.generation.step} has changed in memory",
             rank=label.rank,
         )
-    return written.stored_nbytes
+    return written

@@ -225,7 +225,7 @@ class Writing:
             written = Written(order.attempt, problem=problem, gone=gone)
         else:
             try:
-                written = await flush_part(request, order.attempt, images)
+                written = await flush_part(request, order, images)
             except (HoldfastError, OSError) as error:
                 is_damaged = isinstance(error, DamagedError)
                 if is_damaged:
@@ -310,7 +310,7 @@ class Writing:
         """Flush once. Return whether no retry is needed."""
         began_s = time.perf_counter()
         try:
-            attempt, nbytes = await self._flush(generation, request)
+            ended = await self._flush(generation, request)
         except (HoldfastError, OSError) as error:
             self._counters.flush_failures += 1
             is_damaged = isinstance(error, DamagedError)
@@ -325,7 +325,7 @@ class Writing:
             return final
         _log.info("step %d is durable after %.1f s", generation.step, time.perf_counter() - began_s)
         self._counters.flushed += 1
-        await self._end(FlushEnd(generation, attempt, nbytes))
+        await self._end(ended)
         return True
 
     async def _end(self, ended: FlushEnd) -> None:
@@ -333,7 +333,7 @@ class Writing:
         self._reporting.end(ended)
         await self._tell(ended)
 
-    async def _flush(self, generation: GenerationId, request: Flush) -> tuple[str, int]:
+    async def _flush(self, generation: GenerationId, request: Flush) -> FlushEnd:
         def is_wanted() -> bool:
             return self._pool.generations.is_agreed(generation)
 

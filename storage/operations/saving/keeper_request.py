@@ -34,11 +34,13 @@ _CONFIGURES_DRIVERS = re.compile(
 
 @dataclass(frozen=True)
 class Storage:
-    """Destination of a keeper's flush. ``uri``: as given; ``compression``: of images."""
+    """Destination of a keeper's flush. ``uri``: as given; ``compression``: of images; ``base()``:
+    name of a checkpoint beside it to borrow from, None if there is none yet."""
 
     uri: str
     options: Mapping[str, object]
     compression: str | None = None
+    base: Callable[[], str | None] | None = None
 
     def request(self, step: int, branch: str) -> Flush:
         """Return the request to a keeper. Raises SaveError if JSON cannot hold an option."""
@@ -51,7 +53,8 @@ class Storage:
         environment = {
             name: value for name, value in os.environ.items() if _CONFIGURES_DRIVERS.fullmatch(name)
         }
-        return Flush(step, self.uri, options, environment, self.compression or "", branch)
+        base = None if self.base is None else self.base() or ""
+        return Flush(step, self.uri, options, environment, self.compression or "", branch, base)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ...format.manifest import MANIFEST_KEY, image_key
 from ...format.merge import merge
 from ...format.save_telemetry import encode_record
 from ...format.tables import ImageTable
+from ...pipeline.base import Borrowing, ChosenBase, chosen
 from ...pipeline.borrowing import BaseImage
 from ...pipeline.capture import TensorChunks
 from ...pipeline.image_writer import ImageWriter, WrittenImage, check_image_size
@@ -42,7 +43,6 @@ from ...state.plan import ImagePlan
 from ..driver_progress import with_progress
 from ..rounds import BEGIN, Begun, FragmentCodec, commit_round
 from ..telemetry import encoded_telemetry, rank_telemetry
-from .base import Borrowing, chosen
 from .global_plan import GlobalPlan
 from .keeper_save import global_plan_of, keep, planned
 from .save_job import SaveJob
@@ -98,12 +98,13 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
     check_image_size(driver, plan.layout.nbytes)  # before anything is put
     # Copying starts before the storage answers, because trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
-    borrowing = Borrowing(job.base)
+    borrowing = Borrowing(job.base, ChosenBase())
     opened = contextlib.AsyncExitStack()
 
     async def base() -> BaseImage | None:
-        begun = await asyncio.shield(beginning)
-        return await borrowing.image(driver, begun, team.rank, plan.layout, opened)
+        nonlocal borrowing
+        borrowing = Borrowing(job.base, (await asyncio.shield(beginning)).base)
+        return await borrowing.image(driver, team.rank, plan.layout, opened)
 
     try:
         chunks = TensorChunks(plan.layout, plan.source)
@@ -223,9 +224,7 @@ class _Leader:
         self._uncommitted = self._attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
-        if self._job.base is not None:
-            return await chosen(self._job.base, self._driver, self._attempt.id)
-        return Begun(self._attempt.id)
+        return Begun(self._attempt.id, await chosen(self._job.base, self._driver))
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
         """Merge ``fragments``, one from each speaker, into a manifest and commit it."""

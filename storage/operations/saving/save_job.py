@@ -13,10 +13,10 @@ from typing import TypeAlias
 from ....core.lru import LruCache
 from ....errors import DeadlineError, UsageError
 from ...format.packed import Compression
+from ...pipeline.base import Base
 from ...pipeline.image_writer import Callbacks
 from ...state.capture.lazy import LazyCapture
 from ...state.flat_state import FlatState
-from .base import Base
 from .global_plan import Digest, GlobalPlans
 from .keeper_request import Keeping
 

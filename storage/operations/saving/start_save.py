@@ -25,6 +25,7 @@ from ....drivers.registry import open_driver
 from ....drivers.uri import Uri, join
 from ....errors import CoordinationError, DeadlineError, SaveError, UsageError
 from ...arenas.messages import FlushEnd
+from ...pipeline.base import Base
 from ...pipeline.image_writer import Callbacks
 from ...ranks.calls import Call
 from ...ranks.messages import Nothing
@@ -44,7 +45,6 @@ from ..options import SaveOptions
 from ..report import SaveReport
 from ..rounds import MEET
 from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
-from .base import Base
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .keeper_request import ByKeeper, Keeping
@@ -399,7 +399,10 @@ async def _run(
         if saved is None:
             durable = await save.until_kept(team.rank)
             assert durable is not None
-            saved = Saved(durable.attempt, durable.nbytes, durable.nbytes)
+            saved = Saved(
+                *(durable.attempt, durable.nbytes, durable.nbytes),
+                *(durable.borrowed_nbytes, durable.base, durable.why_whole),
+            )
         elif save.job.keeping is not None:
             for stage in (save.handle.agreed, save.handle.local, save.handle.protected):
                 stage.fail(UsageError("this step went to storage without a keeper"))

@@ -296,7 +296,9 @@ async def _begin(driver: object) -> object:
     return SimpleNamespace(id=f"attempt-{world.counts['begun to flush']}")
 
 
-async def write_part(driver: object, attempt: str, image: Slot, compression: None) -> int:
+async def write_part(
+    driver: object, attempt: str, image: Slot, compression: None, borrowing: object
+) -> object:
     """Write an image, piece by piece. May fail."""
     world, label = running().world, image.label
     assert label is not None
@@ -313,7 +315,7 @@ async def write_part(driver: object, attempt: str, image: Slot, compression: Non
     if world.random.random() < world.flush_fails:
         raise StorageError("storage is away")
     world.written[attempt, label.rank] = written
-    return 1
+    return SimpleNamespace(stored_nbytes=1, borrowed_nbytes=0)
 
 
 def _fragment_of(label: Label, attempt: str, nbytes: None) -> object:

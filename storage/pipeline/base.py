@@ -1,0 +1,102 @@
+"""The base of an incremental save: an earlier checkpoint to borrow equal bytes from.
+
+The leader chooses it, and only a committed one counts. Each rank reads the digests of its image
+there, so nothing has to be remembered between saves. A save writes everything if anything about the
+base is uncertain, and its report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+
+from ...drivers.contract import Driver
+from ...errors import HoldfastError, NotACheckpointError
+from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, ImageLayout
+from ..format.manifest import image_key
+from ..protocol.current import read_manifest
+from .borrowing import BaseImage, base_image
+
+NO_COPIES = "this storage cannot copy within itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where to look for a base: ``opened(key())`` opens its driver. ``key()`` returns None if there
+    is no earlier checkpoint; only the leader calls it."""
+
+    opened: Callable[[str], AbstractAsyncContextManager[Driver]]
+    key: Callable[[], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBase:
+    """The leader's choice, for all ranks: the committed ``attempt`` at ``key``, or ``why_whole``
+    there is none."""
+
+    attempt: str = ""
+    key: str = ""
+    why_whole: str = ""
+
+
+async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
+    """Return what a save to ``driver`` may borrow from."""
+    if base is None:
+        return ChosenBase()
+    key = base.key()
+    if key is None:
+        return ChosenBase(why_whole="there is no earlier checkpoint")
+    if driver.traits.copies is None:
+        return ChosenBase(why_whole=NO_COPIES)
+    try:
+        async with base.opened(key) as source:
+            if not driver.copies_from(source):
+                return ChosenBase(why_whole=f"this storage cannot copy from {source.uri}")
+            manifest, _ = await read_manifest(source)
+    except NotACheckpointError:
+        return ChosenBase(why_whole="the earlier checkpoint is gone")
+    except HoldfastError as error:
+        return ChosenBase(why_whole=f"the earlier checkpoint cannot be read: {error}")
+    if manifest.compression is not None:
+        return ChosenBase(why_whole="the earlier checkpoint is compressed")
+    if (manifest.chunk_nbytes, manifest.block_nbytes) != (CHUNK_NBYTES, BLOCK_NBYTES):
+        return ChosenBase(why_whole="the earlier checkpoint has blocks of another size")
+    return ChosenBase(manifest.attempt, key)
+
+
+@dataclass(eq=False)
+class Borrowing:
+    """A process's use of the base that the leader has chosen. ``uri``: the base, as its driver
+    prints it; ``why_whole``: why everything is written, "" if something may be borrowed, or no base
+    was given."""
+
+    base: Base | None
+    choice: ChosenBase
+    uri: str = ""
+    why_whole: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.why_whole = self.choice.why_whole
+
+    async def image(
+        self, driver: Driver, rank: int, layout: ImageLayout, opened: AsyncExitStack
+    ) -> BaseImage | None:
+        """Return the base of the image of ``rank``, if it has one. Its driver lives as long as
+        ``opened``."""
+        choice = self.choice
+        if self.base is None or not choice.attempt:
+            return None
+        try:
+            source = await opened.enter_async_context(self.base.opened(choice.key))
+            self.uri = source.uri
+            key = image_key(choice.attempt, rank)
+            found = None
+            if driver.copies_from(source):
+                found = await base_image(driver, source, key, layout)
+        except HoldfastError as error:
+            self.why_whole = f"the earlier checkpoint cannot be read: {error}"
+            return None
+        if found is None:
+            self.why_whole = f"the image of rank {rank} had another layout, or there was none"
+        return found
