@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .storage.operations.saving.handle import SaveHandle
     from .storage.operations.telemetry import Outcome, listen
     from .storage.state.adapters.per_rank import PerRank
-    from .storage.state.adapters.shards import Shard
+    from .storage.state.adapters.shards import Shard, mark_part
     from .storage.state.adapters.stateful import RNGState
     from .storage.training.checkpointer import Checkpointer
     from .storage.training.keeper_option import Keeper
@@ -58,7 +58,7 @@ _NAMES = {
     ".storage.operations.saving.handle": ["SaveHandle"],
     ".storage.operations.telemetry": ["Outcome", "listen"],
     ".storage.state.adapters.per_rank": ["PerRank"],
-    ".storage.state.adapters.shards": ["Shard"],
+    ".storage.state.adapters.shards": ["Shard", "mark_part"],
     ".storage.state.adapters.stateful": ["RNGState"],
     ".storage.training.checkpointer": ["Checkpointer"],
     ".storage.training.keeper_option": ["Keeper"],
@@ -103,6 +103,7 @@ __all__ = [
     "list_checkpoints",
     "listen",
     "load",
+    "mark_part",
     "open",
     "prune",
     "release_memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from support.bits import difference
 from support.jobs import fsdp_evaluated, fsdp_load, fsdp_save, fsdp_tied, fsdp_train, one_memory
 from support.rank_processes import RankProcesses
-from support.rank_tasks import expert_state, load_around, save_around
+from support.rank_tasks import expert_state, load_around, marked_experts, save_around
 
 import holdfast
 
@@ -132,3 +133,22 @@ def test_experts_whose_shape_is_that_of_a_group_are_loaded_into_other_groups(
     assert torch.equal(holdfast.load(uri)["experts"], torch.arange(72.0).reshape(4, 6, 3))
     for shape in ((4, 1), (1, 2), (2, 1)):
         ranks.run(partial(expert_state, save=False), uri, shape, world=shape[0] * shape[1])
+
+
+@pytest.mark.parametrize("saved", [(1, 1), (2, 2), (4, 1)])
+def test_marked_experts_and_their_moments_are_loaded_into_other_groups(
+    saved: tuple[int, int], ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """A module's experts, and the optimizer's state of them, are boxes of whole tensors."""
+    uri = str(tmp_path / "c")
+    (_, expected), *_ = ranks.run(
+        partial(marked_experts, save=True), str(tmp_path / "whole"), (1, 1), world=1
+    )
+    ranks.run(partial(marked_experts, save=True), uri, saved, world=math.prod(saved))
+    with holdfast.open(uri) as checkpoint:
+        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    assert shapes["model.experts"] == shapes["optim.state.experts.exp_avg"] == (4, 6, 3)
+    for shape in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        load = partial(marked_experts, save=False)
+        for start, found in ranks.run(load, uri, shape, world=math.prod(shape)):
+            assert torch.equal(found, expected[start : start + len(found)])

@@ -469,6 +469,43 @@ def dealt_lists(uri: str) -> dict[str, list[str]]:
     return {rule: per_rank.value for rule, per_rank in state.items()}
 
 
+def marked_experts(uri: str, shape: tuple[int, int], *, save: bool) -> tuple[int, torch.Tensor]:
+    """Train experts that are divided over ``shape[0]`` groups, each perhaps an FSDP mesh.
+
+    Take two steps and save, or load; then take a step. Return the number of this group's first
+    expert, and its experts.
+    """
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("experts", "fsdp"))
+    whole = torch.arange(4 * 6 * 3.0).reshape(4, 6, 3)
+    mine = whole.chunk(shape[0])[mesh.get_local_rank("experts")]
+    start = mesh.get_local_rank("experts") * len(mine)
+
+    def divided(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh["fsdp"], [Shard(1)]) if shape[1] > 1 else tensor
+
+    module = torch.nn.Linear(3, 3)
+    torch.nn.init.ones_(module.weight)
+    module.experts = torch.nn.Parameter(divided(mine.clone() if save else torch.zeros_like(mine)))
+    holdfast.mark_part(module.experts, shape=whole.shape, offset=(start, 0, 0))
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+
+    def step(number: int) -> None:
+        module.experts.grad = divided(mine.cos() * number)
+        module.weight.grad = torch.full((3, 3), 0.5)
+        optimizer.step()
+
+    state = {"model": module, "optim": optimizer}
+    if save:
+        step(1)
+        step(2)
+        holdfast.save(uri, state)
+    else:
+        holdfast.load(uri, into=state)
+    step(3)
+    experts = module.experts.detach()
+    return start, experts.full_tensor() if isinstance(experts, DTensor) else experts
+
+
 def expert_state(uri: str, shape: tuple[int, int], *, save: bool) -> None:
     """Save or load experts that are divided over ``shape[0]`` groups, each an FSDP mesh.
 

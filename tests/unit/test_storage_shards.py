@@ -41,6 +41,10 @@ def flat(start: int, stop: int, whole: torch.Tensor = WHOLE) -> Shard:
         (lambda: Shard(torch.ones(2), shape=(4, 3), offset=(0,)), "numbers of dimensions differ"),
         (lambda: Shard(torch.ones(0), shape=(-1,), flat=(0, 0)), r"of shape \[-1\]"),
         (lambda: Shard([1.0], shape=(1,), flat=(0, 1)), "a Shard of a list"),
+        (
+            lambda: holdfast.mark_part(nn.Parameter(torch.ones(2)), shape=(3,), offset=(2,)),
+            "sticks out",
+        ),
     ],
 )
 def test_what_is_no_part_is_refused_where_it_is_made(make: Callable[[], Any], text: str) -> None:
@@ -64,6 +68,54 @@ def test_a_range_stands_anywhere_in_a_state() -> None:
     assert first.tensor.tolist() == [7.0]
     assert second["b"].tensor.tolist() == list(range(5, 49))
     assert (value, into["d"]) == (1, 3)
+
+
+class Experts(nn.Module):
+    """Two of four experts, and a tensor that all groups of ranks have."""
+
+    def __init__(self, first: int, fill: float = 0.0) -> None:
+        super().__init__()
+        self.first = first
+        self.experts = nn.Parameter(torch.full((2, 3), fill) + first)
+        self.alias = self.experts
+        self.router = nn.Parameter(torch.full((3,), fill))
+
+    def mark(self) -> Experts:
+        """Mark the experts."""
+        holdfast.mark_part(self.experts, shape=(4, 3), offset=(self.first, 0))
+        return self
+
+
+def test_marked_parameters_of_all_ranks_make_up_one_tensor() -> None:
+    """Under all names of a parameter, wherever the module is; and of its buffers nothing else."""
+    driver = saved_as_ranks([{"m": [Experts(first, 5.0).mark()]} for first in (0, 2)])
+    (whole,) = load_as_ranks(driver, [{"m": [{"experts": torch.zeros(4, 3)}]}], strict="state")
+    assert whole["m"][0]["experts"][:, 0].tolist() == [5, 5, 7, 7]
+    into = Experts(1).mark()
+    load_as_ranks(driver, [{"m": [into]}])
+    assert into.experts[:, 0].tolist() == [5, 7]
+    assert into.router.tolist() == [5, 5, 5]
+    assert into.alias is into.experts
+
+
+def test_a_mark_that_comes_after_a_save_is_in_force() -> None:
+    """The next save of the same state is that of a part, which lacks the rest."""
+    module = Experts(0)
+    state = {"m": module}
+    holdfast.save(fresh_uri(), state)
+    module.mark()
+    with pytest.raises(holdfast.CoverageError, match=r"2:4,0:3\] is missing"):
+        holdfast.save(fresh_uri(), state)
+
+
+def test_state_that_no_part_describes_is_refused() -> None:
+    """Adafactor keeps sums of rows and columns, which are not elements of the whole."""
+    module = Experts(0).mark()
+    optimizer = torch.optim.Adafactor(module.parameters())
+    module.experts.grad = torch.ones(2, 3)
+    optimizer.step()
+    with pytest.raises(holdfast.StateError, match=r'"experts".*in holdfast\.mark_part'):
+        holdfast.save(fresh_uri(), {"m": module, "o": optimizer})
 
 
 def test_elements_of_a_range_may_lie_apart() -> None:

@@ -14,8 +14,9 @@ and gathers nothing. :mod:`..compat` knows FSDP1's bookkeeping, and :mod:`.deeps
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -33,7 +34,7 @@ from ..compat import (
     parameters_of,
 )
 from .allocation import Entry, value_at
-from .shards import Shard
+from .shards import Shard, mark_of
 
 Parts = Sequence[tuple[str, torch.nn.Module]]
 """Modules with the prefixes of their names."""
@@ -52,6 +53,7 @@ class FlatPart:
     unit: Unit
     piece: FlatPiece
     registered: torch.nn.Parameter | None = None
+    advice: ClassVar[str] = "Shard with fully_shard (FSDP2)."
 
     @property
     def owner(self) -> torch.Tensor:
@@ -88,13 +90,17 @@ class FlatPart:
         original = self.piece.original
         if original is None or self.unit.shows_whole:
             return self.of(self.unit.flat.detach())
-        return self._range(original.detach().reshape(-1))
+        return self.of_original(original.detach())
 
     def of(self, held: torch.Tensor) -> Shard:
         """Return this parameter's part of ``held``, a tensor laid out like this rank's flat
         parameter, as a view."""
         at = self.piece.at
         return self._range(held[at : at + self.piece.numel])
+
+    def of_original(self, held: torch.Tensor) -> Shard:
+        """Return the part in ``held``, a tensor with the shape of the original parameter here."""
+        return self._range(held.reshape(-1))
 
     def _range(self, held: torch.Tensor) -> Shard:
         start = self.piece.start
@@ -115,13 +121,55 @@ class FlatPart:
         if self.piece.original is None:
             if value.shape == self.unit.flat.shape:
                 return self.of(value.detach())
-        elif value.numel() == self.piece.numel and value.is_contiguous():
-            return self._range(value.detach().view(-1))
+        elif self._resembles_original(value):
+            return self.of_original(value.detach())
         raise StateError(
             f"{path} is a tensor of shape {list(value.shape)}, which is not the shape of this "
             f"rank's part of the parameter in {self.unit.framework}",
-            advice="Shard with fully_shard (FSDP2).",
+            advice=self.advice,
         )
+
+    def _resembles_original(self, value: torch.Tensor) -> bool:
+        return value.numel() == self.piece.numel and value.is_contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class MarkedPart(FlatPart):
+    """A parameter that is a box of a larger one, according to its mark.
+
+    ``offset``: the beginning of the box.
+    """
+
+    offset: tuple[int, ...] = ()
+    advice: ClassVar[str] = "Pass a dict of these tensors, with a holdfast.Shard for each part."
+
+    def _resembles_original(self, value: torch.Tensor) -> bool:
+        return value.shape == self.owner.shape
+
+    def of_original(self, held: torch.Tensor) -> Shard:
+        """See :meth:`FlatPart.of_original`."""
+        return Shard(held, shape=self.shape, offset=self.offset)
+
+
+def marked_parts(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], named: Mapping[str, str]
+) -> list[FlatPart]:
+    """Return the parts for the marked ones of these parameters. ``named``: their saved names."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in parameters:
+        if mark_of(parameter) is not None:
+            names.setdefault(parameter, []).append(named[name])
+    return [_marked_part(parameter, tuple(known)) for parameter, known in names.items()]
+
+
+def _marked_part(parameter: torch.nn.Parameter, names: tuple[str, ...]) -> MarkedPart:
+    mark = mark_of(parameter)
+    assert mark is not None
+    shape, offset = mark
+    unit = Unit()
+    unit.flat, unit.framework = parameter, "holdfast.mark_part"
+    piece = FlatPiece(names, shape, 0, parameter.numel(), 0, parameter, True)
+    return MarkedPart(names, unit, piece, offset=offset)
 
 
 def sharded_state(
@@ -193,7 +241,8 @@ def _check(unit: FlatUnit, piece: FlatPiece, where: str) -> None:
 class _StatePart(Shard):
     """A part of ``whole``, which the optimizer keeps."""
 
-    whole: torch.Tensor
+    def __init__(self, part: Shard, whole: torch.Tensor) -> None:
+        self.tensor, self.layout, self.whole = part.tensor, part.layout, whole
 
 
 class FlatStates:
@@ -222,10 +271,8 @@ class FlatStates:
                 f"{part.unit.framework} requires the shape of the parameter, {list(part.shape)}"
             )
         whole = self._of(part.owner, entry)
-        shard = part.of(whole) if part.piece.original is None else part._range(whole.view(-1))
-        made = _StatePart(shard.tensor, shape=part.shape, flat=shard.layout.flat_range)
-        made.whole = whole
-        return made
+        is_flat = part.piece.original is None
+        return _StatePart(part.of(whole) if is_flat else part.of_original(whole), whole)
 
     def _of(self, owner: torch.Tensor, entry: Entry) -> torch.Tensor:
         place = (id(owner), entry.dtype, *entry.keys[2:])

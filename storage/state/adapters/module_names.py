@@ -20,7 +20,7 @@ from ..compat import (
     plain_state_dict,
 )
 from .deepspeed import Zero, engine_of, zero_of
-from .flat_parts import FlatPart
+from .flat_parts import FlatPart, MarkedPart, marked_parts
 
 
 class Names(dict[str, str]):
@@ -78,7 +78,7 @@ class Walked:
 
     @cached_property
     def flat(self) -> list[FlatPart]:
-        """Return this rank's part of the parameters that are in flat parameters."""
+        """Return this rank's part of the parameters that are in flat parameters, or marked."""
         if self.zero is not None:
             named: dict[torch.nn.Parameter, list[str]] = {}
             for name, parameter in self.parameters:
@@ -87,7 +87,7 @@ class Walked:
         places: dict[torch.nn.Module, list[str]] = {}
         for prefix, part in self.parts:
             places.setdefault(part, []).append(prefix)
-        return [
+        found = [
             FlatPart(
                 tuple(
                     dict.fromkeys(self.names[p + name] for p in prefixes for name in piece.names)
@@ -99,6 +99,12 @@ class Walked:
             for unit in flat_units(part)
             for piece in unit.pieces()
         ]
+        return found + marked_parts(self.parameters, self.names)
+
+    @property
+    def is_flattened(self) -> bool:
+        """True if a framework has flattened parameters."""
+        return any(not isinstance(part, MarkedPart) for part in self.flat)
 
     @cached_property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -79,6 +79,28 @@ class Shard:
         return f"Shard({self.layout.region} of {list(self.shape)}, {self.tensor.dtype})"
 
 
+_MARK = "holdfast_part"
+
+
+def mark_part(
+    parameter: torch.nn.Parameter, *, shape: Sequence[int], offset: Sequence[int]
+) -> None:
+    """Declare that a module's parameter is a box of a larger tensor, as in :class:`Shard`.
+
+    Modules in a state then have that part, and so does the state of their optimizers. Mark a
+    parameter after the module has its final memory and has been sharded, before it is saved or
+    loaded. Raises UsageError if the part does not fit into a tensor of that shape.
+    """
+    box = Shard(parameter, shape=shape, offset=offset)
+    parameter.__dict__[_MARK] = (box.shape, tuple(map(int, offset)))
+
+
+def mark_of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shape of the whole parameter and the offset in it, if it is marked."""
+    mark: tuple[tuple[int, ...], tuple[int, ...]] | None = parameter.__dict__.get(_MARK)
+    return mark
+
+
 def _checked_range(
     tensor: torch.Tensor, shape: tuple[int, ...], flat: tuple[int, int]
 ) -> FlatLayout:

@@ -141,10 +141,12 @@ def expand(value: Any, modules: Sequence[Walked], path: str, *, loading: bool = 
     refuse_object(value, modules, path, loading=loading)
     if isinstance(value, torch.nn.Module):
         walked = next((each for each in modules if each.module is value), None) or Walked(value)
-        if walked.flat:
+        if walked.is_flattened:
             check_at_rest(walked.flat, path, loading=loading)
             return sharded_state(walked.parts, walked.flat, walked.names, path)
-        return module_state(walked)
+        state = module_state(walked)
+        parts = {name: part.shard() for part in walked.flat for name in part.names}
+        return state | {name: part for name, part in parts.items() if name in state}
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_state(value, modules, path)
     zero = zero_of(value)
@@ -195,10 +197,12 @@ def restore(value: Any, state: Any) -> None:
 def _restore_module(walked: Walked, state: dict[str, Any]) -> None:
     if walked.zero is not None:
         walked.zero.copy_masters()
-    if walked.flat:
+    if walked.is_flattened:
         return  # its tensors have been filled, and FSDP1 would gather all of them
     # Inference tensors are writable only in inference mode, and no other tensors should be created
     # there.
+    registered = {name: part.in_module for part in walked.flat for name in part.names}
+    state = {name: registered.get(name, value) for name, value in state.items()}
     with torch.inference_mode(_has_inference(state)):
         set_model_state_dict(walked.root, state)
     _forget_derived(parameter for _, parameter in walked.parameters)
