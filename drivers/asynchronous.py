@@ -12,6 +12,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from ..errors import StorageError
@@ -184,6 +185,13 @@ class AsyncUpload(Upload):
     async def _write(self, start: int, data: Buffer) -> None:
         """Send one non-empty part that lies within the object."""
 
+    async def _copy_range(
+        self, start: int, source: Driver, key: str, key_start: int, nbytes: int
+    ) -> None:
+        """Copy one range, which lies within the object, from a driver that ``copies_from``
+        accepts. Override it if ``traits.copies`` is set."""
+        raise NotImplementedError
+
     @abstractmethod
     async def _commit(self, *, exclusive: bool) -> None:
         """Make the whole object durable and visible. With ``exclusive``, raise ExistsError if the
@@ -199,6 +207,15 @@ class AsyncUpload(Upload):
         if data:
             await self._made_by.tasks.run("write", self.key, self._write, start, data)
         self.written.add(start, len(data))
+
+    async def copy(self, start: int, source: Driver, key: str, key_start: int, nbytes: int) -> None:
+        self.written.check(start, nbytes)
+        if not self._made_by.copies_from(source):
+            message = f"cannot copy from {source.uri}: not the same storage"
+            raise StorageError(message, uri=self._made_by.uri, key=self.key)
+        call = partial(self._copy_range, start, source, key, key_start, nbytes)
+        await self._made_by.tasks.run("copy", self.key, call)
+        self.written.add(start, nbytes)
 
     async def commit(self, nbytes: int | None = None) -> None:
         await self.finish(nbytes, exclusive=False)

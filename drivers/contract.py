@@ -70,8 +70,8 @@ class CopyTraits:
     """How a storage copies ranges of its objects into uploads (:meth:`Upload.copy`)."""
 
     min_nbytes: int = 1
-    """Minimum size of a copy, and of each stretch between two copies, except at the object's end,
-    in bytes."""
+    """Minimum size of a copy, and of the last write before a copy, in bytes. The copy that ends the
+    object may be smaller."""
     align_nbytes: int = 1
     """Copies begin and end at multiples of this, in both objects."""
     object_max_nbytes: int | None = None
@@ -184,8 +184,9 @@ class Upload(ABC):
         Only for uploads made by :meth:`Driver.compose` of a driver whose
         :meth:`Driver.copies_from` accepts ``source``. The object copied from does not change:
         Holdfast writes each once. Raises NotFoundError if there is no such object, DamagedError if
-        it does not contain all these bytes, and another StorageError; the same bytes may be written
-        afterwards.
+        it does not contain all these bytes, and another StorageError; the same bytes may then be
+        written instead, in one write, even if later ones have been written meanwhile. Once this
+        returns, the object copied from may be deleted.
         """
         raise NotImplementedError
 

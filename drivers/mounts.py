@@ -19,12 +19,19 @@ _COHERENT = {"ceph", "gfs2", "gpfs", "lustre", "lustre_lite", "ocfs2"}
 """Shared file systems with coherent attributes: all hosts see a change at once."""
 
 
-class Mount(NamedTuple):
-    """A mount: file system type, source and mount point; each "" if unknown."""
+_CLONING = {"bcachefs", "btrfs", "ocfs2", "xfs", "zfs"}
+"""File systems on which files can share blocks."""
 
-    fs_type: str
-    source: str
-    point: str
+
+class Mount(NamedTuple):
+    """A mount; each field is "" if unknown. ``device`` identifies the file system on this host, and
+    ``options`` are the file system's own."""
+
+    fs_type: str = ""
+    source: str = ""
+    point: str = ""
+    device: str = ""
+    options: str = ""
 
 
 def fs_type(path: str) -> str:
@@ -42,9 +49,9 @@ def mount_of(path: str, mountinfo: str | None = None) -> Mount:
             with open("/proc/self/mountinfo", "rb", buffering=0) as file:
                 mountinfo = file.read().decode(errors="surrogateescape")
         except OSError:  # without /proc the mount is unknown; callers treat it as a hint
-            return Mount("", "", "")
+            return Mount()
     path = os.path.realpath(path)
-    found = Mount("", "", "")
+    found = Mount()
     depth = -1
     for mount in _mounts(mountinfo):
         inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
@@ -62,8 +69,9 @@ def _mounts(mountinfo: str) -> tuple[Mount, ...]:
     found = []
     for line in mountinfo.splitlines():
         head, _, tail = line.partition(" - ")
-        kind, source = map(_unescaped, tail.split(" ", 2)[:2])
-        found.append(Mount(kind, source, _unescaped(head.split(" ")[4])))
+        kind, source, options = map(_unescaped, tail.split(" ", 2))
+        _, _, device, _, point, *_ = head.split(" ")
+        found.append(Mount(kind, source, _unescaped(point), device, options))
     return tuple(found)
 
 
@@ -76,6 +84,18 @@ def is_shared(fs_type: str) -> bool:
 def may_be_stale(fs_type: str) -> bool:
     """Return whether attributes of open files may be outdated because other hosts change them."""
     return is_shared(fs_type) and fs_type not in _COHERENT
+
+
+def can_clone(fs_type: str) -> bool:
+    """Return whether files of a file system of this type can share blocks."""
+    return fs_type in _CLONING
+
+
+def can_copy(mount: Mount) -> bool:
+    """Return whether ranges of files can be copied without passing through this host's memory."""
+    if mount.fs_type == "nfs4":
+        return "vers=4.2" in mount.options.split(",")
+    return can_clone(mount.fs_type)
 
 
 def _unescaped(field: str) -> str:

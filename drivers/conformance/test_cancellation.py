@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 from holdfast.drivers.conformance.place import Place
-from holdfast.drivers.conformance.trials import aligned, begun, bytes_of, store, trial
+from holdfast.drivers.conformance.trials import Need, aligned, begun, bytes_of, store, trial
 from holdfast.drivers.contract import Driver
 from holdfast.errors import ExistsError, NotFoundError
 
@@ -89,6 +89,7 @@ class _Suspended(Awaitable[Any]):
 
 def at_every_await(
     attempt: Callable[[Place, Driver, Interrupt, str], Coroutine[Any, Any, None]],
+    needs: Sequence[Need] = (),
 ) -> Callable[[Place], None]:
     """Turn ``attempt`` into a trial that runs it with an interrupt at the first suspension, at the
     second, and so on, until it completes; then nothing may use space after a deletion.
@@ -110,7 +111,7 @@ def at_every_await(
         await place.holds()
 
     vars(attempts).pop("__wrapped__")  # pytest would take its parameters for fixtures
-    return trial()(attempts)
+    return trial(*needs)(attempts)
 
 
 async def found(driver: Driver, key: str) -> bytes | None:

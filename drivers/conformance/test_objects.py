@@ -34,6 +34,8 @@ async def test_traits_make_sense(place: Place) -> None:
     assert traits.coalesce_nbytes >= 0
     assert traits.object_max_nbytes is None or traits.object_max_nbytes >= 1
     assert traits.part_order in ("any", "ascending", "serial")
+    if traits.copies is not None:
+        assert min(traits.copies.min_nbytes, traits.copies.align_nbytes) >= 1
     assert place.open().traits == traits
     with pytest.raises(dataclasses.FrozenInstanceError):
         traits.concurrency = 1  # type: ignore[misc]  # that is the point

@@ -18,19 +18,29 @@ import io
 import itertools
 import os
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 from ...errors import AccessError, DamagedError
 from ..asynchronous import AsyncDriver, AsyncUpload
-from ..contract import Buffer, ObjectInfo, Traits, check_name, check_small
-from ..mounts import fs_type, is_shared, may_be_stale
+from ..contract import (
+    AtMost,
+    Buffer,
+    CopyTraits,
+    Driver,
+    ObjectInfo,
+    Traits,
+    check_name,
+    check_small,
+)
+from ..mounts import Mount, can_clone, can_copy, is_shared, may_be_stale, mount_of
 from ..options import Option, choice, integer, option_values
 from ..threads import Threads
 from ..uri import Uri
 from .errors import storage_errors
 from .files import TAKE_ROOM, CreateFile, NewFile, OpenFiles, create_file
-from .io import ALIGN_NBYTES, read_at
+from .io import ALIGN_NBYTES, OpenFile, read_at
 from .names import is_reserved
 from .tree import Tree
 
@@ -51,6 +61,13 @@ class LocalUpload(AsyncUpload):
     async def _write(self, start: int, data: Buffer) -> None:
         await self._threads.run(self._file.write, start, data)
 
+    async def _copy_range(
+        self, start: int, source: Driver, key: str, key_start: int, nbytes: int
+    ) -> None:
+        assert isinstance(source, LocalDriver)  # copies_from has accepted it
+        key = source._checked(key)
+        await source._threads.run(self._copy_from, start, source, key, key_start, nbytes)
+
     async def _commit(self, *, exclusive: bool) -> None:
         await self._threads.run(self._publish, exclusive)
 
@@ -62,6 +79,16 @@ class LocalUpload(AsyncUpload):
     def _open(self) -> None:
         self._open_files.forget_deleted()  # frees space for the new file
         self._file.open()
+
+    def _copy_from(
+        self, start: int, source: LocalDriver, key: str, key_start: int, nbytes: int
+    ) -> None:
+        with (
+            storage_errors("copy", source.uri, key),
+            source._reading(key, key_start, nbytes) as file,
+            storage_errors("copy", self._made_by.uri, self.key),
+        ):
+            self._file.copy(start, file, key_start, nbytes)
 
     def _publish(self, exclusive: bool) -> None:
         try:
@@ -108,15 +135,19 @@ class LocalDriver(AsyncDriver):
         *,
         direct: str = "auto",
         threads: int = 8,
-        fs_type: Callable[[str], str] = fs_type,
+        mount_of: Callable[[str], Mount] = mount_of,
         create: CreateFile = create_file,
         scheme: str = "file",
     ) -> None:
-        """Take options and hooks: ``fs_type`` returns the file system type of a path, ``create``
+        """Take options and hooks: ``mount_of`` returns the mount that holds a path, ``create``
         creates the file of an upload, and ``scheme`` is the scheme of ``uri``."""
         uri = Uri(scheme, os.fspath(root))
         super().__init__(uri, errors=storage_errors)
-        kind = fs_type(uri.location)
+        mount = mount_of(uri.location)
+        kind = mount.fs_type
+        copies = None
+        if can_copy(mount):
+            copies = CopyTraits(align_nbytes=ALIGN_NBYTES, shares=can_clone(kind))
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -126,7 +157,9 @@ class LocalDriver(AsyncDriver):
             part_order="any",
             exclusive_is_atomic=True,
             shared=is_shared(kind),
+            copies=copies,
         )
+        self._file_system = mount.device
         self._direct = direct
         self._create_file = create
         self._take_room = TAKE_ROOM.get(kind)
@@ -160,6 +193,17 @@ class LocalDriver(AsyncDriver):
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         with storage_errors("put", self.uri, key):
             await self._threads.run(self._put, self._checked(key), data, exclusive)
+
+    def copies_from(self, source: Driver) -> bool:
+        """See :meth:`Driver.copies_from`. Accepts other folders of the same file system."""
+        if self.traits.copies is None or not isinstance(source, LocalDriver):
+            return False
+        return source._file_system == self._file_system
+
+    async def compose(self, key: str, nbytes: int) -> AsyncUpload:
+        """See :meth:`Driver.compose`. Never fails for lack of space beforehand: copies may need
+        none."""
+        return await self.create(key, AtMost(nbytes))
 
     async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         into = memoryview(bytearray(nbytes))
@@ -229,14 +273,20 @@ class LocalDriver(AsyncDriver):
     # The methods below block, and run in threads.
 
     def _read(self, key: str, start: int, into: Buffer) -> None:
-        stop = start + len(into)
+        with self._reading(key, start, len(into)) as file:
+            read_at(file, start, into)
+
+    @contextmanager
+    def _reading(self, key: str, start: int, nbytes: int) -> Iterator[OpenFile]:
+        """Open an object to read these bytes in the ``with`` body, whose EOFError is translated."""
+        stop = start + nbytes
         with self._open_files.use(key) as file:
-            # read_at does not check the file size for an empty read.
-            beyond = not len(into) and stop > os.fstat(file.plain).st_size
+            # An empty read does not notice where the file ends.
+            beyond = not nbytes and stop > os.fstat(file.plain).st_size
             if beyond or not 0 <= start <= stop < _OFFSET_MAX:
                 raise DamagedError(f"no object has bytes {start}:{stop}", uri=self.uri, key=key)
             try:
-                read_at(file, start, into)
+                yield file
             except EOFError as error:
                 raise DamagedError(
                     f"object ends at byte {error}, before {stop}", uri=self.uri, key=key

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 
 from ...core.forks.renewal import new_lock
 from ..contract import AtMost, Buffer
-from .io import DIRECT_MIN_NBYTES, OpenFile, write_at
+from .io import DIRECT_MIN_NBYTES, OpenFile, copy_at, write_at
 from .names import split, temporary_name
 from .tree import Tree, lock, sync_folder
 
@@ -183,6 +183,12 @@ class NewFile:
         """Write all of ``data`` at byte ``start``."""
         with self._opened() as file:
             write_at(file, start, data)
+
+    def copy(self, start: int, source: OpenFile, source_start: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes from byte ``source_start`` of ``source`` to byte ``start``. Raises
+        EOFError if ``source`` is too short."""
+        with self._opened() as file:
+            copy_at(file, start, source, source_start, nbytes)
 
     def publish(self, nbytes: int, *, exclusive: bool = False) -> None:
         """Make the content of ``nbytes`` durable, give the file its name, and make the name

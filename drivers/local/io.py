@@ -167,6 +167,22 @@ def read_at(file: OpenFile, start: int, into: Buffer) -> None:
     _read_plain(file.plain, into[done:], start + done)
 
 
+def copy_at(file: OpenFile, start: int, source: OpenFile, source_start: int, nbytes: int) -> None:
+    """Copy bytes of ``source`` to byte ``start`` of ``file``, within the kernel or the file server.
+    Raises EOFError if ``source`` is too short, and OSError.
+
+    Where files can share blocks, the kernel first tries that (FICLONERANGE), for ranges aligned to
+    the file system's blocks.
+    """
+    done = 0
+    while done < nbytes:
+        at = source_start + done
+        count = os.copy_file_range(source.plain, file.plain, nbytes - done, at, start + done)
+        if not count:
+            raise EOFError(at)
+        done += count
+
+
 def _direct_part(file: OpenFile, start: int, nbytes: int) -> tuple[int, int]:
     head = -start % ALIGN_NBYTES
     body = (nbytes - head) // ALIGN_NBYTES * ALIGN_NBYTES

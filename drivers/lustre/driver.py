@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from ...core.units import round_up
 from ..local.driver import LocalDriver
+from ..mounts import Mount
 from ..options import Option, integer, size
 from ..uri import Uri
 from .files import Striper, facts_of
@@ -79,7 +80,11 @@ class LustreDriver(LocalDriver):
             facts=partial(facts_of, uri.location, ost_count),
         )
         super().__init__(
-            root, scheme=scheme, fs_type=lambda path: "lustre", create=striper.create, **local
+            root,
+            scheme=scheme,
+            mount_of=lambda path: Mount("lustre"),
+            create=striper.create,
+            **local,
         )
         # Parts are whole stripes: no two writes share one, so none waits for another's lock.
         stripe_nbytes = stripe_size or STRIPE_NBYTES

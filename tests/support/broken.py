@@ -11,7 +11,15 @@ from dataclasses import replace
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from holdfast.drivers.contract import Buffer, ObjectInfo, TakePiece, Upload, check_key, check_small
+from holdfast.drivers.contract import (
+    Buffer,
+    Driver,
+    ObjectInfo,
+    TakePiece,
+    Upload,
+    check_key,
+    check_small,
+)
 from holdfast.drivers.memory import MemoryDriver, _MemoryUpload
 from holdfast.drivers.options import Option, choice, integer
 from holdfast.drivers.uri import Uri
@@ -209,6 +217,95 @@ class Borrows(Healthy, trial="a_written_part_belongs_to_the_upload"):
             for start, data in self._borrowed:
                 self._content[start : start + len(data)] = data
             await super().commit(nbytes)
+
+
+class CopiesTheBeginning(Healthy, trial="copies_and_writes_make_the_object"):
+    """Copies from the beginning, wherever the range starts."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            await super().copy(start, source, key, 0, nbytes)
+
+
+class CopiesItsOwn(Healthy, trial="a_whole_object_is_copied_from_another_root"):
+    """Looks for the source below its own root."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            await super().copy(start, self._driver, key, at, nbytes)
+
+
+class CopiesFromAnywhere(Healthy, trial="a_whole_object_is_copied_from_another_root"):
+    """Accepts drivers of other storage."""
+
+    def copies_from(self, source: Driver) -> bool:
+        return True
+
+
+class CopiesFewer(Healthy, trial="bytes_that_cannot_be_copied_can_be_written"):
+    """Takes a source that is too short, with zeros at the end."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            data = (await source.get(key))[at : at + nbytes]
+            await self.write(start, memoryview(data.ljust(nbytes, b"\0")))
+
+
+class CountsFailedCopies(Healthy, trial="bytes_that_cannot_be_copied_can_be_written"):
+    """Counts bytes as written that it could not copy."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            self._written.add(start, nbytes)
+            data = await source.fetch(key, at, nbytes)
+            self._content[start : start + nbytes] = data
+
+
+class CopiesTwice(Healthy, trial="a_copy_counts_as_a_write"):
+    """Takes a second copy of the same bytes for a repetition of the first."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            if (start, start + nbytes) not in self._written._written:
+                await super().copy(start, source, key, at, nbytes)
+
+
+class CopiesLate(Healthy, trial="copied_bytes_stay_without_their_source"):
+    """Copies only when it commits."""
+
+    class upload(_MemoryUpload):
+        def __init__(self, *where: Any) -> None:
+            super().__init__(*where)
+            self._promised: list[tuple[Any, ...]] = []
+
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            await super().copy(start, source, key, at, nbytes)
+            self._promised.append((start, source, key, at, nbytes))
+
+        async def commit(self, nbytes: int | None = None) -> None:
+            for start, source, key, at, length in self._promised:
+                self._content[start : start + length] = await source.fetch(key, at, length)
+            await super().commit(nbytes)
+
+
+class LeaksCopies(Healthy, trial="an_aborted_composition_leaves_nothing"):
+    """Leaks an object when an upload with copies is aborted."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            await super().copy(start, source, key, at, nbytes)
+            self._driver.place(f"copy/{id(self)}", b"")  # type: ignore[attr-defined]
+
+
+class LeaksCancelledCopies(Healthy, trial="a_cancelled_copy_can_only_be_aborted"):
+    """Leaks an object when a copy is cancelled."""
+
+    class upload(_MemoryUpload):
+        async def copy(self, start: int, source: Driver, key: str, at: int, nbytes: int) -> None:
+            self._driver.place("d/copy", b"")  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+            await self._driver.delete("d/copy")
+            await super().copy(start, source, key, at, nbytes)
 
 
 class PrefixByLetters(Healthy, trial="a_listing_goes_by_whole_names", probe="list"):

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 FS_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
-SIZE_NBYTES = {"ext4": 64 << 20, "xfs": 300 << 20}  # xfs refuses less; files are sparse
+SIZE_NBYTES = {"ext4": 64 << 20, "xfs": 300 << 20, "btrfs": 300 << 20}
+"""XFS refuses less. The files are sparse."""
 MAKE = {
     "ext4": ["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
     "xfs": ["mkfs.xfs", "-q"],
+    "btrfs": ["mkfs.btrfs", "-q"],
 }
 
 

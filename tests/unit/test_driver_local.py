@@ -21,7 +21,7 @@ from support.drivers import asynchronous, keys, reads, stored
 from holdfast.drivers.contract import AtMost
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.tree import Tree
-from holdfast.drivers.mounts import is_shared, mount_of
+from holdfast.drivers.mounts import can_clone, can_copy, is_shared, mount_of
 from holdfast.errors import AccessError, ExistsError, NotFoundError, StorageDownError, StorageError
 
 
@@ -285,6 +285,17 @@ MOUNTINFO = """\
 def test_the_file_system_of_a_path_is_found(path: str, expected: str) -> None:
     """The deepest and latest mount above a path determines its file system."""
     assert mount_of(path, MOUNTINFO).fs_type == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/home/x", (True, False)), ("/over/x", (True, True)), ("/x", (False, False))],
+)
+def test_the_mount_tells_whether_ranges_are_copied(path: str, expected: tuple[bool, bool]) -> None:
+    """XFS shares blocks; an NFS server copies from version 4.2 on; ext4 does neither."""
+    mount = mount_of(path, MOUNTINFO)
+    assert (can_copy(mount), can_clone(mount.fs_type)) == expected
+    assert not can_copy(mount_of(path, MOUNTINFO.replace("4.2", "4.1").replace("xfs", "ext4")))
 
 
 def test_only_known_local_file_systems_are_not_shared() -> None:

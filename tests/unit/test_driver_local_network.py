@@ -25,6 +25,7 @@ from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.local.files import create_file
 from holdfast.drivers.local.tree import Tree
 from holdfast.drivers.lustre.files import Facts, Striper
+from holdfast.drivers.mounts import Mount
 from holdfast.errors import DamagedError, ExistsError, NotFoundError, StorageDownError, UriError
 
 SILLY = ".nfs" + "0123456789abcdef" + "00000a1f"
@@ -46,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
     """Yield a driver on NFS."""
-    driver = LocalDriver(root, fs_type=lambda path: "nfs4")
+    driver = LocalDriver(root, mount_of=lambda path: Mount("nfs4"))
     yield driver
     asyncio.run(driver.close())
 
@@ -91,7 +92,7 @@ async def test_a_live_upload_is_not_swept_where_a_lock_needs_a_writer(
 ) -> None:
     """A sweep removes the file of a dead save, but spares a live upload however old it looks."""
     monkeypatch.setattr(fcntl, "flock", locked_like_nfs)
-    writer = LocalDriver(root, fs_type=lambda path: "nfs4")
+    writer = LocalDriver(root, mount_of=lambda path: Mount("nfs4"))
     upload = await writer.create("data/x", 4)
     await upload.write(0, memoryview(b"live"))
     (temporary,) = (root / "data").iterdir()
@@ -129,7 +130,7 @@ async def test_a_sweep_decides_by_lock_and_age(
     if code:
         monkeypatch.setattr(fcntl, "flock", failing(code))
     left = left_by_a_dead_save(root, age_s=age_s)
-    driver = LocalDriver(root, fs_type=lambda path: kind)
+    driver = LocalDriver(root, mount_of=lambda path: Mount(kind))
     await driver.put("data/x", b"new")
     await driver.sweep("data")
     assert left.exists() is stays
@@ -241,7 +242,7 @@ async def test_an_object_that_another_host_deletes_is_gone(
     root: Path, kind: str, stale: StaleAttributes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read finds the object that replaced an open one, and nothing after a deletion."""
-    driver = LocalDriver(root, fs_type=lambda path: kind)
+    driver = LocalDriver(root, mount_of=lambda path: Mount(kind))
     monkeypatch.setattr(os, "fstat", stale.fstat)
     for gone in ("data/a/x", "data/a", "data"):
         await driver.put("data/a/x", b"old")

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.local.driver import LocalDriver
+from holdfast.drivers.mounts import Mount
 
 from .engine import hosted
 from .loop import PROCESS, Crashed, Process, SimLoop, check_alive
@@ -182,7 +183,7 @@ class World:
         """A driver for what lies below ``path``, for the current process."""
         if self.is_posix:
             kind = "nfs4" if "shared" in self.schedule.storage else "ext4"
-            return LocalDriver("/" + path, direct="off", fs_type=lambda path: kind)
+            return LocalDriver("/" + path, direct="off", mount_of=lambda path: Mount(kind))
         if self.schedule.storage == "hdfs":
             inner: ObjectDriver = HdfsDriver(self, self.server, path + "/")
         else:
