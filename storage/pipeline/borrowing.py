@@ -18,8 +18,8 @@ from ...planner.image import DIGEST_NBYTES, ImageLayout
 
 RUN_BLOCKS_MIN = 4
 """Shortest copy within a chunk, in blocks: a shorter one costs more than writing it."""
-RUNS_MAX = 16
-"""Most runs of a chunk; in more pieces, it would be slow to read."""
+RUNS_MAX = 8
+"""Most copies within a chunk, the longest ones; in more pieces, it would be slow to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,18 @@ def runs_of(equal: npt.NDArray[np.bool_], *, whole: bool) -> list[tuple[int, int
     """Return (begin, end, borrowed) of all runs of blocks, given which are ``equal`` to the base's.
     ``whole``: all are borrowed or none."""
     count = len(equal)
-    if equal.all():
-        return [(0, count, True)]
-    written = [(0, count, False)]
-    if whole or not equal.any():
-        return written
+    if equal.all() or whole:
+        return [(0, count, bool(equal.all()))]
     edges = np.flatnonzero(np.diff(equal, prepend=False, append=False)).reshape(-1, 2)
+    lengths = edges[:, 1] - edges[:, 0]
+    longest = np.sort(np.argsort(-lengths, kind="stable")[:RUNS_MAX])
     runs: list[tuple[int, int, bool]] = []
     done = 0
-    for begin, end in edges[edges[:, 1] - edges[:, 0] >= RUN_BLOCKS_MIN].tolist():
+    for begin, end in edges[longest[lengths[longest] >= RUN_BLOCKS_MIN]].tolist():
         runs += [(done, begin, False)] * (done < begin) + [(begin, end, True)]
         done = end
     runs += [(done, count, False)] * (done < count)
-    return runs if len(runs) <= RUNS_MAX else written
+    return runs
 
 
 async def pages_of(driver: Driver, key: str, layout: ImageLayout) -> bytearray | None:
