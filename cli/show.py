@@ -51,7 +51,7 @@ def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
 
 
 def _stored_nbytes(m: Manifest, manifest_nbytes: int) -> int:
-    return int(m.images.file_nbytes(m.block_nbytes).sum()) + manifest_nbytes
+    return sum(file.nbytes for file in m.files) + manifest_nbytes
 
 
 def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
@@ -64,7 +64,7 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
         "saved": time_text(m.created_s),
         "ranks": str(m.world),
         "tensors": f"{len(m.tensors.rows):,}, {size_text(m.tensor_nbytes)}",
-        "files": f"{len(m.images) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
+        "files": f"{len(m.files) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
         "format": written,
     }
     return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
@@ -229,7 +229,7 @@ def document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
         "saved": time_text(m.created_s),
         "world": m.world,
         "nbytes": m.tensor_nbytes,
-        "files": len(m.images) + 1,
+        "files": len(m.files) + 1,
         "stored_nbytes": _stored_nbytes(m, manifest_nbytes),
         "tensors": tensors,
         "values": values,

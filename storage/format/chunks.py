@@ -6,6 +6,7 @@ blocks. See :mod:`.digest`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,15 +92,40 @@ def tensors_at(manifest: Manifest, image: int, start: int, stop: int) -> list[st
     return [manifest.tensors.names[row] for row in np.unique(s.tensor[rows]).tolist()]
 
 
+def tensors_in(manifest: Manifest, file: int) -> list[str]:
+    """Return the names of tensors that have bytes in the file in row ``file``."""
+    s = manifest.shards
+    if manifest.file_map is None:
+        held = s.image == file
+    else:
+        end = s.start + s.nbytes(manifest.tensors)
+        held = manifest.file_map.touches(file, s.image, s.start, end)
+    return [manifest.tensors.names[row] for row in np.unique(s.tensor[held]).tolist()]
+
+
 def damaged(
-    manifest: Manifest, uri: str, image: int, start: int, stop: int, what: str
+    manifest: Manifest, uri: str, image: int, start: int, stop: int, what: str, key: str = ""
 ) -> DamagedError:
-    """Build an error that names file, bytes and tensors; ``what`` completes "bytes a to b …"."""
+    """Build an error that names file, bytes and tensors; ``what`` completes "bytes a to b …".
+
+    ``start`` and ``stop`` are bytes of the image, the error's are those of the file. ``key``: the
+    file, if that is known; else all files with these bytes are named.
+    """
+    parts = manifest.file_ranges(image, start, stop)
+    parts = [part for part in parts if manifest.files[part.file].key == key] or parts
+    keys = list(dict.fromkeys(manifest.files[part.file].key for part in parts))
+    where = f"bytes {start:,} to {stop:,}"
+    if len(parts) == 1:
+        (part,) = parts
+        where = f"bytes {part.start:,} to {part.start + part.nbytes:,}"
+        start, stop = part.image_start, part.image_start + part.nbytes
+    elif len(keys) > 1:
+        where += f" of the image of rank {manifest.images.rank[image]}, in {_some(keys)},"
     names = tensors_at(manifest, image, start, stop)
     return DamagedError(
-        f"bytes {start:,} to {stop:,} {what}. {_belong_to(names)}",
+        f"{where} {what}. {_belong_to(names)}",
         uri=uri,
-        key=manifest.image_key(image),
+        key=keys[0],
         advice="Load another checkpoint; `holdfast verify` lists all damage of this one",
     )
 
@@ -107,7 +133,12 @@ def damaged(
 def _belong_to(names: list[str]) -> str:
     if not names:
         return "They belong to no tensor."
-    shown = ", ".join(map(repr, names[:_NAMES_MAX]))
-    if len(names) > _NAMES_MAX:
-        shown += f" and {len(names) - _NAMES_MAX} more"
-    return f"They belong to tensor {shown}."
+    return f"They belong to tensor {_some(map(repr, names))}."
+
+
+def _some(names: Iterable[str]) -> str:
+    first = list(names)
+    shown = ", ".join(first[:_NAMES_MAX])
+    if len(first) > _NAMES_MAX:
+        shown += f" and {len(first) - _NAMES_MAX} more"
+    return shown

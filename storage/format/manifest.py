@@ -11,18 +11,19 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...core.decoded_json import Json, number_in, object_from, object_in, str_in
+from ...core.decoded_json import Json, number_in, object_from, object_in, str_in, strs_in
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError, UnsupportedFormatError
 from ...planner.columns import Ints, ranges, volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import Columns, decode_columns, encode_columns, narrowed, parse_columns
+from .extents import EXTENT_COLUMNS, Extents, FileMap, FileRange, extent_conditions
 from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tables import (
@@ -45,6 +46,7 @@ ATTEMPT_PATTERN = r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}"
 """Regular expression for attempt ids."""
 _PLAIN = 1
 _COMPRESSED = 2
+_BORROWED = 3
 _ATTEMPT = re.compile(ATTEMPT_PATTERN)
 _INDEX = re.compile(r"[0-9]{1,10}")
 _CHUNK_NBYTES_MAX = 256 << 20
@@ -61,6 +63,15 @@ def image_key(attempt: str, rank: int, compression: Compression | None = None) -
     else:
         suffix = ""
     return f"data/{attempt}/{rank}.safetensors{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file with bytes of images. ``rank`` wrote it, perhaps for an earlier checkpoint."""
+
+    key: str
+    rank: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,30 @@ class Manifest:
     """Branch of the run on which it was saved; see :mod:`.lineage`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Metadata of the safetensors files from which it was imported."""
+    extents: Extents | None = None
+    """Where the blocks of the images lie, if an image is not simply a file; then ``compression`` is
+    None."""
 
     @property
     def version(self) -> int:
-        """Format version: 2 if compressed, else 1."""
+        """Format version: 3 with extents, 2 if compressed, else 1."""
+        if self.extents is not None:
+            return _BORROWED
         if self.compression is None:
             return _PLAIN
         return _COMPRESSED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each image is a file, byte for byte."""
+        return self.version == _PLAIN
+
+    @property
+    def whole(self) -> Manifest:
+        """The same checkpoint with each image in a file of its own."""
+        if self.extents is None:
+            return self
+        return replace(self, extents=None)
 
     @cached_property
     def first_chunk(self) -> Ints:
@@ -105,8 +133,38 @@ class Manifest:
         return int(self.tensors.nbytes[self.tensors.alias < 0].sum())
 
     def image_key(self, image: int) -> str:
-        """Return the key of the image in row ``image``."""
+        """Return the key of the image in row ``image``, for the driver for images
+        (``image_driver``)."""
         return image_key(self.attempt, int(self.images.rank[image]), self.compression)
+
+    @cached_property
+    def files(self) -> list[StoredFile]:
+        """All files that hold bytes of images, in the order of the images or of ``extents``."""
+        ranks = self.images.rank
+        sizes = self.images.file_nbytes(self.block_nbytes)
+        keys: Iterable[str]
+        if self.extents is None:
+            keys = map(self.image_key, range(len(self.images)))
+        else:
+            keys = self.extents.keys(f"data/{self.attempt}")
+            ranks = self.extents.file_rank
+            sizes = self.extents.file_nbytes
+        rows = zip(keys, ranks.tolist(), sizes.tolist(), strict=True)
+        return [StoredFile(*row) for row in rows]
+
+    def file_ranges(self, image: int, start: int, stop: int) -> list[FileRange]:
+        """Return where bytes [start, stop) of an image lie, in order. Ignores compression."""
+        if self.file_map is None:
+            return [FileRange(image, start, start, stop - start)]
+        return self.file_map.ranges(image, start, stop)
+
+    @cached_property
+    def file_map(self) -> FileMap | None:
+        """Map from images to files; None without ``extents``."""
+        if self.extents is None:
+            return None
+        sizes = (self.images.hashed_nbytes, self.chunk_nbytes, self.block_nbytes)
+        return self.extents.file_map(*sizes)
 
     def encode(self) -> bytes:
         """Return the bytes of the file. Raises SaveError if no reader would accept them."""
@@ -124,6 +182,8 @@ class Manifest:
         }
         if self.compression is not None:
             head["compression"] = self.compression
+        if self.extents is not None:
+            head["lenders"] = self.extents.lenders
         if self.branch != ROOT:
             head["branch"] = self.branch
         if self.metadata:
@@ -137,6 +197,8 @@ class Manifest:
             "tensor.shards": np.diff(self.shards.pointers(len(self.tensors))),
             **shard_columns(self.shards, self.images),
         }
+        if self.extents is not None:
+            columns |= self.extents.columns()
         return {name: narrowed(column) for name, column in columns.items()}
 
     @classmethod
@@ -179,10 +241,10 @@ def _head(metadata: Mapping[str, str], what: str) -> dict[str, Json]:
     version = head.get("version")
     if version is None:
         raise DamagedError(f"{what} does not say its version")
-    if type(version) is not int or version not in (_PLAIN, _COMPRESSED):
+    if type(version) is not int or version not in (_PLAIN, _COMPRESSED, _BORROWED):
         raise UnsupportedFormatError(
-            f"{what} is of format version {version!r}; this release reads versions {_PLAIN} and "
-            f"{_COMPRESSED}",
+            f"{what} is of format version {version!r}; this release reads versions {_PLAIN} to "
+            f"{_BORROWED}",
             advice="Read it with a newer release.",
         )
     return head
@@ -193,7 +255,7 @@ def _compression(head: Mapping[str, Json]) -> Compression | None:
 
     Raises KeyError if missing; UnsupportedFormatError if this release does not know it.
     """
-    if head["version"] == _PLAIN:
+    if head["version"] != _COMPRESSED:
         return None
     for known in COMPRESSIONS:
         if head["compression"] == known:
@@ -203,6 +265,14 @@ def _compression(head: Mapping[str, Json]) -> Compression | None:
         f"{reprlib.repr(head['compression'])}",
         advice="Read it with a newer release.",
     )
+
+
+def _extents(columns: Columns, head: Mapping[str, Json]) -> Extents | None:
+    """Return the places of blocks, if the version has them. Raises KeyError and ValueError."""
+    if head["version"] != _BORROWED:
+        return None
+    lenders = tuple(strs_in(head["lenders"], "lenders"))
+    return Extents(lenders, *(ints_of(columns, name) for name in EXTENT_COLUMNS))
 
 
 def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
@@ -233,6 +303,7 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
             name: str_in(text, "metadata")
             for name, text in object_in(head.get("metadata", {}), "metadata").items()
         },
+        extents=_extents(columns, head),
     )
 
 
@@ -255,6 +326,12 @@ def _conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     yield from _shard_conditions(m)
     yield from _image_conditions(m)
     yield from _name_conditions(m)
+    if m.extents is not None:
+        lenders = m.extents.lenders
+        named = all(_ATTEMPT.fullmatch(lender) for lender in lenders)
+        yield named and len({m.attempt, *lenders}) == len(lenders) + 1, "names of lenders"
+        sizes = (m.images.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
+        yield from extent_conditions(m.extents, *sizes)
 
 
 def _header_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:

@@ -60,6 +60,8 @@ async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
         return ChosenBase(why_whole=f"the earlier checkpoint cannot be read: {error}")
     if manifest.compression is not None:
         return ChosenBase(why_whole="the earlier checkpoint is compressed")
+    if manifest.extents is not None:
+        return ChosenBase(why_whole="the earlier checkpoint shares files with others")
     if (manifest.chunk_nbytes, manifest.block_nbytes) != (CHUNK_NBYTES, BLOCK_NBYTES):
         return ChosenBase(why_whole="the earlier checkpoint has blocks of another size")
     return ChosenBase(manifest.attempt, key)

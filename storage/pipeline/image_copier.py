@@ -5,7 +5,7 @@ the pages at the end of an image are recomputed. So a complete copy equals the s
 the source returned.
 
 Compressed images are copied in stored form and unpacked only for verification, so all copies of a
-checkpoint are identical.
+checkpoint are identical. Images that share files with other checkpoints are copied as whole files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from .image_reader import NOT_WHAT_WAS_WRITTEN, ImageReader
 from .image_writer import Opening, write_pages, writing_order
-from .unpacking import Stored, image_driver
+from .mapping import image_driver
+from .unpacking import Stored
 
 
 @dataclass
@@ -44,7 +45,7 @@ class ImageCopier:
     sent: Callable[[int], None]
 
     def __post_init__(self) -> None:
-        self.target: Manifest = replace(self.source.manifest, attempt=self.attempt)
+        self.target: Manifest = replace(self.source.manifest.whole, attempt=self.attempt)
         self.sizes: list[int] = self.target.images.file_nbytes(self.target.block_nbytes).tolist()
 
     async def whole(self) -> list[int]:

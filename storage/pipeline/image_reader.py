@@ -306,10 +306,10 @@ class ImageReader:
         try:
             yield self.manifest.image_key(image)
         except DamagedError as error:
-            if self.manifest.compression is None:
+            if self.manifest.is_plain:
                 # The only problem that a driver can detect is that the file ends too early.
                 raise damaged(*where, "are beyond the end of the file") from error
-            raise damaged(*where, error.message) from error
+            raise damaged(*where, error.message, error.key or "") from error
         except NotFoundError as error:
             raise damaged(*where, "are lost with their whole file") from error
 

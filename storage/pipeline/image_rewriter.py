@@ -73,7 +73,7 @@ def lay_out_whole(m: Manifest, image_nbytes: int) -> NewImages:
         np.repeat(numbers, [len(layout.start) for layout in layouts]),
         np.concatenate([np.empty(0, np.int64), *(layout.start for layout in layouts)]),
     )
-    return NewImages(replace(m, shards=shards, images=images, compression=None), layouts)
+    return NewImages(replace(m.whole, shards=shards, images=images, compression=None), layouts)
 
 
 def _layout_of(m: Manifest, rows: Ints) -> ImageLayout:

@@ -16,20 +16,9 @@ from ...errors import DamagedError
 from ...planner.image import DIGEST_NBYTES
 from ..format.digest import digest
 from ..format.manifest import Manifest
-from ..format.packed import Index, checked_compression, index_nbytes, unpack
+from ..format.packed import Index, index_nbytes, unpack
 from ..runtime.buffers import memory_for
 from ..runtime.engine import offload
-
-
-def image_driver(driver: Driver, manifest: Manifest) -> Driver:
-    """Return the driver for reading images: ``driver`` itself unless they are compressed.
-
-    Raises UsageError if lz4 is not installed.
-    """
-    if manifest.compression is None:
-        return driver
-    checked_compression(manifest.compression)
-    return Unpacked(driver, manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +41,15 @@ class _CopyingTraits(Traits):
         return 2
 
 
+def copying(traits: Traits) -> Traits:
+    """Return the traits of a layer that reads into the caller's memory only."""
+    traits = replace(traits, piece_nbytes=0)
+    if not traits.hands_over:
+        return traits
+    values = {f.name: getattr(traits, f.name) for f in fields(traits)}
+    return _CopyingTraits(**values | {"hands_over": False})
+
+
 class Unpacked(Layer):
     """Reads unpacked bytes of images; passes everything else to the inner driver.
 
@@ -71,11 +69,7 @@ class Unpacked(Layer):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Traits of the inner driver, without pieces and without memory to hand over."""
-        inner = replace(self.inner.traits, piece_nbytes=0)
-        if not inner.hands_over:
-            return inner
-        values = {f.name: getattr(inner, f.name) for f in fields(inner)}
-        return _CopyingTraits(**values | {"hands_over": False})
+        return copying(self.inner.traits)
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
         image = self._image[key]

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
 from ...planner.image import DIGEST_NBYTES
-from ..format.chunks import Chunk, chunks_of, damaged_ranges, page_range, tensors_at
+from ..format.chunks import (
+    Chunk,
+    chunks_of,
+    damaged_ranges,
+    page_range,
+    tensors_at,
+    tensors_in,
+)
 from ..format.digest import digest, page_of
 from ..format.manifest import Manifest
 from ..runtime.buffers import ReadBuffers
@@ -34,8 +41,8 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """Result of a verification: ``ok`` if nothing is damaged. ``nbytes`` were read, in ``files``
-    images."""
+    """Result of a verification: ``ok`` if nothing is damaged. ``nbytes`` of images were read, in
+    ``files``."""
 
     files: int
     nbytes: int
@@ -66,7 +73,7 @@ class _Verifier:
     def __init__(
         self, driver: Driver, manifest: Manifest, progress: Callable[[int, int], None]
     ) -> None:
-        self.report = VerifyReport(len(manifest.images), 0)
+        self.report = VerifyReport(len(manifest.files), 0)
         self._driver = driver
         self._m = manifest
         self._progress = progress
@@ -77,7 +84,12 @@ class _Verifier:
         self._unreadable: dict[Chunk, str] = {}
 
     async def run(self, budget_nbytes: int) -> None:
-        sizes = await self._present_nbytes()
+        if self._m.extents is None:
+            sizes = await self._present_nbytes()
+        else:
+            await self._check_files()
+            image_sizes = self._m.images.nbytes(self._m.block_nbytes)
+            sizes = dict(enumerate(image_sizes.tolist()))
         by_image = [self._whole(image, nbytes) for image, nbytes in sizes.items()]
         chunks = [chunk for image_chunks in by_image for chunk in image_chunks]
         self._total_nbytes = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -129,6 +141,21 @@ class _Verifier:
                     self._add(image, 0, image_nbytes, what)
         return present
 
+    async def _check_files(self) -> None:
+        """Report missing files and wrong sizes of files that images share."""
+        for row, file in enumerate(self._m.files):
+            try:
+                found = (await self._driver.stat(file.key)).nbytes
+            except NotFoundError:
+                found = 0
+                what = "the file is missing"
+            else:
+                what = f"the file has {found:,} bytes, not {file.nbytes:,}"
+            if found != file.nbytes:
+                start, stop = sorted((found, file.nbytes))
+                tensors = tuple(tensors_in(self._m, row))
+                self.report.damages.append(Damage(file.key, start, stop, what, tensors))
+
     def _whole(self, image: int, nbytes: int) -> list[Chunk]:
         """Return the chunks that a file of ``nbytes`` contains completely. Reports the others."""
         chunks = chunks_of(self._m, image)
@@ -143,8 +170,10 @@ class _Verifier:
         try:
             await self._buffers.read(chunk, key, chunk.start, chunk.stop - chunk.start)
         except DamagedError as error:
-            if self._m.compression is None:  # the only possible problem
+            if self._m.is_plain:  # the only possible problem
                 self._unreadable[chunk] = "cannot be checked: the file ends before"
+            elif self._m.extents is not None:
+                self._unreadable[chunk] = "cannot be checked: a part of their chunk is lost"
             else:
                 self._unreadable[chunk] = error.message
 
@@ -189,5 +218,9 @@ class _Verifier:
         self._progress(self.report.nbytes, self._total_nbytes)
 
     def _add(self, image: int, start: int, stop: int, what: str) -> None:
-        tensors = tuple(tensors_at(self._m, image, start, stop))
-        self.report.damages.append(Damage(self._m.image_key(image), start, stop, what, tensors))
+        """Report bytes [start, stop) of an image, as bytes of the files in which they lie."""
+        for part in self._m.file_ranges(image, start, stop):
+            end = part.image_start + part.nbytes
+            tensors = tuple(tensors_at(self._m, image, part.image_start, end))
+            place = (self._m.files[part.file].key, part.start, part.start + part.nbytes)
+            self.report.damages.append(Damage(*place, what, tensors))

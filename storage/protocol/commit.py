@@ -45,7 +45,7 @@ from ...errors import (
 )
 from ..format.fragment import Fragment, join
 from ..format.lineage import ROOT
-from ..format.manifest import MANIFEST_KEY, Manifest, attempt_in, image_key
+from ..format.manifest import MANIFEST_KEY, Manifest, StoredFile, attempt_in
 from ..format.merge import merge
 from ..format.packed import Compression
 from ..runtime.engine import offload
@@ -319,29 +319,27 @@ async def is_settled(
 
 
 async def check_images(driver: Driver, manifest: Manifest) -> None:
-    """Raise InvisibleFilesError unless every image exists with its full size."""
-    sizes = manifest.images.file_nbytes(manifest.block_nbytes).tolist()
+    """Raise InvisibleFilesError unless every file of the images exists with its full size."""
 
-    async def check(rank: int, nbytes: int) -> None:
-        key = image_key(manifest.attempt, rank, manifest.compression)
+    async def check(file: StoredFile) -> None:
         try:
-            seen_nbytes = (await driver.stat(key)).nbytes
+            seen_nbytes = (await driver.stat(file.key)).nbytes
         except NotFoundError as error:
             problem = "is not visible to the committing rank"
-            raise _invisible(driver.uri, key, rank, problem) from error
-        if seen_nbytes != nbytes:
-            problem = f"has {seen_nbytes:,} bytes for the committing rank, not {nbytes:,}"
-            raise _invisible(driver.uri, key, rank, problem)
+            raise _invisible(driver.uri, file, problem) from error
+        if seen_nbytes != file.nbytes:
+            problem = f"has {seen_nbytes:,} bytes for the committing rank, not {file.nbytes:,}"
+            raise _invisible(driver.uri, file, problem)
 
-    await at_most(driver.traits.concurrency, map(check, manifest.images.rank.tolist(), sizes))
+    await at_most(driver.traits.concurrency, map(check, manifest.files))
 
 
-def _invisible(uri: str, key: str, rank: int, problem: str) -> HoldfastError:
+def _invisible(uri: str, file: StoredFile, problem: str) -> HoldfastError:
     return InvisibleFilesError(
-        f"the image of rank {rank} {problem}",
+        f"the image of rank {file.rank} {problem}",
         uri=uri,
-        key=key,
-        rank=rank,
+        key=file.key,
+        rank=file.rank,
         advice="Use storage that all hosts share; a local disk serves the ranks of one host only.",
     )
 

@@ -26,7 +26,7 @@ from holdfast.storage.exchange.connection import Connection
 from holdfast.storage.exchange.group import ExchangeGroup, ExchangeLimits, serve_in_thread
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.pipeline.image_reader import ImageReader
-from holdfast.storage.pipeline.unpacking import image_driver
+from holdfast.storage.pipeline.mapping import image_driver
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime import buffers

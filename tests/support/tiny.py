@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import holdfast
+from holdfast.drivers.contract import Driver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.planner.image import ImageLayout
 from holdfast.storage.format.digest import digest, page_of
@@ -82,7 +83,7 @@ def compressed(driver: MemoryDriver, m: Manifest) -> bytes:
     return replace(packed, images=replace(m.images, stored_nbytes=np.array(sizes))).encode()
 
 
-def rechunked(driver: MemoryDriver, m: Manifest) -> bytes:
+def rechunked(driver: Driver, m: Manifest) -> bytes:
     """Cut the images into small chunks; return the manifest that says so."""
     digests = []
     for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
+import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ import pytest
 import torch
 import xxhash
 from support.bits import difference, flip, image_in
+from support.lending import save_borrowing, save_whole
 from support.ranks import as_ranks
 
 import holdfast
@@ -54,7 +57,11 @@ class Reader:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
         self.head = json.loads(header.pop("__metadata__")["holdfast"])
-        assert (self.head["version"], self.head.get("compression")) in ((1, None), (2, "lz4"))
+        assert (self.head["version"], self.head.get("compression")) in (
+            (1, None),
+            (2, "lz4"),
+            (3, None),
+        )
         self.columns = {
             name: self.column(data[8 + length :], entry) for name, entry in header.items()
         }
@@ -105,8 +112,42 @@ class Reader:
             self.images[number] = data
         return self.images[number]
 
+    def shared(self, number: int, hashed: int) -> bytes:
+        """The bytes of an image of version 3, from all files in which they lie."""
+        c, lenders = self.columns, self.head["lenders"]
+        block, blocks_per_chunk = (
+            self.head["block_nbytes"],
+            self.head["chunk_nbytes"] // self.head["block_nbytes"],
+        )
+
+        def stored(row: int, at: int, nbytes: int) -> bytes:
+            lender, rank, part = (c[f"file.{name}"][row] for name in ("lender", "rank", "part"))
+            folder = self.folder / "lent" / lenders[lender - 1] if lender else self.folder
+            with open(folder / (f"{rank}.safetensors" if part == 2 else f"{rank}.{part}.blocks"), "rb") as file:  # fmt: skip
+                file.seek(at)
+                data = file.read(nbytes)
+                assert file.seek(0, 2) == c["file.nbytes"][row]
+            assert len(data) == nbytes
+            return data
+
+        first = c["extent.count"][:number].sum()
+        data = b""
+        for e in range(first, first + c["extent.count"][number]):
+            nbytes = min(c["extent.blocks"][e] * block, hashed - len(data))
+            data += stored(c["extent.file"][e], c["extent.block"][e] * block, nbytes)
+        assert len(data) == hashed
+        before = c["image.hashed_nbytes"][:number]
+        chunk = (-(-before // self.head["chunk_nbytes"])).sum()
+        for first_block in range(0, -(-hashed // block), blocks_per_chunk):
+            count = min(blocks_per_chunk, -(-hashed // block) - first_block)
+            data += stored(c["page.file"][chunk], 16 * c["page.slot"][chunk], 16 * count)
+            chunk += 1
+        return data
+
     def file(self, number: int, hashed: int) -> bytes:
         """The bytes of an image, unpacked if they are packed."""
+        if self.head["version"] == 3:
+            return self.shared(number, hashed)
         key = self.folder / f"{self.columns['image.rank'][number]}.safetensors"
         if self.head["version"] == 1:
             return key.read_bytes()
@@ -270,6 +311,28 @@ def test_the_reader_reads_what_ranks_saved_together(
     assert (reader.head["step"], reader.head["world"]) == (11, 3)
     assert len(reader.columns["image.rank"]) == 3
     assert difference(bits(rich_state(rank % 3)), reader.state()) is None
+
+
+def test_the_reader_reads_what_borrows_from_earlier_checkpoints(tmp_path: Path) -> None:
+    """Also when they are gone; and it notices damage in a file that was borrowed."""
+    states = [rich_state(rank) for rank in range(2)]
+    save_whole(tmp_path / "0", states)
+    for step in (1, 2):
+        states = [copy.deepcopy(state) for state in states]
+        for state in states:
+            state["model"]["w"][1000 * step :: 700] += 1
+            state["model"]["x.tied"] = state["model"]["w"]
+        save_borrowing(tmp_path / str(step), states, tmp_path / str(step - 1))
+    for step in (0, 1):
+        shutil.rmtree(tmp_path / str(step))
+    for rank in range(2):
+        reader = Reader(tmp_path / "2", rank)
+        assert (reader.head["version"], len(reader.head["lenders"])) == (3, 2)
+        assert difference(bits(states[rank]), reader.state()) is None
+    (lent,) = (tmp_path / "2").glob("data/*/lent/*/0.safetensors")
+    flip(lent, 5000)
+    with pytest.raises(AssertionError):
+        Reader(tmp_path / "2", 0).state()
 
 
 def test_the_reader_notices_damage(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import MANIFEST_KEY
 from holdfast.storage.format.packed import Compression, Index, index_nbytes
 from holdfast.storage.operations.saving.save import SaveJob, run_save
-from holdfast.storage.pipeline.unpacking import image_driver
+from holdfast.storage.pipeline.mapping import image_driver
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.runtime.engine import start
 from holdfast.storage.state.flattening.flatten import flatten

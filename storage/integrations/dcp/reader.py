@@ -32,7 +32,7 @@ from ...operations.loading.fill import fill
 from ...operations.loading.overlaps import overlapping, read_overlaps
 from ...operations.location import UriLike
 from ...operations.options import BUDGET_NBYTES, check_budget
-from ...pipeline.unpacking import image_driver
+from ...pipeline.mapping import image_driver
 from ...protocol.current import is_current, read_manifest
 from ...ranks.process_group import current_rank
 from ...runtime.engine import offload, run

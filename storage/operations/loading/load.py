@@ -27,7 +27,7 @@ from ...format.manifest import Manifest, VerifiedManifest
 from ...format.part import Part
 from ...format.tree import Key, dotted, format_path
 from ...pipeline.image_reader import ImageReader, plan_reads
-from ...pipeline.unpacking import image_driver
+from ...pipeline.mapping import image_driver
 from ...protocol.current import is_current, read_manifest
 from ...ranks.hosts import numbered, numbers_in, ranks_with
 from ...ranks.team import Team

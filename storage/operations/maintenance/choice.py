@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....errors import CheckpointError
-from ...pipeline.unpacking import image_driver
+from ...pipeline.mapping import image_driver
 from ...pipeline.verifier import verify_images
 from ...protocol.current import read_manifest
 from ..location import Place

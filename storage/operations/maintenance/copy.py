@@ -34,7 +34,7 @@ from ...format.manifest import MANIFEST_KEY, Manifest
 from ...pipeline.image_copier import ImageCopier
 from ...pipeline.image_reader import ImageReader
 from ...pipeline.image_rewriter import ImageRewriter, NewImages, lay_out_whole, without_digests
-from ...pipeline.unpacking import image_driver
+from ...pipeline.mapping import image_driver
 from ...pipeline.verifier import verify_images
 from ...protocol.attempt import delete_attempt
 from ...protocol.commit import abandon, abandon_failed, begin_copy, commit, settle
@@ -182,7 +182,7 @@ class Pair:
     @property
     def target(self) -> Manifest:
         """The manifest of the copy, except for its attempt, and for digests of new images."""
-        return self.manifest if self.new is None else self.new.manifest
+        return self.manifest.whole if self.new is None else self.new.manifest
 
     @property
     def nbytes(self) -> int:
@@ -348,9 +348,9 @@ async def _same(ours: Driver, pair: Pair, orders: Orders) -> Manifest | None:
 
 
 def _identity(manifest: Manifest) -> str:
-    """Return a digest that all copies of a checkpoint share: of the manifest without the
-    attempt."""
-    return digest(replace(manifest, attempt="").encode()).hex()
+    """Return a digest that all copies of a checkpoint share: of the manifest without the attempt,
+    and without shared files, which are copied whole."""
+    return digest(replace(manifest.whole, attempt="").encode()).hex()
 
 
 async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:

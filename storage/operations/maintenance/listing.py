@@ -236,20 +236,21 @@ class Listing:
         )
 
     async def _damage(self, folder: str, m: Manifest) -> str | None:
-        """Return the first missing image or wrong image size, or None."""
-        sizes = m.images.file_nbytes(m.block_nbytes).tolist()
-        for image, nbytes in enumerate(sizes):
-            key = f"{folder}/{m.image_key(image)}".lstrip("/")
+        """Return the first missing file of an image or wrong size, or None."""
+        for file in m.files:
+            key = f"{folder}/{file.key}".lstrip("/")
             listed = self.files.get(key)
-            if listed is not None and listed.nbytes == nbytes:
+            if listed is not None and listed.nbytes == file.nbytes:
                 continue
             # The listing may be older than the manifest, if another save has put it since.
             found = await size_of(self._driver, key)
-            rank = int(m.images.rank[image])
+            what = f"the image of rank {file.rank}"
+            if m.extents is not None:
+                what = file.key
             if found is None:
-                return f"the image of rank {rank} is missing"
-            if found != nbytes:
-                return f"the image of rank {rank} has {found:,} bytes instead of {nbytes:,}"
+                return f"{what} is missing"
+            if found != file.nbytes:
+                return f"{what} has {found:,} bytes instead of {file.nbytes:,}"
         return None
 
 

@@ -24,7 +24,7 @@ from ...format.manifest import Manifest, image_key
 from ...format.save_telemetry import SaveTelemetry, decode_telemetry, telemetry_key
 from ...format.tree import format_path
 from ...pipeline.flat_reader import FlatRanges, read_flat, read_ranges
-from ...pipeline.unpacking import image_driver
+from ...pipeline.mapping import image_driver
 from ...pipeline.verifier import VerifyReport, verify_images
 from ...protocol.current import is_current, read_manifest
 from ...protocol.telemetry import get_telemetry
