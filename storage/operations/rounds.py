@@ -136,7 +136,7 @@ class Begun:
     """The attempt that the leader has begun, and what ranks may borrow from."""
 
     attempt: str
-    base: ChosenBase
+    base: ChosenBase = field(default_factory=ChosenBase)
 
 
 @dataclass(frozen=True, slots=True)
