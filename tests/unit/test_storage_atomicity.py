@@ -245,10 +245,10 @@ def test_two_saves_of_one_process_to_one_uri_take_turns() -> None:
 def test_what_a_newer_release_wrote_is_not_overwritten() -> None:
     """A manifest of a version that this release does not know is left alone."""
     storage = prepared()
-    newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":3")
+    newer = run(storage.get(MANIFEST_KEY)).replace(rb"\"version\":1", rb"\"version\":9")
     run(storage.put(MANIFEST_KEY, newer[:-16] + digest(newer[:-16])))
     before, there = run(contents(storage)), attempts(storage)
-    with pytest.raises(holdfast.UnsupportedFormatError, match="version 3"):
+    with pytest.raises(holdfast.UnsupportedFormatError, match="version 9"):
         run(save(storage, NEW))
     after = run(contents(storage))
     assert {k: v for k, v in after.items() if k in before} == before
