@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.lending import TinyBorrowed
 from support.tiny import BLOCK_NBYTES, READERS, Damaged, Tiny, tiny
 
 import holdfast
@@ -259,3 +260,33 @@ def test_a_compressed_image_cut_short_is_refused(
         grown = Damaged(key, whole + b"more", len(whole), len(whole) + 4)
         assert compressed.judge("load", grown) == "unnoticed"
         compressed.verify(grown)
+
+
+def test_damage_in_files_that_images_share_is_refused_or_changes_nothing(
+    rng: np.random.Generator,
+) -> None:
+    """Flipped, cut, lost and exchanged files; ``verify`` finds every flip in a byte that is used."""
+    shared = TinyBorrowed(f"tiny-{next(_names)}")
+    assert shared.manifest.version == 3
+    for reader in READERS.values():
+        reader(shared.uri)
+    shared.verify()
+    keys = images(shared)
+    assert len(keys) >= 3
+    seen: Counter[str] = Counter()
+    for turn, (key, position) in enumerate(sampled(rng, places(shared, keys), PACKED_FLIPS)):
+        damage = flipped(shared, key, position, turn)
+        for reader in readers(turn):
+            seen[shared.judge(reader, damage)] += 1
+        if shared.uses(damage):
+            shared.verify(damage)
+        cut = Damaged(key, shared.files[key][:position], position, len(shared.files[key]))
+        shared.judge(list(READERS)[turn % len(READERS)], cut)
+        shared.verify(cut)
+    assert seen["refused"]
+    for key, reader in itertools.product(keys, READERS):
+        lost = Damaged(key, None, 0, len(shared.files[key]))
+        shared.judge(reader, lost)
+        shared.judge(reader, Damaged(key, shared.files[keys[keys.index(key) - 1]], 0, 1 << 40))
+        assert shared.judge("copy", lost) == "refused"
+    shared.verify(*(Damaged(key, None, 0, len(shared.files[key])) for key in keys))

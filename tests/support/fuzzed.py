@@ -37,6 +37,7 @@ from holdfast.storage.keeper.serving.http_requests import (
 )
 from holdfast.storage.pipeline.image_reader import plan_reads
 
+from .lending import tiny_borrowed
 from .tiny import tiny
 
 Columns = dict[str, np.ndarray]
@@ -71,11 +72,10 @@ class Script:
 
 
 @functools.cache
-def base(compression: Compression | None = None) -> tuple[Columns, dict[str, Any]]:
+def base(compression: Compression | None = None, version: int = 1) -> tuple[Columns, dict[str, Any]]:  # fmt: skip
     """Return the parts of a correct manifest."""
-    columns, metadata = decode_columns(
-        tiny("fuzzed", compression=compression)["manifest.safetensors"], "the manifest"
-    )
+    files = tiny_borrowed() if version == 3 else tiny("fuzzed", compression=compression)
+    columns, metadata = decode_columns(files["manifest.safetensors"], "the manifest")
     return {name: column.copy() for name, column in columns.items()}, json.loads(
         metadata["holdfast"]
     )
@@ -119,10 +119,10 @@ def altered_json(script: Script, node: Any) -> None:
         return
 
 
-def manifest(data: bytes, compression: Compression | None = None) -> bool:
+def manifest(data: bytes, compression: Compression | None = None, version: int = 1) -> bool:
     """Alter a manifest in up to four places; it is refused, or can be used."""
     script = Script(data)
-    columns, head = base(compression)
+    columns, head = base(compression, version)
     columns, head = dict(columns), copy.deepcopy(head)
     for _ in range(script.number(5)):
         altered_json(script, head) if script.number(2) else altered_column(script, columns)
@@ -132,6 +132,11 @@ def manifest(data: bytes, compression: Compression | None = None) -> bool:
 def packed(data: bytes) -> bool:
     """Fuzz a manifest of compressed images."""
     return manifest(data, "lz4")
+
+
+def borrowed(data: bytes) -> bool:
+    """Fuzz a manifest of images that share files."""
+    return manifest(data, version=3)
 
 
 def header(data: bytes) -> bool:
@@ -161,6 +166,11 @@ def use(m: Manifest) -> None:
     document("memory://x", m, 1)
     list(Outline(m, whole_values=False, depth=None).lines())
     m.tree.paths()
+    sizes = m.images.nbytes(m.block_nbytes).tolist()
+    for image, nbytes in enumerate([] if m.compression else sizes):
+        parts = m.file_ranges(image, 0, nbytes)
+        assert sum(part.nbytes for part in parts) == nbytes
+        assert all(part.start + part.nbytes <= m.files[part.file].nbytes for part in parts)
     t = m.tensors
     rows = np.flatnonzero((t.alias < 0) & (t.nbytes > 0) & (t.nbytes < VOLUME_MAX))
     for rank in (0, 1, 9):
@@ -235,7 +245,7 @@ def request(data: bytes) -> bool:
 
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {
-    "manifest": manifest, "packed": packed, "header": header, "text": text, "uri": uri, "config": config, "request": request,
+    "manifest": manifest, "packed": packed, "borrowed": borrowed, "header": header, "text": text, "uri": uri, "config": config, "request": request,
 }  # fmt: skip
 """Each says whether its input was used, not refused."""
 
@@ -257,6 +267,7 @@ def seeds(target: str) -> list[bytes]:
     return {
         "manifest": scripts,
         "packed": scripts,
+        "borrowed": scripts,
         "header": [whole[:-16], whole[8 : 8 + int.from_bytes(whole[:8], "little")]],
         "text": [json.dumps(head).encode()],
         "uri": [b"s3://bucket:1/a/b?endpoint=http://x:1&retries=3", b"s3://user:pw@bucket/a", b"file:///a%20b", b"/a/b", b"s3:/x", b"hdfs://a:1/b#c"],

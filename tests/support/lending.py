@@ -5,6 +5,7 @@ Files are written and linked with ``os`` only, and the earlier checkpoint may it
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
@@ -15,15 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.registry import open_driver
+from holdfast.errors import CheckpointError
 from holdfast.storage.format.extents import EXTENT_COLUMNS, WHOLE_IMAGE, Extents
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.protocol.current import read_manifest
 from holdfast.storage.runtime import engine
 
 from .ranks import save_as_ranks
-from .tiny import rechunked
+from .tiny import Damaged, Tiny, rechunked, state_of
 
+FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Memory with hard links: a disk would be flushed many times."""
 NAME = tuple[str, int, int]
 """A file: lender, rank, part."""
 PLACE = tuple[NAME, int]
@@ -204,3 +209,43 @@ def save_whole(
         engine.start(driver.put(MANIFEST_KEY, data)).result()
     finally:
         engine.start(driver.close()).result()
+
+
+def tiny_borrowed() -> dict[str, bytes]:
+    """Return the files of a checkpoint like :func:`~support.tiny.tiny`, as version 3."""
+    states = [state_of(rank) for rank in range(2)]
+    before = [copy.deepcopy(state) for state in states]
+    for state in before:
+        state["w"][3:5] += 1
+    with tempfile.TemporaryDirectory(dir=FOLDER) as root:
+        save_whole(Path(root, "base"), before, small=True)
+        target = Path(root, "target")
+        save_borrowing(target, states, Path(root, "base"), small=True)
+        files = [path for path in target.rglob("*") if path.is_file()]
+        return {path.relative_to(target).as_posix(): path.read_bytes() for path in files}
+
+
+class TinyBorrowed(Tiny):
+    """A checkpoint of version 3, in memory, that can be damaged and mended."""
+
+    def __init__(self, name: str) -> None:
+        files = tiny_borrowed()
+        for key, data in files.items():
+            engine.start(MemoryDriver(name).put(key, data)).result()
+        super().__init__(name, files=files)
+
+    def uses(self, d: Damaged) -> bool:
+        """Return whether an image contains any of the damaged bytes."""
+        m = self.manifest
+        sizes = m.images.nbytes(m.block_nbytes).tolist()
+        parts = [part for i, nbytes in enumerate(sizes) for part in m.file_ranges(i, 0, nbytes)]
+        return any(
+            m.files[part.file].key == d.key
+            and part.start < d.stop
+            and d.start < part.start + part.nbytes
+            for part in parts
+        )
+
+    def _names(self, error: CheckpointError, d: Damaged) -> bool:
+        """Whether the error names the file, or all files in which a damaged chunk lies."""
+        return d.key in (error.key, *error.message.replace(",", "").split())

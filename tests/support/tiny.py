@@ -186,9 +186,15 @@ class Damaged:
 class Tiny:
     """A checkpoint that can be damaged and mended."""
 
-    def __init__(self, name: str, compression: Compression | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        compression: Compression | None = None,
+        files: dict[str, bytes] | None = None,
+    ) -> None:
+        """``files`` are there already; None: those of a new checkpoint."""
         self.uri, self._driver = f"memory://{name}", MemoryDriver(name)
-        self.files = tiny(name, compression=compression)
+        self.files = files or tiny(name, compression=compression)
         self.manifest, _ = start(read_manifest(self._driver)).result()
 
     @property
