@@ -119,7 +119,7 @@ class ObjectDriver(Driver):
         self._rooms = Rooms(_PIECE_NBYTES)
         self._connections = Connections(self.uri, self._connect, self._threads)
         self._container_seen = False
-        self._uploads: WeakSet[PartsUpload | WholeUpload] = WeakSet()
+        self._uploads: WeakSet[Upload] = WeakSet()
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
@@ -242,13 +242,24 @@ class ObjectDriver(Driver):
         """See :meth:`Driver.create`. Up to one part it is a single request, sent by ``commit``;
         above that, a multipart upload. Of several uploads from one process to one key, the last to
         end cleans up after those that failed."""
+        target = await self._target(key, nbytes)
+        upload: PartsUpload | WholeUpload
+        if nbytes > self._settings.part_nbytes:
+            upload = PartsUpload(target)
+        else:
+            upload = WholeUpload(target)
+        self._uploads.add(upload)
+        await upload.begin()
+        return upload
+
+    async def _target(self, key: str, nbytes: int) -> Target:
         path = self._path(key)
         await self._connections.open(Requests.SENDING)
 
         def drop_unfinished(began_within_s: float) -> Awaitable[None]:
             return self._drop_unfinished(path, whole_key=True, began_within_s=began_within_s)
 
-        target = Target(
+        return Target(
             self.uri,
             key,
             (*self._container, path),
@@ -260,14 +271,6 @@ class ObjectDriver(Driver):
             partial(self.stat, key),
             drop_unfinished,
         )
-        upload: PartsUpload | WholeUpload
-        if nbytes > self._settings.part_nbytes:
-            upload = PartsUpload(target)
-        else:
-            upload = WholeUpload(target)
-        self._uploads.add(upload)
-        await upload.begin()
-        return upload
 
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
         await self._connections.open(Requests.SENDING)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -16,20 +17,31 @@ from urllib.request import getproxies
 
 from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
-from ..contract import Upload, UploadLostError
+from ..contract import CopyTraits, Driver, Upload, UploadLostError
 from ..options import Option, choice, switch, url
+from ..threads import Threads
 from ..uri import Uri
 from .connections import made_without
-from .driver import ObjectDriver
+from .driver import CLOSE_TIMEOUT_S, ObjectDriver
 from .known_stores import KNOWN
 from .options import COMMON_OPTIONS, Requests
-from .s3_options import STORING_OPTIONS, check_storing, labels, store_config
+from .s3_compose import Body, ComposedUpload, part_min_nbytes
+from .s3_errors import aws_failures
+from .s3_options import (
+    STORING_OPTIONS,
+    check_storing,
+    key_params,
+    labels,
+    store_config,
+    upload_params,
+)
 from .s3_place import (
     Place,
     bucket_and_root,
     bucket_region,
     forget_sessions,
     is_express,
+    is_plain,
     make_client,
     may_be_elsewhere,
     place_of,
@@ -37,17 +49,21 @@ from .s3_place import (
 )
 from .s3_unfinished import Unfinished
 from .trust import system_certificates
-from .uploads import is_live
+from .uploads import PARTS_MAX, is_live
 
 _OF_UPLOADS = (
     "ListMultipartUploads",
     "ListParts",
     "CreateMultipartUpload",
     "UploadPart",
+    "UploadPartCopy",
+    "CompleteMultipartUpload",
     "AbortMultipartUpload",
 )
-"""Operations used by :class:`Unfinished`."""
+"""Operations that botocore sends."""
 _CHECKSUMS = {"sha256": "SHA256", "crc64nvme": "CRC64NVME"}
+_SAME = ("endpoint", "region", "profile", "style", "anonymous", "requester_pays")
+"""Options that two drivers have in common if one copies from the other."""
 T = TypeVar("T")
 
 _STALE = re.compile(
@@ -113,6 +129,13 @@ class S3Driver(ObjectDriver):
         self._session_used: Any = None
         self._looked_again = False
         self._bulk_delete = values["bulk_delete"]
+        self._senders = Threads(self._settings.concurrency, uri=self.uri)
+        # botocore computes no such checksums of parts, and other kinds of buckets are not tested.
+        if values["checksum"] not in _CHECKSUMS and is_plain(self._bucket):
+            least_nbytes = part_min_nbytes(self._settings.part_nbytes)
+            largest_nbytes = PARTS_MAX * least_nbytes
+            copies = CopyTraits(min_nbytes=least_nbytes, object_max_nbytes=largest_nbytes)
+            self.traits = replace(self.traits, copies=copies)
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
@@ -246,6 +269,52 @@ class S3Driver(ObjectDriver):
     async def create(self, key: str, nbytes: int) -> Upload:
         return await self._with_renewal(partial(super().create, key, nbytes))
 
+    def copies_from(self, source: Driver) -> bool:
+        """See :meth:`Driver.copies_from`. Accepts other folders of the same bucket, with the same
+        endpoint and credentials."""
+        if self.traits.copies is None or not isinstance(source, S3Driver):
+            return False
+        theirs = [source._bucket, *map(source._values.get, _SAME)]
+        return theirs == [self._bucket, *map(self._values.get, _SAME)]
+
+    async def compose(self, key: str, nbytes: int) -> Upload:
+        """See :meth:`Driver.compose`. Sent by botocore, in parts of the writes' own sizes."""
+        if self.traits.copies is None:
+            return await self.create(key, nbytes)
+        target = await self._with_renewal(partial(self._target, key, nbytes))
+        path = target.place[-1]
+        upload = ComposedUpload(target, partial(self._ask, key, path), self._copied_from)
+        self._uploads.add(upload)
+        await upload.begin()
+        return upload
+
+    def _copied_from(self, source: Driver, key: str) -> dict[str, Any]:
+        assert isinstance(source, S3Driver)  # copies_from has accepted it
+        named = {"Bucket": source._bucket, "Key": source._path(key)}
+        return {"CopySource": named, **key_params(source._values, "CopySource")}
+
+    async def _ask(
+        self, key: str, path: str, doing: str, operation: str, **params: Any
+    ) -> dict[str, Any]:
+        """Send a request about an upload to ``key``, which is the object ``path``. Raises
+        StorageError."""
+        if operation == "create_multipart_upload":
+            params |= upload_params(self._values)
+        if operation != "abort_multipart_upload":
+            params |= key_params(self._values)
+        data = params.get("Body")
+
+        def ask() -> dict[str, Any]:
+            if data is not None:
+                params["Body"] = body = Body(data)
+                if "checksum_algorithm" in self._checksum():
+                    params["ContentMD5"] = body.md5()
+            with aws_failures(doing, self.uri, key):
+                answer = getattr(self._sender, operation)(Bucket=self._bucket, Key=path, **params)
+                return dict(answer)
+
+        return await self._with_renewal(partial(self._senders.run, ask))
+
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
         put = partial(super()._put, path, data, **how)
         if not how.get("use_multipart"):
@@ -300,11 +369,27 @@ class S3Driver(ObjectDriver):
         return self._container not in KNOWN.wants_checksum
 
     @cached_property
-    def _unfinished(self) -> Unfinished:
-        client = self._client(self._place, signed=not self._values["anonymous"])
+    def _sender(self) -> Any:
+        """botocore's client for parts."""
+        s = self._settings
+        limit_s = min(s.timeout_s, s.read_timeout_s)
+        return self._paying_client(
+            read_timeout=limit_s,
+            retries={"total_max_attempts": 3, "mode": "standard"},
+            max_pool_connections=s.concurrency,
+        )
+
+    def _paying_client(self, **how: Any) -> Any:
+        self._session_used = self._session
+        client = self._client(self._place, signed=not self._values["anonymous"], **how)
         if self._values["requester_pays"]:
             for operation in _OF_UPLOADS:
                 client.meta.events.register(f"provide-client-params.s3.{operation}", _pay)
+        return client
+
+    @cached_property
+    def _unfinished(self) -> Unfinished:
+        client = self._paying_client()
         by_folder = is_express(self._bucket)
         container = self._container
 
@@ -315,26 +400,38 @@ class S3Driver(ObjectDriver):
             client, self._bucket, self.uri, self._settings.limit_s, by_folder, is_ours
         )
 
-    def _client(self, place: Place, *, signed: bool) -> Any:
+    def _client(self, place: Place, *, signed: bool, **how: Any) -> Any:
         from botocore import UNSIGNED
 
         s = self._settings
+        usual: dict[str, Any] = {
+            "connect_timeout": min(s.timeout_s, 5.0),
+            "read_timeout": min(s.timeout_s, s.read_timeout_s, 20.0),
+            "retries": {"total_max_attempts": 2},
+        }
+        s3: dict[str, Any] = {"addressing_style": place.style}
+        if self._values["checksum"] == "signed":
+            s3["payload_signing_enabled"] = True
         return make_client(
             self._session,
             place.region,
             self._values["endpoint"],
             self._ca or system_certificates(),
-            connect_timeout=min(s.timeout_s, 5.0),
-            read_timeout=min(s.timeout_s, s.read_timeout_s, 20.0),
-            retries={"total_max_attempts": 2},
             signature_version=None if signed else UNSIGNED,
-            s3={"addressing_style": place.style},
+            s3=s3,
+            **usual | how,
             proxies={"http": s.proxy, "https": s.proxy} if s.proxy else None,
         )
 
     def _disconnect(self) -> None:
         if (unfinished := self.__dict__.pop("_unfinished", None)) is not None:
             unfinished.client.close()
+        if (sender := self.__dict__.pop("_sender", None)) is not None:
+            sender.close()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._senders.close(CLOSE_TIMEOUT_S)
 
     async def _drop_unfinished(self, path: str, **which: Any) -> None:
         def drop() -> None:

@@ -7,6 +7,7 @@ import binascii
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlencode
 
 from ...errors import UriError
 from ..options import Option, choice, switch
@@ -129,6 +130,31 @@ def store_config(bucket: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if values["bucket_kms"] != "bucket":
         config["sse_bucket_key_enabled"] = values["bucket_kms"] == "on"
     return config
+
+
+def upload_params(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return botocore's parameters that start an upload of an object with these options."""
+    found: dict[str, Any] = {}
+    if values["sse"] not in ("bucket", "customer"):
+        found["ServerSideEncryption"] = values["sse"]
+    if values["kms"]:
+        found["SSEKMSKeyId"] = values["kms"]
+    if values["bucket_kms"] != "bucket":
+        found["BucketKeyEnabled"] = values["bucket_kms"] == "on"
+    if values["storage_class"]:
+        found["StorageClass"] = values["storage_class"]
+    if values["tags"]:
+        found["Tagging"] = urlencode(labels(values)["tags"])
+    return found
+
+
+def key_params(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return botocore's parameters with the key of ``sse=customer``. ``prefix``: ``CopySource`` for
+    the key of an object that is copied."""
+    if values["sse"] != "customer":
+        return {}
+    key = base64.b64decode(values["sse_customer_key"])
+    return {f"{prefix}SSECustomerAlgorithm": "AES256", f"{prefix}SSECustomerKey": key}
 
 
 def labels(values: Mapping[str, Any]) -> dict[str, Any]:

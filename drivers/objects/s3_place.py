@@ -59,6 +59,12 @@ def is_express(bucket: str) -> bool:
     return bucket.endswith("--x-s3")
 
 
+def is_plain(bucket: str) -> bool:
+    """Return whether this is the name of a bucket, rather than of an access point or a directory
+    bucket."""
+    return bool(_BUCKET.fullmatch(bucket)) and not is_express(bucket)
+
+
 def session_for(profile: str) -> Any:
     """Return a shared botocore session. The first client of a session takes a third of a second,
     later ones almost nothing.

@@ -8,16 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from math import inf
 from typing import Any
 
-from ...errors import StorageDownError, StorageError
-from .errors import translated
+from ...errors import StorageDownError
 from .known_stores import KNOWN
-from .trust import TRUST
+from .s3_errors import aws_failures
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class Unfinished:
         deadline_s = time.monotonic() + self.limit_s
         if self._place in KNOWN.no_upload_list:
             return
-        with self._failures(path):
+        with aws_failures("dropping unfinished uploads", self.uri, path):
             for now_s, upload in self._all(path, deadline_s):
                 if upload["Key"] != path and (
                     whole_key or not upload["Key"].startswith(path + "/")
@@ -198,27 +196,6 @@ class Unfinished:
             # completed, or dropped by another process
             if error.response["Error"]["Code"] != "NoSuchUpload":
                 raise
-
-    @contextmanager
-    def _failures(self, path: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError, SSLError
-
-        try:
-            yield
-        except ClientError as error:
-            code = error.response["Error"]["Code"]
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            answer = RuntimeError(f"<Code>{code}</Code> status {status}")
-            raise translated(answer, "dropping unfinished uploads", self.uri, path) from error
-        except SSLError as error:
-            message = (
-                f"dropping unfinished uploads failed: the server's certificate is not "
-                f"trusted: {error}"
-            )
-            raise StorageError(message, uri=self.uri, key=path, advice=TRUST) from error
-        except BotoCoreError as error:
-            message = f"dropping unfinished uploads failed: {error}"
-            raise StorageDownError(message, uri=self.uri, key=path) from error
 
 
 def _server_time_s(page: dict[str, Any]) -> float:

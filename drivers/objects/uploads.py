@@ -210,23 +210,99 @@ class _Feed:
         return self._parts.popleft()
 
 
-class PartsUpload(Upload):
+class MultipartUpload(Upload):
     """A multipart upload. Writes are in ascending order."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._written = Ranges(target.nbytes, uri=target.uri, key=target.key)
+        self._began_s = time.monotonic()
+        self._leaving: asyncio.Future[None] | None = None
+        """Cleanup of an ended upload, which every caller of abort awaits."""
+        _places.setdefault(target.place, _Place()).live += 1
+
+    def _check_next(self, start: int, nbytes: int, reached: int) -> None:
+        """Raise StorageError unless ``nbytes`` bytes at ``start`` lie in the object and come next:
+        ``reached`` bytes came before."""
+        self._written.check(start, nbytes)
+        if start != reached:
+            raise StorageError(
+                f"bytes {start}:{start + nbytes} are out of order: byte {reached} is next",
+                uri=self._target.uri,
+                key=self._target.key,
+                advice="The parts of an object store's upload are written in ascending order.",
+            )
+
+    async def _completed(self, completion: Awaitable[Any]) -> None:
+        """Await ``completion``, and check what the store has then. Raises StorageError."""
+        began_s = time.time()
+        try:
+            await completion
+        except NotFoundError:
+            if not await self._was_completed(began_s):
+                raise
+            return
+        # Some stores acknowledge data that they did not keep.
+        stored_nbytes = (await self._target.stat()).nbytes
+        if stored_nbytes != self._written.nbytes:
+            raise StorageError(
+                f"the store acknowledged {self._written.nbytes} bytes, but has {stored_nbytes}",
+                uri=self._target.uri,
+                key=self._target.key,
+            )
+
+    async def _was_completed(self, began_s: float) -> bool:
+        """Return whether the store has the object although it no longer knows the upload.
+
+        The client repeats the completion request if its answer is lost, when the store may have
+        already performed it. So the object counts if it has the right size and is no older than the
+        request, which began at ``began_s`` by this host's clock. If somebody dropped the upload
+        instead, there is no such object.
+        """
+        try:
+            found = await self._target.stat()
+        except NotFoundError:
+            return False
+        return found.nbytes == self._written.nbytes and found.modified_s >= began_s - _CLOCKS_S
+
+    async def _over_and(self, leave: Coroutine[Any, Any, None]) -> None:
+        self._written.end()
+        self._leaving = asyncio.ensure_future(leave)
+        await to_the_end(self._leaving)
+
+    async def _leave(self, *, failed: bool) -> None:
+        """Deregister the upload. The process's last upload to an object drops the leftovers of the
+        failed ones.
+
+        The store does not tell who started an upload, so leftovers are identified by object and
+        time, and nothing is dropped while another upload is in progress.
+        """
+        place = _places[self._target.place]
+        place.live -= 1
+        if failed:
+            place.left_since_s = min(self._began_s, place.left_since_s or self._began_s)
+        if place.live:
+            return
+        del _places[self._target.place]
+        if place.left_since_s is not None:
+            try:
+                await self._target.drop_unfinished(time.monotonic() - place.left_since_s)
+            except StorageError as error:
+                _log.warning("parts of a failed upload stay until they are swept: %s", error)
+
+
+class PartsUpload(MultipartUpload):
+    """A multipart upload by obstore."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
         self._cutter = Cutter(target.nbytes, part_nbytes_for(target.nbytes, target.part_nbytes))
         self._feed = _Feed()
-        self._began_s = time.monotonic()
         self._put: asyncio.Future[Any] | None = None
         self._given_up = False
         """True if a failed or cancelled write has stopped the upload."""
         self._first_returned = asyncio.Event()
         """Set when that write returns."""
-        self._leaving: asyncio.Future[None] | None = None
-        """Cleanup of an ended upload, which every caller of abort awaits."""
-        _places.setdefault(target.place, _Place()).live += 1
 
     async def begin(self) -> None:
         """Start the upload on the store. Raises StorageError if the store rejects it."""
@@ -259,15 +335,7 @@ class PartsUpload(Upload):
     async def write(self, start: int, data: Buffer) -> None:
         """See :meth:`Upload.write`. An upload with a failed or cancelled write cannot be committed.
         A rejected part may only be reported by a later write or by ``commit``."""
-        self._written.check(start, len(data))
-        if start != self._cutter.reached:
-            raise StorageError(
-                f"bytes {start}:{start + len(data)} are out of order: byte {self._cutter.reached} "
-                f"is next",
-                uri=self._target.uri,
-                key=self._target.key,
-                advice="The parts of an object store's upload are written in ascending order.",
-            )
+        self._check_next(start, len(data), self._cutter.reached)
         stored = [
             future for part in self._cutter.cut(data) if (future := self._send(part)) is not None
         ]
@@ -321,7 +389,7 @@ class PartsUpload(Upload):
             if (last := self._cutter.rest()) is not None:
                 self._feed.give(last)
             self._feed.end()
-            await to_the_end(self._finish())
+            await to_the_end(self._completed(self._finish()))
         except BaseException:
             await self.abort()
             raise
@@ -329,38 +397,10 @@ class PartsUpload(Upload):
 
     async def _finish(self) -> None:
         assert self._put is not None
-        began_s = time.time()
         await asyncio.wait([self._put], timeout=self._target.limit_s)
         if not self._put.done():
             await self._raise_failure("commit")
-        try:
-            await self._put
-        except NotFoundError:
-            if not await self._was_completed(began_s):
-                raise
-            return
-        # Some stores acknowledge data that they did not keep.
-        stored_nbytes = (await self._target.stat()).nbytes
-        if stored_nbytes != self._written.nbytes:
-            raise StorageError(
-                f"the store acknowledged {self._written.nbytes} bytes, but has {stored_nbytes}",
-                uri=self._target.uri,
-                key=self._target.key,
-            )
-
-    async def _was_completed(self, began_s: float) -> bool:
-        """Return whether the store has the object although it no longer knows the upload.
-
-        The client repeats the completion request if its answer is lost, when the store may have
-        already performed it. So the object counts if it has the right size and is no older than the
-        request, which began at ``began_s`` by this host's clock. If somebody dropped the upload
-        instead, there is no such object.
-        """
-        try:
-            found = await self._target.stat()
-        except NotFoundError:
-            return False
-        return found.nbytes == self._written.nbytes and found.modified_s >= began_s - _CLOCKS_S
+        await self._put
 
     async def abort(self) -> None:
         """See :meth:`Upload.abort`. Asks the store to discard the parts it has. If it is
@@ -374,37 +414,12 @@ class PartsUpload(Upload):
         else:
             await to_the_end(self._leaving)
 
-    async def _over_and(self, leave: Coroutine[Any, Any, None]) -> None:
-        self._written.end()
-        self._leaving = asyncio.ensure_future(leave)
-        await to_the_end(self._leaving)
-
     async def _clean_up(self) -> None:
         assert self._put is not None
         await asyncio.wait([self._put], timeout=_RELEASE_S)
         if self._put.done() and not self._put.cancelled():
             self._put.exception()  # retrieved, so that asyncio does not warn about it
         await self._leave(failed=self._feed.asked.is_set())
-
-    async def _leave(self, *, failed: bool) -> None:
-        """Deregister the upload. The process's last upload to an object drops the leftovers of the
-        failed ones.
-
-        The store does not tell who started an upload, so leftovers are identified by object and
-        time, and nothing is dropped while another upload is in progress.
-        """
-        place = _places[self._target.place]
-        place.live -= 1
-        if failed:
-            place.left_since_s = min(self._began_s, place.left_since_s or self._began_s)
-        if place.live:
-            return
-        del _places[self._target.place]
-        if place.left_since_s is not None:
-            try:
-                await self._target.drop_unfinished(time.monotonic() - place.left_since_s)
-            except StorageError as error:
-                _log.warning("parts of a failed upload stay until they are swept: %s", error)
 
     def _stop(self) -> None:
         assert self._put is not None

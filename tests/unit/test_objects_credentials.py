@@ -72,6 +72,13 @@ async def upload(driver: Driver) -> None:
     await upload.abort()
 
 
+async def compose(driver: Driver) -> None:
+    """An object that is copied."""
+    upload = await driver.compose("copy", 3)
+    await upload.copy(0, driver, "k", 0, 3)
+    await upload.commit()
+
+
 OPERATIONS: dict[str, Callable[[Driver], Awaitable[object]]] = {
     "put": lambda driver: driver.put("k", b"data"),
     "get": lambda driver: driver.get("k"),
@@ -80,6 +87,7 @@ OPERATIONS: dict[str, Callable[[Driver], Awaitable[object]]] = {
     "delete": lambda driver: driver.delete("k"),
     "sweep": lambda driver: driver.sweep("k"),
     "upload": upload,
+    "compose": compose,
     "upload_small": lambda driver: stored(driver, "small", b"abc"),
 }
 

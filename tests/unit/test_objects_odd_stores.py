@@ -274,3 +274,87 @@ def test_a_bucket_with_object_lock_gets_its_checksums(
     assert len(refused) == 1
     with pytest.raises(holdfast.StorageError, match="Content-MD5"):
         holdfast.save(below(root, "step-1") + "&checksum=signed", state)
+
+
+# Saves that copy from an earlier checkpoint
+
+CHUNKS = {"x": torch.arange(12_000_000.0)}
+"""A state whose image has three chunks."""
+
+
+def is_copy(asked: Request) -> bool:
+    """Return whether a request asks to copy a part."""
+    return "x-amz-copy-source" in asked.headers
+
+
+def refuse_copies(asked: Request) -> Answer | None:
+    """Answer as a store that does not know such requests."""
+    return refusal(501, "NotImplemented") if is_copy(asked) else None
+
+
+def want_checksums(asked: Request) -> Answer | None:
+    """Refuse parts without a checksum, as a bucket with Object Lock does."""
+    has_one = {"content-md5", "x-amz-checksum-sha256"} & {*asked.headers}
+    if kind_of(asked) != "part" or is_copy(asked) or has_one:
+        return None
+    text = "<Code>InvalidRequest</Code><Message>Content-MD5 HTTP header is required</Message>"
+    return Answer(400, f"<Error>{text}</Error>".encode(), {"content-type": "application/xml"})
+
+
+def losing(kind: str) -> Any:
+    """Lose the answers to requests of a kind that were done."""
+    return lambda asked, answer: refusal(500, "InternalError") if kind_of(asked) == kind else answer
+
+
+def copied_nbytes(root: str) -> int:
+    """Save twice; the second save changes one chunk and copies the others if it can."""
+    holdfast.save(below(root, "step-1"), CHUNKS)
+    changed = {"x": CHUNKS["x"].clone()}
+    changed["x"][-1] = 0
+    report = holdfast.save(below(root, "step-2"), changed, base=below(root, "step-1"))
+    assert difference(holdfast.load(below(root, "step-2")), changed) is None
+    return int(report.borrowed_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [(lambda asked: None, 32 << 20), (want_checksums, 32 << 20), (refuse_copies, 0)],
+    ids=["none", "checksums", "no copies"],
+)
+def test_equal_chunks_are_copied_by_the_store(
+    fault: Any, expected: int, root: str, store: OddStore
+) -> None:
+    """A store that copies parts sends no equal chunk; with one that does not, the save is whole."""
+    holdfast.save(below(root, "step-0"), STATE)
+    store.fault = fault
+    assert copied_nbytes(root.replace("part_size=5MiB", "part_size=16MiB")) == expected
+    assert store.uploads == {}
+
+
+def test_a_composed_upload_is_complete_although_its_answer_is_lost(
+    root: str, store: OddStore
+) -> None:
+    """If the object is there with the right size, a repeated completion has succeeded."""
+    lost = []
+
+    def edit(asked: Request, answer: Answer) -> Answer:
+        if kind_of(asked) == "complete" and answer.status == 200:
+            lost.append(asked.path)
+            return refusal(500, "InternalError")
+        return answer
+
+    store.edit = edit
+    assert copied_nbytes(root) == 32 << 20
+    assert len(lost) == 2
+
+
+def test_a_composed_upload_whose_beginning_is_lost_is_dropped(root: str, store: OddStore) -> None:
+    """An upload that the store has begun, and nobody knows by name, does not stay."""
+    holdfast.save(below(root, "step-1"), CHUNKS)
+    store.edit = losing("begin")
+    once = below(root, "step-2") + "&retries=0"
+    with pytest.raises(holdfast.StorageError):
+        holdfast.save(once, CHUNKS, base=below(root, "step-1"))
+    store.edit = lambda asked, answer: answer
+    assert store.uploads == {}
+    assert store.aborted

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import trustme
-from support.drivers import stored, used
+from support.drivers import bare, stored, used
 from support.servers.scripted import (
     ONCE,
     Answer,
@@ -221,13 +221,29 @@ async def store(driver: Driver) -> None:
     with contextlib.suppress(StorageError):  # the server stores only three bytes
         await stored(driver, "large", LARGE)
     assert await driver.get("plain") == b"abc"
+    if driver.traits.copies is not None:
+        await compose(driver)
     await driver.sweep("large")
+
+
+async def compose(driver: Driver) -> None:
+    """Copy an object, and write another in the same way."""
+    upload = await driver.compose("composed", 3)
+    await upload.copy(0, driver, "plain", 0, 3)
+    await upload.commit()
+    upload = await driver.compose("composed", 3)
+    await upload.write(0, memoryview(b"abc"))
+    await upload.commit()
 
 
 def kind(request: Request) -> str:
     """Classify a request."""
     parts = urlsplit(request.path)
     query = parse_qs(parts.query, keep_blank_values=True)
+    if parts.path.endswith("composed") and "uploads" in query:
+        return "compose"
+    if "x-amz-copy-source" in request.headers:
+        return "copy"
     if request.method == "PUT":
         return "part" if "partNumber" in query else parts.path.rpartition("/")[2]
     if request.method == "POST":
@@ -248,7 +264,7 @@ def headers(server: ScriptedServer, kinds: list[str]) -> dict[str, dict[str, str
 
 
 SSE = "x-amz-server-side-encryption"
-STORING = ["plain", "exclusive", "small", "begin"]
+STORING = ["plain", "exclusive", "small", "begin", "compose"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +302,7 @@ def test_whoever_pays_says_so_in_every_request() -> None:
         options = f"part_size=5MiB&{ONCE}&requester_pays=on"
         used(f"s3://bucket/run?endpoint={server.url}&{options}", store)
         kinds = {kind(request) for request in server.log}
-        assert kinds >= {"part", "complete", "GET", "HEAD", "list"}
+        assert kinds >= {"part", "copy", "complete", "GET", "HEAD", "list"}
         assert {asked.headers.get("x-amz-request-payer") for asked in server.log} == {"requester"}
 
 
@@ -297,9 +313,33 @@ def test_a_key_of_the_customers_goes_with_everything_that_needs_it(
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         uri = f"s3://bucket/run?endpoint={server.url}&part_size=5MiB&{ONCE}&sse=customer"
         used(f"{uri}&ca={tmp_path / 'ca.pem'}", store, sse_customer_key=KEY)
-        told = headers(server, [*STORING, "part", "GET"])
+        told = headers(server, [*STORING, "part", "copy", "GET"])
         sent = [one.get(f"{SSE}-customer-key") for one in told.values()]
         assert sent == [KEY] * len(told)
+        copy = next(request for request in server.log if kind(request) == "copy")
+        assert copy.headers["x-amz-copy-source"] == "bucket/run/plain"
+        assert copy.headers["x-amz-copy-source-range"] == "bytes=0-2"
+        assert copy.headers[f"x-amz-copy-source{SSE.removeprefix('x-amz')}-customer-key"] == KEY
+
+
+@pytest.mark.parametrize(
+    ("bucket", "options", "is_able"),
+    [
+        ("bucket", "", True),
+        ("bucket", "checksum=signed", True),
+        ("bucket", "checksum=sha256", False),
+        ("bucket", "checksum=crc64nvme", False),
+        ("bucket--usw2-az1--x-s3", "", False),
+    ],
+)
+def test_what_cannot_be_copied_is_known_before(bucket: str, options: str, is_able: bool) -> None:
+    """Without a request, the traits say whether parts are copied; a driver with other credentials
+    or of another bucket is not copied from."""
+    driver = bare(f"s3://{bucket}/run?{options}")
+    assert (driver.traits.copies is not None) == is_able
+    assert driver.copies_from(bare(f"s3://{bucket}/other?{options}")) == is_able
+    for other in (f"s3://other/run?{options}", f"s3://{bucket}/run?profile=p&{options}"):
+        assert not driver.copies_from(bare(other))
 
 
 def test_a_key_is_not_sent_in_clear() -> None:

@@ -139,9 +139,19 @@ class OddStore:
     def _part(self, asked: Request, key: str, query: dict[str, str]) -> Answer:
         if query["uploadId"] not in self.uploads:
             return refusal(404, "NoSuchUpload")
+        data = asked.body
+        if source := asked.headers.get("x-amz-copy-source"):
+            name = unquote(source).removeprefix("bucket/")
+            if name not in self.objects:
+                return refusal(404, "NoSuchKey")
+            first, _, last = asked.headers["x-amz-copy-source-range"][6:].partition("-")
+            data = self.objects[name][0][int(first) : int(last) + 1]
         parts = self.uploads[query["uploadId"]].parts
-        parts[int(query["partNumber"])] = (asked.body, time.time())
-        return Answer(headers={"etag": _etag(asked.body)})
+        parts[int(query["partNumber"])] = (data, time.time())
+        if source:
+            text = f"<CopyPartResult><ETag>{_etag(data)}</ETag></CopyPartResult>"
+            return Answer(200, text.encode(), _XML)
+        return Answer(headers={"etag": _etag(data)})
 
     def _complete(self, asked: Request, key: str, query: dict[str, str]) -> Answer:
         upload = self.uploads.pop(query["uploadId"], None)
