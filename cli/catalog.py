@@ -105,11 +105,17 @@ COMMANDS: tuple[Command, ...] = (
                 "rewrite the images: whole tensors, in order, in files of about SIZE, such as 4GiB",
                 type=size,
             ),
+            argument(
+                "--base",
+                "URI",
+                "an earlier checkpoint on the storage of DST, which copies equal bytes from there",
+            ),
             JSON,
         ),
         examples={
             "holdfast cp /nvme/run/step-500 s3://bucket/run/step-500": "one checkpoint",
             "holdfast cp --recursive /nvme/run s3://bucket/run": "all checkpoints missing there",
+            "holdfast cp run/step-9 s3://b/run/step-9 --base s3://b/run/step-8": "what differs",
             "holdfast cp --layout 4GiB run/step-500 /models/served": "large files, for a server",
         },
         statuses={0: "everything was copied", 1: "with --recursive: a checkpoint was damaged"},

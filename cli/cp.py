@@ -18,6 +18,7 @@ def run(
     recursive: bool,
     overwrite: bool,
     layout: int | None,
+    base: str | None,
     json_output: bool,
 ) -> int:
     """Copy, and print the result. Return 0 if everything was copied, 1 if something is
@@ -30,6 +31,7 @@ def run(
                 recursive=recursive,
                 overwrite=overwrite,
                 image_nbytes=layout,
+                base=base,
                 progress=progress,
             )
     except KeyboardInterrupt:
@@ -54,6 +56,7 @@ def _document(report: CopyReport) -> dict[str, object]:
         "ok": report.ok,
         "nbytes": report.nbytes,
         "sent_nbytes": report.sent_nbytes,
+        "borrowed_nbytes": report.borrowed_nbytes,
         "seconds": report.seconds,
         "checkpoints": [asdict(c) for c in report.checkpoints],
     }
@@ -63,12 +66,15 @@ def _line(c: CopiedCheckpoint, uri: str) -> str:
     name = printable(c.path or uri)
     if c.problem is not None:
         return f"{paint('not copied', 'red')}: {name}: {printable(c.problem)}"
-    if not c.sent_nbytes and c.nbytes:
+    if not c.sent_nbytes and not c.borrowed_nbytes and c.nbytes:
         return (
             f"{paint('there', 'green')}: {name}: {one_of(c.files, 'file')}, "
             f"{size_text(c.nbytes)}, nothing to send"
         )
-    return f"{paint('copied', 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
+    line = f"{paint('copied', 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
+    if c.why_whole:
+        line += f"; more was sent than differs from the base: {printable(c.why_whole)}"
+    return line
 
 
 def _summary(report: CopyReport) -> str:
@@ -84,8 +90,10 @@ def _summary(report: CopyReport) -> str:
 
 def _figures(what: CopiedCheckpoint | CopyReport) -> str:
     """Return the size and the rate. The rate counts only the bytes that were sent."""
-    before = what.nbytes - what.sent_nbytes
+    before = what.nbytes - what.sent_nbytes - what.borrowed_nbytes
     size = size_text(what.nbytes)
     if before:
         size += f", {size_text(before)} of it were there"
+    if what.borrowed_nbytes:
+        size += f", {size_text(what.borrowed_nbytes)} of it copied there from the base"
     return f"{size}, {what.sent_nbytes / what.seconds / 1e9:.2f} GB/s"

@@ -39,9 +39,19 @@ class BaseImage:
         block = layout.block_nbytes
         found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
         equal = (found == self.blocks[start // block :][: len(found)]).all(axis=1)
-        runs = runs_of(equal, whole=self.copies.min_nbytes > block)
-        ranges = [(start + i * block, min(start + j * block, stop), lent) for i, j, lent in runs]
-        return [(i, j, lent and j - i >= self.copies.min_nbytes) for i, j, lent in ranges]
+        return ranges_of(equal, start, stop, block, self.copies)
+
+
+def ranges_of(
+    equal: npt.NDArray[np.bool_], start: int, stop: int, block_nbytes: int, copies: CopyTraits
+) -> list[tuple[int, int, bool]]:
+    """Return (start, stop, borrowed) of all runs of the chunk [start, stop) of an image, given
+    which of its blocks are ``equal`` to the base's."""
+    runs = runs_of(equal, whole=copies.min_nbytes > block_nbytes)
+    ranges = [
+        (start + i * block_nbytes, min(start + j * block_nbytes, stop), lent) for i, j, lent in runs
+    ]
+    return [(i, j, lent and j - i >= copies.min_nbytes) for i, j, lent in ranges]
 
 
 def runs_of(equal: npt.NDArray[np.bool_], *, whole: bool) -> list[tuple[int, int, bool]]:

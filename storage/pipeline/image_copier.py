@@ -4,12 +4,17 @@ Every byte is verified against the manifest before it is written: data by the di
 the pages at the end of an image are recomputed. So a complete copy equals the saved image, whatever
 the source returned.
 
+With a :class:`.lender.Lender`, the destination copies equal bytes from another checkpoint there:
+they are neither read nor sent.
+
 Compressed images are copied in stored form and unpacked only for verification, so all copies of a
 checkpoint are identical. Images that share files with other checkpoints are copied as whole files.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +22,7 @@ from ...core.aio import all_or_none, at_most
 from ...core.units import ceil_div
 from ...drivers.contract import Driver, Upload
 from ...errors import DamagedError, NotFoundError
+from ...planner.image import DIGEST_NBYTES
 from ..format.chunks import Chunk, chunks_of, damaged, damaged_ranges
 from ..format.digest import page_of
 from ..format.manifest import Manifest
@@ -27,6 +33,7 @@ from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from .image_reader import NOT_WHAT_WAS_WRITTEN, ImageReader
 from .image_writer import Opening, write_pages, writing_order
+from .lender import Lender, LentImage
 from .mapping import image_driver
 from .unpacking import Stored
 
@@ -43,6 +50,7 @@ class ImageCopier:
     attempt: str
     budget_nbytes: int
     sent: Callable[[int], None]
+    lender: Lender | None = None
 
     def __post_init__(self) -> None:
         self.target: Manifest = replace(self.source.manifest.whole, attempt=self.attempt)
@@ -130,6 +138,10 @@ class _Copies:
         self._pool = host_pool(self._m.chunk_nbytes)
         self._buffers: dict[Chunk, HostBuffer] = {}
         self._stored: dict[Chunk, Stored] = {}
+        self._looking: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._lent: dict[int, LentImage | None] = {}
+        self._runs: dict[Chunk, list[tuple[int, int, bool]]] = {}
+        """Runs of the chunks that are partly or wholly lent."""
         self._uploads: dict[int, Opening] = {}
         self._chunks: list[Chunk] = []
         self._pages: dict[int, list[bytes]] = {}
@@ -163,29 +175,71 @@ class _Copies:
     async def _read(self, chunk: Chunk) -> None:
         buffer = self._pool.take()
         self._buffers[chunk] = buffer
-        self._stored[chunk] = await self._reader.read_stored(chunk, buffer.view)
+        lent = await self._lent_image(chunk.image)
+        if lent is None:
+            self._stored[chunk] = await self._reader.read_stored(chunk, buffer.view)
+            return
+        self._stored[chunk] = Stored(chunk.start, chunk.stop - chunk.start)
+        self._runs[chunk] = runs = lent.runs(chunk)
+        for start, stop, is_lent in runs:
+            if not is_lent:
+                await self._reader.read(chunk.image, start, self._run(chunk, start, stop))
+
+    async def _lent_image(self, image: int) -> LentImage | None:
+        """Return what an image may borrow, looked up for its first chunk."""
+        lender = self._copier.lender
+        if lender is None:
+            return None
+        async with self._looking[image]:
+            if image not in self._lent:
+                self._lent[image] = await lender.image(image)
+        return self._lent[image]
 
     async def _check(self, chunk: Chunk) -> None:
         m = self._m
         page = await self._page_of(chunk)
         if damaged_ranges(chunk, chunk.start, page, m.block_nbytes, None):
             pages = await self._reader.read_pages(chunk.image, [chunk.start])
-            stored_page = pages[chunk.image, chunk.start]
-            bad = damaged_ranges(chunk, chunk.start, page, m.block_nbytes, stored_page)
-            uri = self._reader.driver.uri
-            raise damaged(m, uri, chunk.image, *bad[0], NOT_WHAT_WAS_WRITTEN)
+            self._check_page(chunk, chunk.start, page, pages[chunk.image, chunk.start])
         self._pages[chunk.image][chunk.start // m.chunk_nbytes] = page
+
+    def _check_page(self, chunk: Chunk, start: int, page: bytes, stored_page: bytes) -> None:
+        bad = damaged_ranges(chunk, start, page, self._m.block_nbytes, stored_page)
+        if bad:
+            uri = self._reader.driver.uri
+            raise damaged(self._m, uri, chunk.image, *bad[0], NOT_WHAT_WAS_WRITTEN)
 
     async def _write(self, chunk: Chunk) -> None:
         upload = await self._upload(chunk.image)
         stored = self._stored[chunk]
-        await upload.write(stored.start, self._view(chunk))
+        if chunk in self._runs:
+            await self._write_runs(upload, chunk)
+        else:
+            await upload.write(stored.start, self._view(chunk))
         self._copier.sent(stored.nbytes)
         self._left[chunk.image] -= 1
         if not self._left[chunk.image]:
             await self._finish(chunk.image, upload, self._buffers[chunk])
 
+    async def _write_runs(self, upload: Upload, chunk: Chunk) -> None:
+        lender, lent = self._copier.lender, self._lent[chunk.image]
+        assert lender is not None
+        assert lent is not None
+        for start, stop, is_lent in self._runs[chunk]:
+            data = self._run(chunk, start, stop)
+            if is_lent:
+                if await lender.copy(upload, lent, start, stop):
+                    continue
+                await self._reader.read(chunk.image, start, data)
+                page = await offload(page_of, data, self._m.block_nbytes)
+                self._check_page(chunk, start, page, lent.pages[chunk.start])
+            await upload.write(start, data)
+
+    def _run(self, chunk: Chunk, start: int, stop: int) -> memoryview:
+        return self._buffers[chunk].view[start - chunk.start : stop - chunk.start]
+
     def _release(self, chunk: Chunk) -> None:
+        self._runs.pop(chunk, None)
         buffer = self._buffers.pop(chunk, None)
         self._stored.pop(chunk, None)
         if buffer is not None:
@@ -196,6 +250,8 @@ class _Copies:
 
     async def _page_of(self, chunk: Chunk) -> bytes:
         m = self._m
+        if chunk in self._runs:
+            return await self._page_of_runs(chunk)
         view = self._view(chunk)
         sizes = self._stored[chunk].sizes
         if sizes is None:
@@ -208,12 +264,26 @@ class _Copies:
             uri = self._reader.driver.uri
             raise damaged(m, uri, chunk.image, chunk.start, chunk.stop, what) from error
 
+    async def _page_of_runs(self, chunk: Chunk) -> bytes:
+        """Return the digests of the blocks that were read, and the source's own of the others."""
+        lent = self._lent[chunk.image]
+        assert lent is not None
+        page = bytearray(lent.pages[chunk.start])
+        block_nbytes = self._m.block_nbytes
+        for start, stop, is_lent in self._runs[chunk]:
+            if not is_lent:
+                found = await offload(page_of, self._run(chunk, start, stop), block_nbytes)
+                at = (start - chunk.start) // block_nbytes * DIGEST_NBYTES
+                page[at : at + len(found)] = found
+        return bytes(page)
+
     async def _upload(self, image: int) -> Upload:
         """Return the image's upload, opening it for the first chunk."""
         if image not in self._uploads:
             key = self._copier.target.image_key(image)
-            create = self._copier.destination.create(key, self._copier.sizes[image])
-            self._uploads[image] = Opening(create)
+            destination = self._copier.destination
+            create = destination.create if self._copier.lender is None else destination.compose
+            self._uploads[image] = Opening(create(key, self._copier.sizes[image]))
         return await self._uploads[image].upload()
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
@@ -226,3 +296,4 @@ class _Copies:
         self._copier.sent(len(trailer))
         await upload.commit()
         del self._uploads[image]
+        self._lent.pop(image, None)

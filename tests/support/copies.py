@@ -59,8 +59,8 @@ def copied(
 ) -> int:
     """Copy; return the bytes that were sent."""
     orders = Orders(overwrite, budget_nbytes, image_nbytes)
-    _, sent_nbytes = run(copy_checkpoint(theirs, ours, orders))
-    return int(sent_nbytes)
+    _, sent = run(copy_checkpoint(theirs, ours, orders))
+    return sent.nbytes
 
 
 def checkpoint(elements: int = 4000) -> MemoryDriver:

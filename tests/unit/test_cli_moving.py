@@ -72,8 +72,31 @@ def test_cp_prints_json(root: str) -> None:
     first = told["checkpoints"][0]
     assert first.pop("seconds") > 0
     assert first == {
-        "path": "step-1", "step": 1, "files": 1, "nbytes": 8208, "sent_nbytes": 8208, "problem": None
+        "path": "step-1", "step": 1, "files": 1, "nbytes": 8208, "sent_nbytes": 8208, "problem": None,
+        "borrowed_nbytes": 0, "why_whole": "",
     }  # fmt: skip
+
+
+def test_cp_borrows_from_a_base() -> None:
+    """The line and the document tell what the destination copied, and why not everything was."""
+    root, there = fresh_uri(), fresh_uri()
+    state = {"x": torch.arange(1 << 20), "step": 1}
+    for step in (1, 2, 3):
+        state["x"][0] = step
+        holdfast.save(f"{root}/step-{step}", state | {"step": step})
+    run("cp", f"{root}/step-1", f"{there}/step-1")
+    base = ("--base", f"{there}/step-1")
+    told = run_json("cp", f"{root}/step-2", f"{there}/step-2", *base)
+    assert told["borrowed_nbytes"] + told["sent_nbytes"] == told["nbytes"]
+    assert told["borrowed_nbytes"] > 0.9 * told["nbytes"]
+    out = run("cp", f"{root}/step-3", f"{there}/step-3", *base).stdout
+    assert re.search(
+        r"step-3: 1 file, 8\.01 MiB, 7\.94 MiB of it copied there from the base, ", out
+    )
+    out = run(
+        "cp", "--overwrite", f"{root}/step-1", f"{there}/step-3", "--base", f"{there}/no"
+    ).stdout
+    assert "more was sent than differs from the base: the base cannot be read" in out
 
 
 def test_progress_goes_to_a_log(capsys: Any) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from ....core.aio import at_most
 from ....drivers.contract import Driver
@@ -22,6 +24,7 @@ from ....errors import (
     CheckpointError,
     DamagedError,
     ExistsError,
+    HoldfastError,
     NotACheckpointError,
     NotFoundError,
     ReplacedError,
@@ -34,6 +37,7 @@ from ...format.manifest import MANIFEST_KEY, Manifest
 from ...pipeline.image_copier import ImageCopier
 from ...pipeline.image_reader import ImageReader
 from ...pipeline.image_rewriter import ImageRewriter, NewImages, lay_out_whole, without_digests
+from ...pipeline.lender import Lender
 from ...pipeline.mapping import image_driver
 from ...pipeline.verifier import verify_images
 from ...protocol.attempt import delete_attempt
@@ -60,8 +64,9 @@ class CopiedCheckpoint:
 
     ``nbytes``: size of its ``files`` images. ``sent_nbytes``: bytes sent now; the rest was already
     there, from an earlier, interrupted copy, or, if nothing was sent, because the destination has
-    the same checkpoint. ``problem``: why it was not copied; nothing of it is then visible at the
-    destination.
+    the same checkpoint. ``borrowed_nbytes``: bytes that the destination copied from ``base``.
+    ``problem``: why it was not copied; nothing of it is then visible at the destination.
+    ``why_whole``: why more bytes were sent than differ from the base; "" otherwise.
     """
 
     path: str
@@ -71,6 +76,8 @@ class CopiedCheckpoint:
     sent_nbytes: int
     seconds: float
     problem: str | None = None
+    borrowed_nbytes: int = 0
+    why_whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,11 @@ class CopyReport:
         return sum(c.sent_nbytes for c in self.copied)
 
     @property
+    def borrowed_nbytes(self) -> int:
+        """Bytes of images that the destination copied from the base."""
+        return sum(c.borrowed_nbytes for c in self.copied)
+
+    @property
     def copied(self) -> tuple[CopiedCheckpoint, ...]:
         """The checkpoints that are now at the destination: copied, or already there before."""
         return tuple(c for c in self.checkpoints if c.problem is None)
@@ -111,6 +123,7 @@ def copy(
     overwrite: bool = False,
     recursive: bool = False,
     image_nbytes: int | None = None,
+    base: UriLike | None = None,
     budget_nbytes: int = BUDGET_NBYTES,
     src_options: Mapping[str, object] | None = None,
     dst_options: Mapping[str, object] | None = None,
@@ -126,8 +139,15 @@ def copy(
     there would be more of them than ranks that saved. Compressed images are unpacked. The state
     stays the same, with the values and tensors of each rank.
 
-    Every byte is verified. Atomic: ``dst`` has the complete new checkpoint or its previous
-    contents. An interrupted copy resumes when called again: images already complete at the
+    With ``base``, a checkpoint on the storage of ``dst``, opened with ``dst_options``, the
+    destination copies blocks from there that are equal, and only the others are read and sent. With
+    ``recursive``, the base of each later checkpoint is its predecessor in the same folder. If
+    nothing can be copied, everything is sent, and the report says why: if the storage cannot copy,
+    the base is gone, a rank's image has another size, an image is compressed, or with
+    ``image_nbytes``.
+
+    Every byte that is sent is verified. Atomic: ``dst`` has the complete new checkpoint or its
+    previous contents. An interrupted copy resumes when called again: images already complete at the
     destination are not sent again. Extra host memory stays within ``budget_nbytes``.
 
     A destination that already has the same checkpoint is left alone; with ``overwrite``, only if
@@ -148,8 +168,9 @@ def copy(
     source = Place.of(src, src_options)
     target = Place.of(dst, dst_options)
     orders = Orders(overwrite, budget_nbytes, image_nbytes)
+    lending = None if base is None else Place.of(base, dst_options)
     with ProgressReporter(progress) as reporter:
-        copied = run(_copy(source, target, orders, recursive, reporter))
+        copied = run(_copy(source, target, orders, recursive, reporter, lending))
     return CopyReport(
         source.uri.redacted, target.uri.redacted, tuple(copied), time.perf_counter() - began_s
     )
@@ -191,7 +212,12 @@ class Pair:
 
 
 async def _copy(
-    source: Place, target: Place, orders: Orders, recursive: bool, reporter: ProgressReporter
+    source: Place,
+    target: Place,
+    orders: Orders,
+    recursive: bool,
+    reporter: ProgressReporter,
+    base: Place | None,
 ) -> list[CopiedCheckpoint]:
     paths = await _paths(source, recursive=recursive)
     looked = await _look_at_all(source, target, paths, orders, recursive)
@@ -199,11 +225,20 @@ async def _copy(
         await _copy_lineages(source, target, {path.rpartition("/")[0] for path in paths if path})
     sum_up = _Sum(reporter, sum(c.nbytes for c in looked))
     copied = []
+    last: dict[str, str] = {}  # path of the last checkpoint copied, by folder
     for known in looked:
+        folder = known.path.rpartition("/")[0]
         try:
             done = known
             if known.problem is None:
-                done = await _copy_path(source, target, known, orders, sum_up.add)
+                async with AsyncExitStack() as stack:
+                    lending = None
+                    if base is not None:
+                        place = target if folder in last else base
+                        opened = place.opened(last.get(folder, ""))
+                        lending = await stack.enter_async_context(opened)
+                    done = await _copy_path(source, target, known, orders, sum_up.add, lending)
+                last[folder] = known.path
         except CheckpointError as error:
             if not recursive:
                 raise
@@ -290,20 +325,42 @@ async def _copy_path(
     known: CopiedCheckpoint,
     orders: Orders,
     sent: Callable[[int], None],
+    base: Driver | None,
 ) -> CopiedCheckpoint:
     began_s = time.perf_counter()
     async with source.opened(known.path) as theirs, target.opened(known.path) as ours:
-        pair, sent_nbytes = await copy_checkpoint(theirs, ours, orders, sent)
+        pair, done = await copy_checkpoint(theirs, ours, orders, sent, base)
     m = pair.target
-    seconds = time.perf_counter() - began_s
-    return CopiedCheckpoint(known.path, m.step, len(m.images), pair.nbytes, sent_nbytes, seconds)
+    return CopiedCheckpoint(
+        known.path,
+        m.step,
+        len(m.images),
+        pair.nbytes,
+        done.nbytes,
+        time.perf_counter() - began_s,
+        borrowed_nbytes=done.borrowed_nbytes,
+        why_whole=done.why_whole,
+    )
+
+
+class Sent(NamedTuple):
+    """Counts of the bytes of a copy; see :class:`CopiedCheckpoint`."""
+
+    nbytes: int
+    borrowed_nbytes: int = 0
+    why_whole: str = ""
 
 
 async def copy_checkpoint(
-    theirs: Driver, ours: Driver, orders: Orders, sent: Callable[[int], None] = lambda nbytes: None
-) -> tuple[Pair, int]:
+    theirs: Driver,
+    ours: Driver,
+    orders: Orders,
+    sent: Callable[[int], None] = lambda nbytes: None,
+    base: Driver | None = None,
+) -> tuple[Pair, Sent]:
     """Copy the checkpoint at the root of the driver ``theirs`` (the source) to the root of ``ours``
-    (the destination). Returns both manifests, and the number of bytes sent.
+    (the destination), borrowing from the checkpoint at the root of ``base``. Returns both
+    manifests, and the numbers of bytes.
 
     ``sent`` is called with each number of bytes newly known to be at the destination, whether sent
     now or already there. Raises like :func:`copy`.
@@ -311,8 +368,8 @@ async def copy_checkpoint(
     pair = await _look(theirs, ours, orders)
     if await _is_there(ours, pair, orders):
         sent(pair.nbytes)
-        return pair, 0
-    return pair, await _send(theirs, ours, pair, orders, sent)
+        return pair, Sent(0)
+    return pair, await _send(theirs, ours, pair, orders, sent, base)
 
 
 async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
@@ -364,9 +421,14 @@ async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
 
 
 async def _send(
-    theirs: Driver, ours: Driver, pair: Pair, orders: Orders, sent: Callable[[int], None]
-) -> int:
-    """Send the missing images and commit; return the bytes sent. Resumes an interrupted copy."""
+    theirs: Driver,
+    ours: Driver,
+    pair: Pair,
+    orders: Orders,
+    sent: Callable[[int], None],
+    base: Driver | None,
+) -> Sent:
+    """Send the missing images and commit. Resumes an interrupted copy."""
     identity = pair.identity
     if pair.new is not None:  # the source's digests tell which bytes the new images have
         identity += await offload(_identity, pair.manifest)
@@ -374,8 +436,9 @@ async def _send(
     budget_nbytes = orders.budget_nbytes
     reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, budget_nbytes)
     copier: ImageCopier | ImageRewriter
+    lender, why_whole = await _lender(reader, ours, pair, base)
     if pair.new is None:
-        copier = ImageCopier(reader, ours, attempt.id, budget_nbytes, sent)
+        copier = ImageCopier(reader, ours, attempt.id, budget_nbytes, sent, lender)
     else:
         copier = ImageRewriter(reader, ours, pair.new, attempt.id, budget_nbytes, sent)
     try:
@@ -383,10 +446,10 @@ async def _send(
         there_nbytes = sum(copier.sizes[i] for i in whole)
         sent(there_nbytes)
         await copier.run([i for i in range(len(copier.sizes)) if i not in whole])
-        sent_nbytes = sum(copier.sizes) - there_nbytes
+        done = _sent(sum(copier.sizes) - there_nbytes, lender, why_whole)
         if pair.same is None and await _same(ours, pair, orders) is not None:
             await abandon(ours, attempt)  # another copy finished first
-            return sent_nbytes
+            return done
         obsolete = await commit(ours, attempt, copier.target)
     except DamagedError as error:
         await abandon(ours, attempt)
@@ -404,4 +467,26 @@ async def _send(
         await settle(ours, attempt)
     if obsolete is not None:
         await delete_attempt(ours, obsolete)
-    return sent_nbytes
+    return done
+
+
+def _sent(nbytes: int, lender: Lender | None, why_whole: str) -> Sent:
+    if lender is None:
+        return Sent(nbytes, 0, why_whole)
+    return Sent(nbytes - lender.borrowed_nbytes, lender.borrowed_nbytes, lender.why_whole)
+
+
+async def _lender(
+    source: ImageReader, ours: Driver, pair: Pair, base: Driver | None
+) -> tuple[Lender | None, str]:
+    """Return the lender; or None, and the reason if there is a base."""
+    if base is None:
+        return None, ""
+    if pair.new is not None:
+        return None, "the layout of the images is new"
+    try:
+        manifest, _ = await read_manifest(base)
+    except HoldfastError as error:
+        _log.warning("everything is sent, because the base cannot be read: %s", error)
+        return None, f"the base cannot be read: {error}"
+    return Lender(source, ImageReader(base, manifest, source.budget_nbytes), ours), ""
