@@ -64,6 +64,7 @@ def test_promises_hold_in_known_and_in_fresh_schedules(
         record_property("said", f"  {line}")
     assert tally.faults
     assert tally.outcomes["save: done"]
+    assert tally.copies
     assert tally.schedules > 5 * tally.runs  # everybody dies at many moments of a run
 
 

@@ -4,8 +4,7 @@ outcome that is allowed."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,10 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.storage.operations.loading.load import finish, run_build, run_load
-from holdfast.storage.operations.location import Place
 from holdfast.storage.operations.maintenance import choice, copy, prune
 from holdfast.storage.operations.maintenance.listing import ListedCheckpoint
 from holdfast.storage.operations.saving.save import run_save
+from holdfast.storage.pipeline.base import Base
 from holdfast.storage.ranks.store_team import StoreTeam
 from holdfast.storage.ranks.team import Team
 
@@ -33,7 +32,7 @@ from .loop import Crashed, Process
 from .schedule import ActorPlan
 from .slips import Slipping
 from .states import BUDGET_NBYTES, OTHER_STATE, SILENCE_S, Store, odd_job, same_as, save_job, target
-from .world import World
+from .world import SimPlace, World
 
 TRIES = 3
 AGAIN_S = 5.0
@@ -126,7 +125,11 @@ class Crew:
         """Raise Violation where there was no reason for it."""
         if isinstance(error, DamagedError | MismatchError):
             raise Violation(f"{process}: {error!r}") from error
-        crowd = [a for a in self.world.schedule.actors if a.kind != "load" and a is not plan]
+        crowd = [
+            a
+            for a in self.world.schedule.actors
+            if a.kind not in ("load", "remove") and a is not plan
+        ]
         tried = sum(p is plan for p, _ in self.outcomes)
         if _dies(plan) and not tried:  # whoever was left
             return
@@ -150,6 +153,9 @@ class Crew:
             job = (odd_job if plan.odd else save_job)(
                 plan.state, team.rank, plan.world, self.world.schedule.chunks
             )
+            if plan.base:
+                key = None if plan.base == "-" else plan.base
+                job.base = Base(SimPlace(self.world).opened, lambda: key)
             clock = asyncio.get_running_loop().time
             with recording(Recorder(team.rank, clock, clock)):
                 attempt, *_ = await run_save(driver, team, job)
@@ -184,8 +190,9 @@ class Crew:
 
     async def _copy(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
         theirs, ours = self.world.driver(OTHER), self.world.driver(MAIN)
+        base = self.world.driver(f"run/{plan.base}") if plan.base else None
         try:
-            await copy.copy_checkpoint(theirs, ours, copy.Orders(True, BUDGET_NBYTES))
+            await copy.copy_checkpoint(theirs, ours, copy.Orders(True, BUDGET_NBYTES), base=base)
         finally:
             await ours.close()
         if not any(m.state == OTHER_STATE for m in self.checker.during(began_s)):
@@ -193,10 +200,21 @@ class Crew:
         return "copied"
 
     async def _prune(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
-        place: Any = _SimPlace(self.world)
+        place = SimPlace(self.world)
         found = await prune.plan_pruning(place, _but_the_last, 60.0)
         self.checker.doomed.update(c.attempt for c in found.report.checkpoints)
         return await prune.carry_out(place, found, 60.0)
+
+    async def _remove(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
+        """As ``rm -rf``, file by file, in any order."""
+        driver = self.world.driver(f"run/{plan.base}")
+        try:
+            keys = [info.key async for info in driver.list()]
+            while keys:
+                await driver.delete(keys.pop(self.world.below(len(keys))))
+        finally:
+            await driver.close()
+        return "removed"
 
 
 def _dies(plan: ActorPlan) -> bool:
@@ -206,22 +224,3 @@ def _dies(plan: ActorPlan) -> bool:
 
 async def _but_the_last(listed: Sequence[ListedCheckpoint]) -> choice.Choice:
     return choice.Choice(choice.choose(listed, 1, None))
-
-
-class _SimPlace(Place):
-    """The folder of all checkpoints of a world."""
-
-    def __init__(self, world: World) -> None:
-        from holdfast.drivers.uri import Uri
-
-        super().__init__(Uri("sim", "run"), {})
-        object.__setattr__(self, "_world", world)
-
-    @contextlib.asynccontextmanager
-    async def opened(self, path: str = "") -> AsyncIterator[Any]:
-        """See :meth:`Place.opened`."""
-        driver = self._world.driver(f"run/{path}" if path else "run")  # type: ignore[attr-defined]
-        try:
-            yield driver
-        finally:
-            await driver.close()

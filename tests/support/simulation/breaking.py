@@ -63,9 +63,19 @@ def patches_of(changes: list[Change]) -> Iterator[Patch]:
             function = _function(module, code.co_qualname)
             if function is not None and function.__code__.co_freevars == code.co_freevars:
                 yield function, "__code__", code
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                yield module, ast.unparse(node.targets[0]), node.value.value
+        before = _constants((ROOT / file).read_text())
+        for name, value in _constants(source).items():
+            if before.get(name) != value:  # simulations have their own of others
+                yield module, name, value
+
+
+def _constants(source: str) -> dict[str, object]:
+    """Return the constants that a module defines, by name."""
+    return {
+        ast.unparse(node.targets[0]): node.value.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
 
 
 def _functions_in(code: types.CodeType) -> Iterator[types.CodeType]:

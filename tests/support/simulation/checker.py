@@ -14,7 +14,8 @@ from .schedule import ActorPlan
 from .states import OTHER_STATE, Expected, expected, identity, identity_of
 from .world import World
 
-MAIN, OTHER = "run/a", "run/b"
+MAIN, OTHER, EARLIER, UNCOMMITTED = "run/a", "run/b", "run/c", "run/d"
+EARLIER_STATE = 5
 LAST, FEW = 4, 2
 """The state that is saved when all is over, in so many chunks."""
 
@@ -44,10 +45,13 @@ class Checker:
         self.looked = 0
         self.doomed: set[str] = set()
         """Attempts whose checkpoints a pruning has chosen to delete."""
+        self.lenders: set[str] = set()
+        """Committed attempts, whose images may be copied from."""
         self._manifest: bytes | None = None
         self._committing: dict[tuple[str, str], str] = {}
         """By place and attempt, who has claimed it."""
         world.on_commit = self.committing
+        world.on_copy = self.copied
         world.on_change = self.changed
         world.on_power_cut = self.power_cut
 
@@ -59,7 +63,7 @@ class Checker:
             self.acknowledged,
             set(self.doomed),
         )
-        other._manifest = self._manifest
+        other._manifest, other.lenders = self._manifest, set(self.lenders)
         return other
 
     def prepare(self) -> None:
@@ -67,14 +71,23 @@ class Checker:
         self._plant(OTHER, "20251231T000000-0000000b", OTHER_STATE, 1)
         if self.world.schedule.before:
             self._plant(MAIN, "20251231T000000-0000000a", 0, 2)
+        saves = [plan for plan in self.world.schedule.actors if plan.base and plan.kind == "save"]
+        if saves:
+            self._plant(EARLIER, "20251231T000000-0000000c", EARLIER_STATE, saves[0].world)
+            attempt = "20251231T000000-0000000d"
+            self._plant(UNCOMMITTED, attempt, EARLIER_STATE, saves[-1].world, committed=False)
         self._look()
 
-    def _plant(self, root: str, attempt: str, state: int, world: int) -> None:
+    def _plant(
+        self, root: str, attempt: str, state: int, world: int, *, committed: bool = True
+    ) -> None:
         told = expected(state, world, self.chunks)
         self.world.plant(f"{root}/data/{attempt}/fate", b"")
         for rank, data in told.images.items():
             self.world.plant(f"{root}/data/{attempt}/{rank}.safetensors", data)
-        self.world.plant(f"{root}/manifest.safetensors", manifest_of(told, attempt))
+        if committed:
+            self.lenders.add(attempt)
+            self.world.plant(f"{root}/manifest.safetensors", manifest_of(told, attempt))
 
     def changed(self, path: str) -> None:
         """A name has come, gone, or got another content."""
@@ -83,6 +96,14 @@ class Checker:
             self._look()
         elif self.history and path.startswith(f"{MAIN}/data/{self.history[-1].attempt}/"):
             self.check_whole()
+        elif path.startswith((OTHER, EARLIER)):
+            self.check_whole()  # what has become of a lender changes no borrower
+
+    def copied(self, path: str) -> None:
+        """Bytes of a committed checkpoint were copied into an upload, or of none."""
+        attempt = path.partition("/data/")[2].partition("/")[0]
+        if attempt not in self.lenders:
+            raise Violation(f"{PROCESS.get()} borrows from {path}, which was never committed")
 
     def power_cut(self) -> None:
         """What was acknowledged is there, or what came after it."""
@@ -113,6 +134,8 @@ class Checker:
             self._manifest = bytes(data)
             attempt, told = self._named()
             state = told.state
+        if attempt is not None:
+            self.lenders.add(attempt)
         if not self.history or again or self.history[-1].attempt != attempt:
             self.history.append(Moment(self.world.loop.now_s, attempt, state))
         self.check_whole()

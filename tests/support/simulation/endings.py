@@ -13,12 +13,13 @@ from holdfast.drivers.contract import Driver
 from holdfast.errors import NotACheckpointError, StorageDownError
 from holdfast.storage.operations.loading.load import run_build
 from holdfast.storage.operations.saving.save import run_save
+from holdfast.storage.pipeline.base import Base
 from holdfast.storage.ranks.team import Team
 
 from .checker import FEW, LAST, MAIN, Checker, Violation
 from .engine import remembered
 from .states import BUDGET_NBYTES, same_as, save_job
-from .world import World
+from .world import SimPlace, World
 
 LATER_S, SOON_S = 30 * 3600.0, 1.0
 PRUNING = f"{MAIN}/data/pruning"
@@ -103,7 +104,10 @@ async def _afterwards(world: World, checker: Checker, load: bool) -> bool:
         raise Violation(f"what can be opened afterwards is state {found}, and it was {last.state}")
     flagged, barred = world.file(PRUNING) is not None, False
     try:
-        await run_save(driver, Team(), save_job(LAST, 0, 1, FEW))
+        job = save_job(LAST, 0, 1, FEW)
+        if "copies" in world.schedule.storage:
+            job.base = Base(SimPlace(world).opened, lambda: "a")
+        await run_save(driver, Team(), job)
     except StorageDownError:
         barred = True
         if not flagged:

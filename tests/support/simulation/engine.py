@@ -30,6 +30,8 @@ from holdfast.storage.operations.reading import reader
 from holdfast.storage.operations.saving import global_plan, plan_leader, save
 from holdfast.storage.operations.saving import keeper_save as kept_save
 from holdfast.storage.pipeline import (
+    base,
+    borrowing,
     capture,
     image_copier,
     image_reader,
@@ -174,6 +176,9 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=BLOCK_NBYTES),
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
+    yield base, "CHUNK_NBYTES", CHUNK_NBYTES
+    yield base, "BLOCK_NBYTES", BLOCK_NBYTES
+    yield borrowing, "RUN_BLOCKS_MIN", 1
     yield local, "Threads", _NoThreads
     for module in (member, rendezvous, store_team):
         yield module, "asyncio", _Patient()

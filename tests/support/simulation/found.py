@@ -45,6 +45,11 @@ SCHEDULES = {
     "a pruning puts no prune lock": Schedule(
         13, "objects", 2, True, (*ONE, ActorPlan("prune", "prune1", 1, 0.0)), (Fault("hang", "manifest", 5, 0.1),), delays={}
     ),
+    "a copy is made from what is the base's checkpoint by then": Schedule(
+        1, "objects, copies", 8, True,
+        (ActorPlan("save", "save1", 2, 0.0, 1), ActorPlan("save", "save2", 2, 0.05, 3, base="a")),
+        (Fault("pause", "copy", 1, 20.0), Fault("pause", "commit", 1, 5.0), Fault("die", "manifest", 15)), 0.02, delays={},
+    ),
     "the marker is deleted last, and nobody looks for the images": Schedule(
         535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={24: 0.2, 42: 0.2, 44: 0.2, 52: 1.0}
     ),

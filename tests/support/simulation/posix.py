@@ -113,7 +113,7 @@ class FileSystem:
     """The tree of folders and files.
 
     ``syscall(name, key)`` is called before each system call, and may raise; ``changed(key)`` after
-    a change of names.
+    a change of names; ``copied(key)`` when bytes of a file are copied to another.
     """
 
     def __init__(
@@ -121,8 +121,9 @@ class FileSystem:
         now_s: Callable[[], float],
         syscall: Callable[[str, str], None],
         changed: Callable[[str], None],
+        copied: Callable[[str], None],
     ) -> None:
-        self.now_s, self.syscall, self.changed = now_s, syscall, changed
+        self.now_s, self.syscall, self.changed, self.copied = now_s, syscall, changed, copied
         self.root = Folder(1)
         self.numbers = 1
         self.fds: dict[int, _Fd] = {}
@@ -347,7 +348,20 @@ class SimOs:
     def pwrite(self, fd: int, data: Any, start: int) -> int:
         opened = self._opened(fd)
         self._fs.syscall("pwrite", opened.path)
-        inode, content = opened.node, bytes(data)
+        return self._written(opened, bytes(data), start)
+
+    def copy_file_range(
+        self, src: int, dst: int, count: int, offset_src: int, offset_dst: int
+    ) -> int:
+        source, opened = self._opened(src), self._opened(dst)
+        self._fs.syscall("copy", opened.path)
+        assert isinstance(source.node, Inode)
+        self._fs.copied(source.path)
+        content = bytes(source.node.data[offset_src : offset_src + count])
+        return self._written(opened, content, offset_dst)
+
+    def _written(self, opened: _Fd, content: bytes, start: int) -> int:
+        inode = opened.node
         assert isinstance(inode, Inode)
         stop = start + len(content)
         if stop > len(inode.data):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from holdfast.drivers.contract import (
     Buffer,
+    CopyTraits,
     Driver,
     ObjectInfo,
     TakePiece,
@@ -106,12 +107,21 @@ class ObjectDriver(Driver):
 
     remote: ClassVar[bool] = True
 
-    def __init__(self, world: Any, server: Server, root: str, *, exclusive: bool) -> None:
+    def __init__(
+        self,
+        world: Any,
+        server: Server,
+        root: str,
+        *,
+        exclusive: bool,
+        copies: CopyTraits | None = None,
+    ) -> None:
         self._world, self._server, self._root = world, server, root
         self.uri = "sim://" + root.rstrip("/")
         self.traits = Traits(
             part_nbytes=4096, part_min_nbytes=1, align_nbytes=1, concurrency=4, coalesce_nbytes=0, part_order="any",
             exclusive_is_atomic=exclusive, shared=True, bounded=False, piece_nbytes=PIECE_NBYTES,
+            copies=copies,
         )  # fmt: skip
 
     async def request(self, name: str, key: str, effect: Callable[[], T]) -> T:
@@ -270,6 +280,15 @@ class ObjectDriver(Driver):
             self, check_key(key), nbytes, await self.request("create", key, effect)
         )
 
+    def copies_from(self, source: Driver) -> bool:
+        return self.traits.copies is not None and isinstance(source, ObjectDriver)
+
+    def lend(self, key: str) -> bytes:
+        """An object, for an upload that copies from it."""
+        data = self._found(key)
+        self._world.copied(self._root + key)
+        return data
+
     def _found(self, key: str) -> bytes:
         try:
             return self._server.objects[self._root + key][0]
@@ -288,6 +307,19 @@ class _ObjectUpload(Upload):
         await self._driver.request(
             "write", self._key, lambda: self._parts().__setitem__(start, content)
         )
+
+    async def copy(self, start: int, source: Any, key: str, key_start: int, nbytes: int) -> None:
+        copies = self._driver.traits.copies
+        assert copies is not None
+        assert nbytes >= copies.min_nbytes, "too small a copy"
+
+        def effect() -> None:
+            data = source.lend(key)
+            if key_start + nbytes > len(data):
+                raise DamagedError(f"object ends at byte {len(data)}", uri=source.uri, key=key)
+            self._parts()[start] = data[key_start : key_start + nbytes]
+
+        await self._driver.request("copy", self._key, effect)
 
     async def commit(self, nbytes: int | None = None) -> None:
         await self._driver.request("commit", self._key, lambda: self._complete(nbytes))

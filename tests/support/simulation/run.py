@@ -40,6 +40,8 @@ class Tally:
     """Runs, and schedules that begin like a run and end earlier."""
     operations: int = 0
     looks: int = 0
+    copies: int = 0
+    """Ranges that saves have borrowed."""
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     cpu_s: float = 0.0
@@ -50,6 +52,7 @@ class Tally:
         self.schedules += other.schedules
         self.operations += other.operations
         self.looks += other.looks
+        self.copies += other.copies
         self.cpu_s += other.cpu_s
         self.faults.update(other.faults)
         self.outcomes.update(other.outcomes)
@@ -64,7 +67,7 @@ class Tally:
             f"{self.schedules:,} schedules: {self.runs:,} runs, and "
             f"{self.schedules - self.runs:,} that begin like one of them and "
             f"end where everybody dies; {self.operations:,} operations of storage; "
-            f"what was visible was checked {self.looks:,} times",
+            f"what was visible was checked {self.looks:,} times; {self.copies:,} ranges were borrowed",
             f"faults: {counted[0]}",
             f"outcomes: {counted[1]}",
         ]
@@ -121,7 +124,9 @@ def _run(world: World, tally: Tally | None) -> None:
         tally.looks += sum(ending.checker.looked for ending in endings)
         tally.operations += world.operations
         tally.looks += checker.looked
+        tally.copies += world.copies
         tally.faults.update(world.struck)
+        tally.faults.update({f"copy {kind}": n for kind, n in world.refused_copies.items()})
         tally.faults.update(
             f"slip: {plan.slip.kind}" for plan in world.schedule.actors if plan.slip
         )

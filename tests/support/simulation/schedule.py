@@ -57,6 +57,23 @@ REMOTE = (
 FAULTS = tuple(dict.fromkeys((*LOCAL, *REMOTE)))
 
 PAUSES_S = (1.0, 20.0, 200.0, 1500.0)
+LENDING = 4
+"""In every so many-th schedule, saves borrow."""
+LENDERS = (
+    "objects, copies",
+    "objects, copies",
+    "objects, large copies",
+    "posix, copies",
+    "posix, copies",
+    "shared posix, copies",
+    "hdfs",
+)
+"""Storages of these schedules. Some copy any ranges within themselves, some only large ones."""
+COPY_FAULTS = ("refused", "unsure", "late", "twice", "busy", "full", "eio")
+"""Where such a fault befalls a copy, the bytes are written: the save does not fail."""
+BASES = ("-", "a", "a", "a", "a", "b", "c", "c", "c", "c", "d")
+"""Folders from which a save, or a copy, may borrow. ``-``: none is there; ``a``: what it replaces itself; ``b``
+and ``c``: earlier ones; ``d``: one that was never committed."""
 SLIPPING = 0.25
 """How many of the schedules that have a job of several ranks have a slip."""
 SLIPS = ("local error", "local error", "late", "late", "load", "elsewhere", "other step", "death")
@@ -81,7 +98,7 @@ class Slip:
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
     """Somebody who does something: a job of ``world`` ranks that saves ``state``, or loads; a copy;
-    a pruning."""
+    a pruning; a removal by hand."""
 
     kind: str
     name: str
@@ -94,6 +111,8 @@ class ActorPlan:
     """Its ranks do not agree on who holds what: it must never be committed."""
     slip: Slip | None = None
     """In the job's first call; a second follows."""
+    base: str = ""
+    """One of ``BASES``: what a save or a copy may borrow from, or what a removal removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +147,9 @@ class Schedule:
 def drawn(seed: int) -> Schedule:
     """The schedule of a seed."""
     rng = random.Random(seed)
-    storage = rng.choice(STORAGES)
+    storage, lending = rng.choice(STORAGES), random.Random(~seed)
+    if borrows := seed % LENDING == 1:  # what it draws does not change what others draw
+        storage = lending.choice(LENDERS)
     actors = _actors(rng)
     kinds = LOCAL if "posix" in storage else REMOTE
     most = 3 if rng.random() < 0.8 else 8
@@ -138,7 +159,9 @@ def drawn(seed: int) -> Schedule:
     chunks = rng.choice((2, 4, 8, 24))
     before, restless = rng.random() < 0.8, rng.choice((0.02, 0.2, 0.6))
     actors += _second_copy(rng, actors)
-    return _slipping(rng, Schedule(seed, storage, chunks, before, actors, tuple(faults), restless))
+    schedule = Schedule(seed, storage, chunks, before, actors, tuple(faults), restless)
+    schedule = _slipping(rng, schedule)
+    return _lending(lending, schedule) if borrows else schedule
 
 
 def _slipping(rng: random.Random, schedule: Schedule) -> Schedule:
@@ -182,11 +205,35 @@ def _second_copy(rng: random.Random, actors: tuple[ActorPlan, ...]) -> tuple[Act
     return (replace(first, name=f"copy{len(actors) + 1}", begin_s=begin_s),)
 
 
+def _lending(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Let saves and copies borrow, often of one layout, and let somebody remove what they borrow from."""
+    world = min(actor.world for actor in schedule.actors if actor.kind == "save")
+    alike = rng.random() < 0.7
+    actors = [
+        replace(a, base=rng.choice(BASES)) if a.kind in ("save", "copy") else a
+        for a in schedule.actors
+    ]
+    if alike:
+        actors = [
+            replace(a, world=world, odd=a.odd and world > 1) if a.kind == "save" else a
+            for a in actors
+        ]
+    if rng.random() < 0.4:
+        begin_s = rng.choice((0.0, 0.03, 0.1, 1.0)) * rng.random()
+        removed = rng.choice("bcc") if all(a.kind != "copy" for a in actors) else "c"
+        actors.append(ActorPlan("remove", "remove", 1, begin_s, base=removed))
+    faults = []
+    for _ in range(rng.randrange(3)):
+        kind = rng.choice((*COPY_FAULTS, "pause", "pause"))
+        faults.append(Fault(kind, "copy", rng.randrange(1, 20), 20.0 * (kind == "pause")))
+    return replace(schedule, actors=tuple(actors), faults=(*schedule.faults, *faults))
+
+
 def packed(schedule: Schedule, from_state: int) -> Schedule:
     """It, with every other save of a state that many further on."""
     saves = [actor.name for actor in schedule.actors if actor.kind == "save"]
     actors = [
-        replace(a, state=a.state + from_state) if a.name in saves[::2] else a
+        replace(a, state=a.state + from_state, base="") if a.name in saves[::2] else a
         for a in schedule.actors
     ]
     return replace(schedule, actors=tuple(actors))

@@ -26,7 +26,7 @@ from holdfast.storage.state.fingerprint import fingerprints
 from holdfast.storage.state.flat_state import FlatState
 from holdfast.storage.state.flattening.flatten import flatten
 
-from .engine import CHUNK_NBYTES, aside
+from .engine import BLOCK_NBYTES, CHUNK_NBYTES, aside
 from .loop import PROCESS, SimLoop
 
 BUDGET_NBYTES = 64 << 20
@@ -239,8 +239,18 @@ def same_as(found: Any) -> int:
     return int(state)
 
 
+@functools.cache
 def _shared(numel: int, state: int) -> torch.Tensor:
-    return (_ramp(numel) // 16 if state >= PACKED else _ramp(numel)) * (state + 1)
+    """The tensor that all hold alike. Taken in pairs, some of its blocks are equal in all states,
+    some in none, and some in every third, where each equals its neighbour's in the next state."""
+    ramp = _ramp(numel)
+    if state >= PACKED:
+        return ramp // 16 * (state + 1)
+    block = ramp // (BLOCK_NBYTES // 4)
+    kind = (block + 1) // 2 % 5
+    factor = torch.where(kind == 1, state + 1, 1)
+    third = ramp % (BLOCK_NBYTES // 4) * ((state + block) % 3 + 1)
+    return torch.where((kind == 1) | (kind == 4), ramp * factor, third).int()
 
 
 @functools.cache

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
-from holdfast.drivers.contract import Driver
+from holdfast.drivers.contract import CopyTraits, Driver
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
 from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.mounts import Mount
+from holdfast.drivers.uri import Uri
+from holdfast.storage.operations.location import Place
 
-from .engine import hosted
+from .engine import CHUNK_NBYTES, hosted
 from .loop import PROCESS, Crashed, Process, SimLoop, check_alive
 from .posix import FileSystem, Folder, Inode, SimFcntl, SimFileIO, SimOs
 from .remote import HdfsDriver, ObjectDriver, Server
-from .schedule import Fault, Schedule
+from .schedule import COPY_FAULTS, Fault, Schedule
 
 EPOCH_S = 1_767_225_600.0  # 2026
 BASE_S = 0.001
@@ -30,9 +33,11 @@ OP_TIMEOUT_S = 120.0
 SLIPPING_CPU_S = 0.05
 """A rank that is seen for a second in another call counts as lost, also where it is about to look.
 """
+_COPIES = {"copies": CopyTraits(), "large copies": CopyTraits(min_nbytes=CHUNK_NBYTES)}
 _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
 _KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
+_KINDS["copy"] = "copy"
 _WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
 _CHANGING = {
     "rename",
@@ -46,7 +51,7 @@ _CHANGING = {
     "fsync folder",
 }
 _WRITING = {"manifest": "commit", "fate": "claim"}
-_GROWING = {"creat", "mkdir", "pwrite", "rename", "link"}
+_GROWING = {"creat", "mkdir", "pwrite", "copy", "rename", "link"}
 
 
 class World:
@@ -63,11 +68,15 @@ class World:
         self.delays: dict[int, float] = {}
         self.processes: list[Process] = []
         self.struck: Counter[str] = Counter()
+        self.refused_copies: Counter[str] = Counter()
+        """Faults that befell copies alone: no reason to fail."""
+        self.copies = 0
         self.operations = 0
         self.calm_s = 0.0
         """When the last disturbance was over."""
         self.on_change: Callable[[str], None] = lambda path: None
         self.on_power_cut: Callable[[], None] = lambda: None
+        self.on_copy: Callable[[str], None] = lambda path: None
         self.on_commit: Callable[[str, str], None] = lambda root, attempt: None
         self.on_moment: Callable[[], None] | None = None
         """Called before each operation that changes what is stored."""
@@ -82,7 +91,7 @@ class World:
         self._sync_fails = False
         self._slipping = any(actor.slip for actor in schedule.actors)
         self.is_posix = "posix" in schedule.storage
-        self.fs = FileSystem(self.loop.time, self._syscall, self._changed)
+        self.fs = FileSystem(self.loop.time, self._syscall, self._changed, self.copied)
         self.server = Server(self.loop.time, self._changed, behind="late" in schedule.storage)
 
     def be_host(self) -> None:
@@ -179,16 +188,27 @@ class World:
         """Record that the current process has claimed an attempt and will put its manifest."""
         self.on_commit(root, attempt)
 
+    def copied(self, path: str) -> None:
+        """Record that bytes of this object were copied into an upload."""
+        self.copies += 1
+        self.on_copy(path.lstrip("/"))
+
     def driver(self, path: str) -> Driver:
         """A driver for what lies below ``path``, for the current process."""
         if self.is_posix:
-            kind = "nfs4" if "shared" in self.schedule.storage else "ext4"
-            return LocalDriver("/" + path, direct="off", mount_of=lambda path: Mount(kind))
+            shared, copies = (word in self.schedule.storage for word in ("shared", "copies"))
+            kind = "nfs4" if shared else "xfs" if copies else "ext4"
+            mount = Mount(kind, device="0:1", options="vers=4.2" if copies else "")
+            return LocalDriver("/" + path, direct="off", mount_of=lambda path: mount)
         if self.schedule.storage == "hdfs":
             inner: ObjectDriver = HdfsDriver(self, self.server, path + "/")
         else:
             inner = ObjectDriver(
-                self, self.server, path + "/", exclusive="no exclusive" not in self.schedule.storage
+                self,
+                self.server,
+                path + "/",
+                exclusive="no exclusive" not in self.schedule.storage,
+                copies=_COPIES.get(self.schedule.storage.rpartition(", ")[2]),
             )
         return RetryLayer(inner, RetryPolicy(RETRIES, OP_TIMEOUT_S), chance=self.chance)
 
@@ -258,7 +278,8 @@ class World:
                 + (f"  << {fault.kind}" if fault else "")
             )
         if fault is not None:
-            self.struck[fault.kind] += 1
+            is_harmless = name == "copy" and fault.kind in COPY_FAULTS
+            (self.refused_copies if is_harmless else self.struck)[fault.kind] += 1
             self.calm_s = max(self.calm_s, self.loop.now_s + fault.value)
         return fault
 
@@ -323,6 +344,23 @@ class World:
 
     def _changed(self, path: str) -> None:
         self.on_change(path)
+
+
+class SimPlace(Place):
+    """The folder of all checkpoints of a world."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(Uri("sim", "run"), {})
+        object.__setattr__(self, "_world", world)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, path: str = "") -> AsyncIterator[Any]:
+        """See :meth:`Place.opened`."""
+        driver = self._world.driver(f"run/{path}" if path else "run")  # type: ignore[attr-defined]
+        try:
+            yield driver
+        finally:
+            await driver.close()
 
 
 class _CalmWorld(World):
