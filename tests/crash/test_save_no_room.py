@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.aftermath import check, check_next_save, some
-from support.disks import new_disk, run, tmpfs
+from support.disks import new_disk, run, take, tmpfs
 from support.victims import save_with_file_limits, spawned, state_of_step
 
 import holdfast
@@ -22,20 +21,6 @@ from holdfast.drivers.local.driver import LocalDriver
 WAIT_S = 120.0
 POINTS = 8
 ROOM_NBYTES = 3 << 20
-
-
-def take(path: Path, nbytes: int) -> None:
-    """Create a file of ``nbytes``, or as large as possible."""
-    while True:
-        try:
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            return
-        except OSError as error:
-            if error.errno != errno.ENOSPC or nbytes <= 65536:
-                raise
-            path.unlink()
-            nbytes -= 65536
 
 
 def save_nbytes(uri: Path) -> int:

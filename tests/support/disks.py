@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -33,6 +34,20 @@ def run(*command: str | Path) -> str:
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
+
+
+def take(path: Path, nbytes: int) -> None:
+    """Create a file of ``nbytes``, or as large as possible."""
+    while True:
+        try:
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            return
+        except OSError as error:
+            if error.errno != errno.ENOSPC or nbytes <= 65536:
+                raise
+            path.unlink()
+            nbytes -= 65536
 
 
 def needed(*programs: str) -> None:

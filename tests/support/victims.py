@@ -54,6 +54,29 @@ def save_and_die_at(
     pipe.send(count())
 
 
+def tuned_state(step: int) -> dict[str, Any]:
+    """A state of 4 MiB that never change, and others that say which step they are of."""
+    import torch
+
+    return {"frozen": torch.arange(1 << 20, dtype=torch.int32), **state_of_step(step)}
+
+
+def save_increment_and_die_at(pipe: Connection, run: str, at: int) -> None:
+    """Save step 1 of a run, and step 2 incrementally; die before the ``at``-th changing call of the
+    latter, or send the count."""
+    import holdfast
+
+    options: Any = {"every": 1, "incremental": True, "lazy": False, "grace_s": None}
+    with holdfast.Checkpointer(run, **options) as checkpointer:
+        checkpointer.resume({})
+        checkpointer.step(1, tuned_state(1))
+        checkpointer.wait()
+        count = count_calls(at)
+        checkpointer.step(2, tuned_state(2))
+        checkpointer.wait()
+        pipe.send(count())
+
+
 def copy_over(kind: str, src: str, dst: str) -> int:
     """Copy or import over what is there; return the bytes that needed not be sent."""
     import holdfast
@@ -127,7 +150,7 @@ def save_against_others(pipe: Connection, uri: str, first: int, saves: int) -> N
 
 
 SYSTEM_CALLS = (
-    "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
+    "copy_file_range", "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "unlink", "write",
 )  # fmt: skip
 
 COMMIT = "rename manifest.safetensors"

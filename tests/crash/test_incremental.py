@@ -1,0 +1,187 @@
+"""Incremental saves to a disk that shares blocks: killed, without their base, without room, many."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.aftermath import some
+from support.bits import difference
+from support.disks import new_disk, run, take
+from support.inside import after_grace
+from support.victims import save_increment_and_die_at, spawned, tapped, tuned_state
+
+import holdfast
+
+WAIT_S = 60.0
+POINTS = 8
+FROZEN_NBYTES = 4 << 20
+"""Bytes that are equal in all steps; about a fifth of that is not."""
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield the folder of a file system whose files can share blocks."""
+    with new_disk("xfs", tmp_path_factory.mktemp("incremental")).mounted() as made:
+        yield made.folder
+
+
+@pytest.fixture
+def folder(disk: Path) -> Iterator[Path]:
+    """Yield an empty folder on it."""
+    folder = disk / "run"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def check(uri: Path, step: int) -> None:
+    """Check that this checkpoint is whole, and of this step."""
+    assert difference(tuned_state(step), holdfast.load(uri)) is None
+    with holdfast.open(uri) as checkpoint:
+        assert checkpoint.verify().ok
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of all committed checkpoints, each of which is whole."""
+    found = [path.parent for path in sorted(folder.glob("step-*/manifest.safetensors"))]
+    for uri in found:
+        check(uri, int(uri.name.removeprefix("step-")))
+    return [int(uri.name.removeprefix("step-")) for uri in found]
+
+
+def test_a_run_killed_in_an_incremental_save_goes_on_from_the_newest_checkpoint(
+    folder: Path, seed: int
+) -> None:
+    """It resumes, and borrows from that one, wherever its process was killed."""
+    process, pipe = spawned(save_increment_and_die_at, str(folder / "counted"), 0)
+    process.join(WAIT_S)
+    resumed = set()
+    for at in some(range(1, pipe.recv() + 1), POINTS, seed):
+        uri = folder / str(at)
+        process, _ = spawned(save_increment_and_die_at, str(uri), at)
+        process.join(WAIT_S)
+        assert process.exitcode == -9
+        newest = steps(uri)[-1]
+        state = tuned_state(0)
+        with pytest.MonkeyPatch.context() as patch:
+            after_grace(patch)
+            with holdfast.Checkpointer(uri, every=1, incremental=True, lazy=False) as run_:
+                assert run_.resume(state) == newest
+                assert difference(state, tuned_state(newest)) is None
+                handle = run_.step(newest + 1, tuned_state(newest + 1))
+                assert handle is not None
+                report = handle.wait()
+        assert report.base.endswith(f"step-{newest:08}")
+        assert report.borrowed_nbytes >= FROZEN_NBYTES // 2
+        assert steps(uri)[-1] == newest + 1
+        assert not list(uri.rglob(".*"))  # temporary files
+        resumed.add(newest)
+    assert resumed == {1, 2}
+
+
+def _all(base: Path) -> None:
+    shutil.rmtree(base)
+
+
+def _images(base: Path) -> None:
+    shutil.rmtree(base / "data")
+
+
+def _manifest(base: Path) -> None:
+    (base / "manifest.safetensors").unlink()
+
+
+@pytest.mark.parametrize("remove", [_all, _images, _manifest])
+def test_a_base_removed_by_hand_at_any_moment_harms_no_save(
+    remove: Callable[[Path], None], folder: Path, seed: int
+) -> None:
+    """The save never fails, and what it has borrowed stays."""
+    calls, borrowed = 0, []
+
+    def saved(at: int) -> Any:
+        base, uri = folder / f"base-{at}", folder / f"step-{at}"
+        holdfast.save(base, tuned_state(1))
+
+        def before(number: int, label: str) -> None:
+            nonlocal calls
+            calls = number
+            if number == at:
+                remove(base)
+
+        with tapped(before):
+            report = holdfast.save(uri, tuned_state(2), base=base)
+        check(uri, 2)
+        return report
+
+    assert saved(0).borrowed_nbytes
+    for at in some(range(1, calls + 1), POINTS, seed):
+        borrowed.append(saved(at).borrowed_nbytes)
+        check(folder / f"step-{at}", 2)
+    assert borrowed[-1] > 0  # in the last call, everything was copied already
+
+
+def used_nbytes(folder: Path) -> int:
+    """Return the space that is taken on a disk, once all is written."""
+    run("sync", "-f", folder)
+    room = os.statvfs(folder)
+    return (room.f_blocks - room.f_bfree) * room.f_frsize
+
+
+@pytest.mark.timeout(300)
+def test_an_incremental_save_needs_room_for_what_has_changed_only(folder: Path, seed: int) -> None:
+    """Without it, the save fails, and the earlier checkpoint stays whole."""
+    base, uri, other = folder / "1", folder / "2", folder.parent / "other"
+    holdfast.save(base, tuned_state(1))
+    fits = []
+    try:
+        for free in (*some(range(0, 1 << 20, 65536), 3, seed), 3 << 20):
+            run("sync", "-f", folder)
+            room = os.statvfs(folder)
+            take(other, room.f_bavail * room.f_frsize - free)
+            try:
+                holdfast.save(uri, tuned_state(2), base=base)
+            except holdfast.FullError as error:
+                assert "Free some space" in str(error)
+                fits.append(False)
+            else:
+                fits.append(True)
+                check(uri, 2)
+            check(base, 1)
+            other.unlink()
+            shutil.rmtree(uri, ignore_errors=True)
+    finally:
+        other.unlink(missing_ok=True)
+    assert fits[0] is False
+    assert fits[-1] is True  # of 5 MB
+    assert holdfast.save(uri, tuned_state(2), base=base).borrowed_nbytes
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.nightly(60))])
+def test_neither_files_nor_space_grow_in_a_long_run(count: int, folder: Path) -> None:
+    """Three checkpoints are retained, which share what has not changed."""
+    before_nbytes = used_nbytes(folder)
+    seen = []
+    with holdfast.Checkpointer(
+        folder, every=1, keep=3, incremental=True, lazy=False, when_busy="wait"
+    ) as run_:
+        run_.resume({})
+        for step in range(1, count + 1):
+            handle = run_.step(step, tuned_state(step))
+            assert handle is not None
+            report = handle.wait()
+            assert (report.borrowed_nbytes > FROZEN_NBYTES // 2) == (step > 1)
+            if step >= 5 and step % 5 == 0:
+                run_.wait()
+                files = sum(path.is_file() for path in folder.rglob("*"))
+                seen.append((files, used_nbytes(folder) - before_nbytes))
+    assert {files for files, _ in seen} == {seen[0][0]}
+    own_nbytes = sum(t.nbytes for t in tuned_state(1).values() if isinstance(t, torch.Tensor))
+    assert max(nbytes for _, nbytes in seen) < 3 * own_nbytes
+    assert steps(folder) == [count - 2, count - 1, count]
