@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...core.aio import wait_out
 from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError, segments
-from ...errors import StorageError
+from ...errors import HoldfastError, StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
@@ -246,7 +246,7 @@ class ImageWriter:
             return False
         try:
             await upload.copy(begin, base.source, base.key, begin, end - begin)
-        except StorageError as error:
+        except HoldfastError as error:
             _log.warning("bytes that have not changed are written again: %s", error)
             self._base = None
             return False

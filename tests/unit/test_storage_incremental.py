@@ -22,7 +22,13 @@ from support.ranks import as_ranks, succeeded
 import holdfast
 from holdfast.drivers.contract import CopyTraits, Driver
 from holdfast.drivers.memory import STORES, MemoryDriver
-from holdfast.errors import StorageError, UsageError
+from holdfast.errors import (
+    DamagedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+)
 from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES
 from holdfast.storage.operations.location import Place
 from holdfast.storage.operations.saving.save import SaveJob, run_save
@@ -202,14 +208,15 @@ def test_a_base_that_vanishes_during_the_save_costs_only_time(spoilt: int) -> No
     assert not difference(holdfast.load(f"{uri}/2"), new)
 
 
-def test_copies_that_fail_are_written_instead() -> None:
-    """Whatever the storage says; nothing is left of a copy that failed."""
+@pytest.mark.parametrize("kind", [StorageError, DamagedError, NotFoundError])
+def test_copies_that_fail_are_written_instead(kind: type[HoldfastError]) -> None:
+    """Whatever the storage says: also that the base is cut short. Nothing of the copy is left."""
     uri, old = fresh_uri(), state()
     holdfast.save(f"{uri}/1", old)
 
     async def fail(operation: str, key: str) -> None:
         if operation == "copy":
-            raise StorageError("no copies today", uri=uri, key=key)
+            raise kind("no copies today", uri=uri, key=key)
 
     to = MemoryDriver(f"{uri.removeprefix('memory://')}/2")
     assert run(save(HookedDriver(to, before=fail), old, f"{uri}/1")).borrowed_nbytes == 0
