@@ -190,13 +190,13 @@ def test_many_tensors_are_read_by_a_few_calls(monkeypatch: pytest.MonkeyPatch) -
     state = {f"t{i}": torch.full((20_000 + i,), float(i)) for i in range(300)}
     introduce(state)
     reads: list[int] = []
-    plain = process_memory._readv
+    plain = process_memory._copy
 
     def counted(local: bytes, remote: bytes, segments: int) -> int:
         reads.append(segments)
         return plain(local, remote, segments)
 
-    monkeypatch.setattr(process_memory, "_readv", counted)
+    monkeypatch.setattr(process_memory, "_copy", counted)
     holdfast.async_save(uri := fresh_uri(), state, lazy=True).wait(60)
     assert len(reads) < 20
     assert sum(reads) > 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -226,14 +227,32 @@ def test_write_is_found_without_tracking(
         assert holdfast.load(uri)["y"][7] == 2
 
 
-def test_memory_is_read_without_process_vm_readv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_read_without_calls_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is read from the process's file instead; unmapped memory is noticed."""
-    monkeypatch.setattr(process_memory, "_process_vm_readv", None)
+    monkeypatch.setattr(process_memory, "_write_to", None)
     source = np.arange(100_000, dtype=np.uint8)
     to = np.zeros_like(source)
     ends = np.array([10, 90_010])
     process_memory.gather(source.ctypes.data + ends, np.array([5, 9_000]), to.ctypes.data)
     assert (to[:9_005] == np.concatenate([source[10:15], source[90_010:99_010]])).all()
+    with pytest.raises(process_memory.GoneError):
+        process_memory.read(4096, to.ctypes.data, 8)
+
+
+def test_memory_is_read_into_memory_that_the_kernel_cannot_pin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device's pinned memory may be such: it is no reason to take the source for gone."""
+
+    def refused(*_: object) -> int:
+        ctypes.set_errno(errno.EFAULT)
+        return -1
+
+    monkeypatch.setattr(process_memory, "_write_to", refused)
+    source = np.arange(100_000, dtype=np.uint8)
+    to = np.zeros_like(source)
+    process_memory.read(source.ctypes.data, to.ctypes.data, len(to))
+    assert (to == source).all()
     with pytest.raises(process_memory.GoneError):
         process_memory.read(4096, to.ctypes.data, 8)
 

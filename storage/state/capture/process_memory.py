@@ -1,8 +1,9 @@
 """Reads memory of this process without crashing if it is no longer mapped.
 
 A tensor's memory may be freed during training, and a plain copy from there ends the process with a
-segmentation fault. ``process_vm_readv`` on the own process id reports an error instead. So does
-``/proc/self/mem``, which serves where a sandbox forbids that call.
+segmentation fault. ``process_vm_writev`` to the own process reports an error instead. So does
+``/proc/self/mem``, which serves where a sandbox forbids that call. ``process_vm_readv`` takes twice
+as long: it pins each page of the tensor, instead of our buffers' huge pages.
 
 Digests of memory, block by block, detect changes where writes cannot be tracked.
 
@@ -47,9 +48,9 @@ def read(address: int, to: int, nbytes: int) -> None:
     """
     done = 0
     while done < nbytes:
-        local = _PAIR.pack(to + done, nbytes - done)
-        remote = _PAIR.pack(address + done, nbytes - done)
-        done += _readv(local, remote, 1)
+        into = _PAIR.pack(to + done, nbytes - done)
+        source = _PAIR.pack(address + done, nbytes - done)
+        done += _copy(into, source, 1)
 
 
 def gather(addresses: Ints, sizes: Ints, to: int) -> None:
@@ -60,7 +61,7 @@ def gather(addresses: Ints, sizes: Ints, to: int) -> None:
     for start in range(0, len(segments), _SEGMENTS_MAX):
         some = segments[start : start + _SEGMENTS_MAX]
         nbytes = int(some[:, 1].sum())
-        if _readv(_PAIR.pack(to, nbytes), some.tobytes(), len(some)) == nbytes:
+        if _copy(_PAIR.pack(to, nbytes), some.tobytes(), len(some)) == nbytes:
             to += nbytes
             continue
         for address, size in some.tolist():  # one call stops at 2 GiB, or at unmapped memory
@@ -74,33 +75,37 @@ def gather_segments(segments: Sequence[tuple[int, int]], to: int) -> None:
     gather(columns[:, 0], columns[:, 1], to)
 
 
-def _readv(local: bytes, remote: bytes, segments: int) -> int:
+def _copy(into: bytes, source: bytes, segments: int) -> int:
     """Copy with one system call and return the number of bytes copied, at least one.
 
     The copy may stop at the end of any segment.
     """
     done = -1
     error = errno.ENOSYS
-    if _process_vm_readv is not None:
-        done = int(_process_vm_readv(os.getpid(), local, 1, remote, segments, 0))
+    if _write_to is not None:
+        done = int(_write_to(os.getpid(), source, segments, into, 1, 0))
         error = ctypes.get_errno()
+        # The kernel cannot pin mappings of some devices, such as pinned memory that we copy to.
+        if done <= 0 and error == errno.EFAULT and _read_from is not None:
+            done = int(_read_from(os.getpid(), into, 1, source, segments, 0))
+            error = ctypes.get_errno()
     if done > 0:
         return done
     if done < 0 and error in _REFUSED:
-        return _read_file(local, remote)
+        return _read_file(into, source)
     if done == 0 or error == errno.EFAULT:
         raise GoneError
     raise OSError(error, os.strerror(error))
 
 
-def _read_file(local: bytes, remote: bytes) -> int:
+def _read_file(into: bytes, source: bytes) -> int:
     """Copy the first segment, or its beginning, from this process's memory file.
 
     The file is opened each time: a descriptor inherited by a forked child shows its parent's
     memory.
     """
-    to, _ = _PAIR.unpack(local)
-    address, nbytes = _PAIR.unpack_from(remote)
+    to, _ = _PAIR.unpack(into)
+    address, nbytes = _PAIR.unpack_from(source)
     with open("/proc/self/mem", "rb", buffering=0) as file:
         try:
             done = os.preadv(file.fileno(), [(ctypes.c_char * nbytes).from_address(to)], address)
@@ -113,17 +118,13 @@ def _read_file(local: bytes, remote: bytes) -> int:
     return done
 
 
-_process_vm_readv = getattr(_libc, "process_vm_readv", None)
-if _process_vm_readv is not None:
-    _process_vm_readv.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
-    _process_vm_readv.restype = ctypes.c_ssize_t
+_write_to = getattr(_libc, "process_vm_writev", None)
+_read_from = getattr(_libc, "process_vm_readv", None)
+for _call in (_write_to, _read_from):
+    if _call is not None:
+        _array = (ctypes.c_void_p, ctypes.c_ulong)
+        _call.argtypes = [ctypes.c_int, *_array, *_array, ctypes.c_ulong]
+        _call.restype = ctypes.c_ssize_t
 
 
 BLOCK_NBYTES = 1 << 20
