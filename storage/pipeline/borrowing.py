@@ -7,6 +7,7 @@ the same bytes. Layouts need not be compared, and nobody has to say what has cha
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +26,20 @@ RUNS_MAX = 8
 @dataclass(frozen=True, slots=True)
 class BaseImage:
     """An image of the same size in an earlier checkpoint: object ``key`` of ``source``. ``blocks``:
-    (B, 16) digests of its blocks."""
+    (B, 16) digests of its blocks. ``holds(chunk, page)``: whether a chunk of the image to write has
+    these digests. It is then borrowed without being taken."""
 
     source: Driver
     key: str
     blocks: npt.NDArray[np.uint8]
     copies: CopyTraits
+    holds: Callable[[int, bytes], Awaitable[bool]] | None = None
+
+    def page(self, layout: ImageLayout, chunk: int) -> bytes:
+        """Return the digests of a chunk's blocks."""
+        start, stop = layout.chunk_range(chunk)
+        block = layout.block_nbytes
+        return self.blocks[start // block : -(-stop // block)].tobytes()
 
     def runs(self, layout: ImageLayout, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
         """Return (start, stop, borrowed) of all runs of a chunk, as bytes of the image; ``page``:

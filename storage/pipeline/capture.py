@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...core.spans import Where, counting
-from ...planner.image import ImageLayout
+from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..arenas.memory import Memory
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
@@ -46,6 +46,26 @@ class TensorChunks:
             self.pool.give(buffer)
             raise
         return buffer
+
+    async def holds(self, chunk: int, page: bytes) -> bool:
+        """Return whether a chunk is as in the save before, where its digests were ``page``.
+        False if finding out would take long. Only blocks in doubt are read."""
+        source = self._source
+        assert source is not None
+        start, stop = self._layout.chunk_range(chunk)
+        ranges = source.doubtful(start, stop)  # here: a thread would take longer to begin
+        if 2 * sum(end - begin for begin, end in ranges) > stop - start:
+            return False
+        if not ranges:
+            return True
+        block = self._layout.block_nbytes
+        cuts = [((begin - start) // block, -(-(end - start) // block)) for begin, end in ranges]
+        digests = [page[first * DIGEST_NBYTES : last * DIGEST_NBYTES] for first, last in cuts]
+        spare = self.pool.take()
+        try:
+            return await offload(source.have, ranges, digests, spare)
+        finally:
+            self.pool.give(spare)
 
     async def copy_range(self, start: int, stop: int, buffer: HostBuffer) -> None:
         """Copy bytes [start, stop) of the image to the beginning of ``buffer``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,12 +46,13 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class WrittenImage:
-    """A stored image: the digests of its chunks (C, 16), the size of its file, and how many of
-    these bytes were borrowed."""
+    """A stored image: the digests of its chunks (C, 16), the size of its file, how many of these
+    bytes were borrowed, and the ``unchanged`` ranges that were, in order."""
 
     digests: npt.NDArray[np.uint8]
     stored_nbytes: int
     borrowed_nbytes: int = 0
+    unchanged: Sequence[tuple[int, int]] = ()
 
 
 async def stored_image(driver: Driver, key: str, layout: ImageLayout) -> WrittenImage | None:
@@ -84,6 +85,8 @@ class ImageWriter:
         compression: Compression | None = None,
         base: Callable[[], Awaitable[BaseImage | None]] | None = None,
     ) -> None:
+        self.awaits_base = False
+        """True to find the base before the first chunk is taken."""
         self._driver = driver
         self._find_base = base
         self._base: BaseImage | None = None
@@ -104,6 +107,7 @@ class ImageWriter:
         self._unhashed = count
         self._written_nbytes = 0
         self._borrowed_nbytes = 0
+        self._unchanged: set[tuple[int, int]] = set()
         self._key = ""
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> WrittenImage:
@@ -130,7 +134,7 @@ class ImageWriter:
             self._buffers.clear()
         digests = b"".join(map(digest, self._pages))
         table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-        return WrittenImage(table, stored_nbytes, self._borrowed_nbytes)
+        return WrittenImage(table, stored_nbytes, self._borrowed_nbytes, sorted(self._unchanged))
 
     async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
         """Write the image in one upload; return the size of its file."""
@@ -171,7 +175,7 @@ class ImageWriter:
         packing = [Stage("pack", "cpu", self._pack)] if self._packing else []
         return Pipeline(
             [
-                Stage("capture", capturing, self._capture),
+                Stage("capture", capturing, partial(self._capture, opening)),
                 Stage("hash", "cpu", self._hash),
                 *packing,
                 Stage("write", "io", partial(self._write, opening), in_order=in_order),
@@ -199,19 +203,47 @@ class ImageWriter:
         reads = self._chunks.reads or 0
         return chunks_nbytes(count, self._layout.chunk_nbytes, traits, self._budget_nbytes, reads)
 
-    async def _capture(self, chunk: int) -> None:
+    async def _capture(self, opening: Opening, chunk: int) -> None:
         if chunk in self._buffers:
             return
-        self._buffers[chunk] = await self._chunks.take(chunk)
+        if not await self._left_out(opening, chunk):
+            self._buffers[chunk] = await self._chunks.take(chunk)
         self._uncaptured -= 1
         self._callbacks.moved()
         if self._uncaptured == 0:
             self._end_capture()
 
+    async def _left_out(self, opening: Opening, chunk: int) -> bool:
+        """Borrow a chunk that is equal to the base's as a whole, without taking it; return whether
+        that worked. If not, the capture has not ended, and its bytes can still be taken."""
+        if self.awaits_base:
+            await opening.upload()
+        base = self._base
+        if base is None or base.holds is None:
+            return False
+        # A skipped chunk cannot be sent again, and the trainer should not wait for a network.
+        if self._driver.remote or self._driver.traits.part_order != "any":
+            return False
+        page = base.page(self._layout, chunk)
+        start, stop = self._layout.chunk_range(chunk)
+        if base.runs(self._layout, chunk, page) != [(start, stop, True)]:
+            return False
+        if not await base.holds(chunk, page):
+            return False
+        upload = await opening.upload()
+        if not await self._borrowed(upload, base, start, stop):
+            return False
+        self._pages[chunk] = page
+        return True
+
     async def _hash(self, chunk: int) -> None:
-        if self._pages[chunk]:
+        if chunk not in self._buffers:
+            page = self._pages[chunk]
+        elif not self._pages[chunk]:
+            page = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
+        else:
             return
-        self._pages[chunk] = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
+        self._pages[chunk] = page
         self._unhashed -= 1
         self._callbacks.moved()
         if self._unhashed == 0:
@@ -225,12 +257,13 @@ class ImageWriter:
         # Placed before the first await: packed chunks must be placed in order.
         start, nbytes = self._place(chunk)
         upload = await opening.upload()
-        data = self._buffers[chunk].view[:nbytes]
-        if self._base is None:
-            await upload.write(start, data)
-        else:
-            await self._write_runs(upload, self._base, chunk, start, data)
-        self._written_nbytes += len(self._bytes(chunk))
+        if chunk in self._buffers:
+            data = self._buffers[chunk].view[:nbytes]
+            if self._base is None:
+                await upload.write(start, data)
+            else:
+                await self._write_runs(upload, self._base, chunk, start, data)
+        self._written_nbytes += len(range(*self._layout.chunk_range(chunk)))
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
 
     async def _write_runs(
@@ -251,6 +284,7 @@ class ImageWriter:
             self._base = None
             return False
         self._borrowed_nbytes += end - begin
+        self._unchanged.add((begin, end))
         return True
 
     def _place(self, chunk: int) -> tuple[int, int]:

@@ -8,19 +8,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...core.units import round_up
 from ...planner.box import Box, flat_to_boxes
 from ...planner.columns import contiguous
-from ...planner.image import ImageLayout
+from ...planner.image import BLOCK_NBYTES, DIGEST_NBYTES, ImageLayout
 from ...planner.saving import Holdings
+from ..format.digest import page_of
 from ..runtime.buffers import HostBuffer
 from .bits import Place, address_of, copy_memory, pack, typed
 from .capture.device_snapshot import Doubt
 from .capture.lazy import LazyCapture
 from .capture.process_memory import GoneError, gather, gather_segments
+from .capture.unwritten import Places
+from .capture.write_tracking import without
 from .device import allocate_pinned, beside, devices_of, pack_windows
 
 Ints = npt.NDArray[np.int64]
 
+WINDOW_NBYTES = 1 << 20
+"""Bytes that are hashed at a time without being taken. Less than is disarmed after a read, so they
+can be read again (:mod:`.capture.host_snapshot`)."""
 GATHERED_NBYTES_MAX = 8 << 20
 """Parts up to this size are copied together. A longer one is faster alone, bypassing the
 processor's cache."""
@@ -71,6 +78,11 @@ class ImageSource:
         addresses = zip(self._address, self._is_lazy, strict=True)
         self._plain = np.array([0 if lazily else at or 0 for at, lazily in addresses], np.int64)
         """Addresses of the parts that need nothing but a plain copy; else 0."""
+        tracked = zip(self._address, self._tracked_from, strict=True)
+        places = np.array([0 if start is None else at or 0 for at, start in tracked], np.int64)
+        self.places = Places(self._start, self._stop, places)
+        if lazy is not None:
+            lazy.unwritten.epoch.places = self.places
         is_tracked = np.array([start is not None for start in self._tracked_from], bool)
         is_gathered = (self._plain > 0) & (self._stop - self._start <= GATHERED_NBYTES_MAX)
         self._is_gathered = is_gathered | is_tracked
@@ -105,6 +117,33 @@ class ImageSource:
         if stop > self._data_end:
             padding = max(self._data_end, start)
             np.frombuffer(into.view, np.uint8)[padding - start : stop - start] = 0
+
+    def doubtful(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the whole blocks in bytes [start, stop), as ranges, of which some byte may not be
+        that of the save before."""
+        if self._capture is None:
+            return [(start, stop)]
+        proven = self._capture.unwritten.proven(self.places, start, stop)
+        whole = [
+            (round_up(begin, BLOCK_NBYTES), end // BLOCK_NBYTES * BLOCK_NBYTES)
+            for begin, end in proven
+        ]
+        return without([(start, stop)], [(begin, end) for begin, end in whole if begin < end])
+
+    def have(
+        self, ranges: Sequence[tuple[int, int]], digests: Sequence[bytes], spare: HostBuffer
+    ) -> bool:
+        """Return whether the blocks in these ranges have these digests, in order. Copies them to
+        ``spare``; they can be copied again. Raises as :meth:`copy`."""
+        for (start, stop), expected in zip(ranges, digests, strict=True):
+            for begin in range(start, stop, WINDOW_NBYTES):
+                end = min(begin + WINDOW_NBYTES, stop)
+                self.copy(begin, end, spare)
+                found = page_of(spare.view[: end - begin], BLOCK_NBYTES)
+                at = (begin - start) // BLOCK_NBYTES * DIGEST_NBYTES
+                if expected[at : at + len(found)] != found:
+                    return False
+        return True
 
     def _copy_parts(
         self, first: int, last: int, start: int, stop: int, into: HostBuffer

@@ -39,6 +39,7 @@ from ...ranks.member import LEADER
 from ...ranks.messages import Nothing
 from ...ranks.team import Team
 from ...runtime.engine import offload
+from ...state.capture.unwritten import Unwritten
 from ...state.plan import ImagePlan
 from ..driver_progress import with_progress
 from ..rounds import BEGIN, Begun, FragmentCodec, commit_round
@@ -100,11 +101,15 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
     beginning = asyncio.ensure_future(leader.begin_for(team))
     borrowing = Borrowing(job.base, ChosenBase())
     opened = contextlib.AsyncExitStack()
+    unwritten = Unwritten() if job.lazy is None else job.lazy.unwritten
 
     async def base() -> BaseImage | None:
         nonlocal borrowing
         borrowing = Borrowing(job.base, (await asyncio.shield(beginning)).base)
-        return await borrowing.image(driver, team.rank, plan.layout, opened)
+        found = await borrowing.image(driver, team.rank, plan.layout, opened)
+        if found is not None and unwritten.since(borrowing.choice.attempt):
+            return replace(found, holds=chunks.holds)
+        return found
 
     try:
         chunks = TensorChunks(plan.layout, plan.source)
@@ -113,6 +118,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
             *(driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression),
             base=None if job.base is None else base,
         )
+        # Not behind an earlier save: the trainer would wait for its writes.
+        writer.awaits_base = unwritten.may_know and job.after is None
         async with opened:
             written = await _written(writer, beginning, team, job)
         attempt = Attempt((await beginning).attempt)
@@ -140,6 +147,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
         if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
+    unwritten.epoch.commit(attempt.id, written.unchanged)
     return Saved(
         *(attempt.id, nbytes, written.stored_nbytes, written.borrowed_nbytes),
         *(borrowing.uri, borrowing.why_whole),

@@ -131,7 +131,7 @@ def begin_save(
     recorder = recorder_of(options.telemetry, team.rank)
     save = _RunningSave(SaveHandle(to.uri), options, began_s, recorder, to.by, logs_failure)
     with announcing_errors(team, to), recording(recorder):
-        save.flatten(state, step, team.world)
+        save.flatten(state, step, team.world, incremental=to.base is not None)
         save.job.after = after
         save.job.admit = admit
         save.job.base = to.base
@@ -206,7 +206,9 @@ class _RunningSave:
         self.reporter = ProgressReporter(self._options.progress)
 
     @collector_paused()
-    def flatten(self, state: object, step: int | None, world: int) -> None:
+    def flatten(
+        self, state: object, step: int | None, world: int, *, incremental: bool = False
+    ) -> None:
         """Flatten the state, and copy or watch data that may change before it is copied."""
         options = self._options
         self._deadline = Deadline.of(options.timeout_s)
@@ -221,7 +223,12 @@ class _RunningSave:
         devices = devices_of(flat.locals)
         if devices:
             refuse_forked_child()
-        lazy = LazyCapture(flat, prove=options.lazy == "prove", eager=not options.lazy)
+        lazy = LazyCapture(
+            flat,
+            prove=options.lazy == "prove",
+            eager=not options.lazy,
+            incremental=incremental and options.compression is None,
+        )
         self._lazy = lazy
         self._add_stages(lazy.seen)
         keeping = None

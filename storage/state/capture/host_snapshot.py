@@ -15,7 +15,7 @@ to, all of the state was as stored at one single moment.
 
 Memory that was read is disarmed immediately, so that the trainer does not pay for marks that are no
 longer needed. Disarming works in units of huge pages; the rest is disarmed once everything is
-copied.
+copied. Only memory that probably stays unchanged keeps its marks (:mod:`.unwritten`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from .process_memory import (
     gather_segments,
     read,
 )
+from .unwritten import Unwritten
 from .write_tracking import PAGE_NBYTES, Range, WriteTracker, merged, touches, without
 
 GAP_NBYTES = 64 << 10
@@ -91,12 +92,18 @@ class HostSnapshot:
     """
 
     def __init__(
-        self, regions: Sequence[Region], tracker: WriteTracker | None, *, prove: bool = False
+        self,
+        regions: Sequence[Region],
+        tracker: WriteTracker | None,
+        *,
+        prove: bool = False,
+        incremental: bool = False,
     ) -> None:
         """Arm, copy and digest ``regions``; the caller must then call :meth:`confirm`.
 
         ``tracker``: None if the system has none. ``prove``: take digests of tracked memory, too.
-        Raises ChangedError if memory is no longer mapped.
+        ``incremental``: keep unchanged memory armed. Raises ChangedError if memory is no longer
+        mapped.
         """
         self._tracker = tracker
         self._regions = regions
@@ -105,6 +112,7 @@ class HostSnapshot:
         large = [i for i, region in enumerate(regions) if region.nbytes > SMALL_NBYTES]
         self._untracked = self._find_foreign(large)
         self._armed = self._arm()
+        self.unwritten = Unwritten(tracker, self._armed) if incremental else Unwritten()
         self._untracked |= self._find_unarmed()
         self._disarmed: list[Range] = []
         self._whole: dict[int, HostBuffer] = {}

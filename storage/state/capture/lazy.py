@@ -46,6 +46,7 @@ from .device_snapshot import DeviceSnapshot, Doubt
 from .host_snapshot import SMALL_NBYTES, ChangedError, HostSnapshot, Region
 from .process_memory import GoneError, digests_of
 from .switch_interval import short_switch_interval
+from .unwritten import Unwritten
 from .write_tracking import write_tracker
 from .write_watch import Tensor, Watch, Watched, write_history
 
@@ -90,8 +91,15 @@ class LazyCapture:
     eager save. ``waits``: the save's call returns only after everything is copied.
     """
 
-    def __init__(self, flat: FlatState, *, prove: bool = False, eager: bool = False) -> None:
-        """Prepare the capture.
+    def __init__(
+        self,
+        flat: FlatState,
+        *,
+        prove: bool = False,
+        eager: bool = False,
+        incremental: bool = False,
+    ) -> None:
+        """Prepare the capture. ``incremental``: find out what was not written since the last one.
 
         Raises SaveError if another thread or process keeps writing to memory that must be copied at
         once.
@@ -111,17 +119,18 @@ class LazyCapture:
         self._cloned = set[int]()
         self.host = HostSnapshot([], None)
         """The contiguous rows in host memory."""
+        self.unwritten = Unwritten()
         self._device = DeviceSnapshot({})
         self._short_interval = contextlib.ExitStack()
         try:
-            self._take(flat, rows, prove)
+            self._take(flat, rows, prove, incremental)
         except ChangedError as error:
             self.host.close()
             raise self._error(error.row) from None
         _active[id(self)] = self
         self._short_interval.enter_context(short_switch_interval())
 
-    def _take(self, flat: FlatState, rows: _Rows, prove: bool) -> None:
+    def _take(self, flat: FlatState, rows: _Rows, prove: bool, incremental: bool) -> None:
         """Clone, arm and digest the rows. From here on, every write is detected or harmless."""
         for row in [*rows.host, *rows.device]:
             # The trainer may swap this tensor's memory or change its shape; the detached alias
@@ -139,7 +148,8 @@ class LazyCapture:
         clones = _clone(flat, at_once)
         self._cloned.update(at_once)
         regions = [self._region(flat, row, rows) for row in rows.host]
-        self.host = HostSnapshot(regions, write_tracker(), prove=prove)
+        self.host = HostSnapshot(regions, write_tracker(), prove=prove, incremental=incremental)
+        self.unwritten = self.host.unwritten
         self.host.confirm()
         watched = [row for row in rows.new if self._can_watch(row)]
         self._watched = {

@@ -43,6 +43,10 @@ _WRITTEN = 2
 _FILE = 4
 _PRESENT = 8
 _SWAPPED = 16
+_CLEAN = (_WRITTEN | _FILE, _WP_ALLOWED | _WRITTEN | _FILE, _PRESENT | _SWAPPED)
+"""Categories of clean pages: inverted, all of, any of."""
+_RUNS = 256
+"""Runs of pages found by one scan."""
 
 
 def _ioctl(direction: int, kind: int, number: int, nbytes: int) -> int:
@@ -69,6 +73,9 @@ class WriteTracker:
         self._pagemap = pagemap
         self._claims: dict[int, Sequence[Range]] = {}
         self._lock = new_lock()
+        self._retained: list[Range] = []
+        self.epoch: object = None
+        """The epoch that :meth:`retain` has named last."""
 
     @classmethod
     def open(cls) -> WriteTracker:
@@ -145,14 +152,33 @@ class WriteTracker:
 
         One thread does all of it. A second one gains nothing: the cores have to notify each other
         at each step, and cutting ranges for it would cut huge pages, too.
+
+        Retained pages are not armed again: that would hide writes since their epoch began. Those
+        written to are retained no longer, and armed like all others. A write between both steps
+        leaves its page dirty.
         """
         failed = []
-        for start, stop in ranges:
-            try:
-                self.arm(start, stop)
-            except OSError:
-                failed.append((start, stop))
+        with self._lock:
+            self._retained = [part for range_ in self._retained for part in self.clean(*range_)]
+            for range_ in ranges:
+                parts = without([range_], self._retained) if self._retained else [range_]
+                try:
+                    for start, stop in parts:
+                        self.arm(start, stop)
+                except OSError:
+                    failed.append(range_)
         return failed
+
+    def retain(self, epoch: object, ranges: list[Range], armed: Sequence[Range]) -> list[Range]:
+        """Keep ``ranges`` of the ``armed`` memory armed until the next call: :meth:`disarm` leaves
+        them alone. Ends the epoch before, and returns its retained pages that were clean when
+        memory was last armed. All are sorted and disjoint.
+        """
+        with self._lock:
+            before, self._retained, self.epoch = self._retained, ranges, epoch
+        for start, stop in without(before, armed):
+            self.disarm(start, stop)
+        return before
 
     def arm(self, start: int, stop: int) -> None:
         """Mark each page of the range as clean. Raises OSError if the kernel cannot.
@@ -172,11 +198,17 @@ class WriteTracker:
         Also False if memory was unmapped, discarded or replaced. Such pages look unwritten, so this
         asks for marks and contents, not for writes.
         """
-        mask = _WP_ALLOWED | _WRITTEN | _FILE
-        return self._first(start, stop, _WRITTEN | _FILE, mask, _PRESENT | _SWAPPED) == (
-            start,
-            stop,
-        )
+        return self._scan(start, stop, 1, *_CLEAN) == [(start, stop)]
+
+    def clean(self, start: int, stop: int) -> list[Range]:
+        """Return the clean parts of the range, in order; see :meth:`is_clean`."""
+        found: list[Range] = []
+        at = start
+        while at < stop:
+            some = self._scan(at, stop, _RUNS, *_CLEAN)
+            found += some
+            at = some[-1][1] if len(some) == _RUNS else stop
+        return merged(found)
 
     def foreign(self, ranges: Sequence[Range]) -> list[Range]:
         """Return the parts of ``ranges`` (sorted, disjoint) that others may write to unnoticed.
@@ -187,22 +219,33 @@ class WriteTracker:
         return [
             part
             for part in mapped_files(ranges)
-            if self._first(*part, _FILE, _FILE, _PRESENT | _SWAPPED) != part
+            if self._scan(*part, 1, _FILE, _FILE, _PRESENT | _SWAPPED) != [part]
         ]
 
-    def _first(self, start: int, stop: int, inverted: int, mask: int, any_of: int) -> Range | None:
-        """Return the first run of pages of these categories; see PAGEMAP_SCAN for the masks."""
-        found = (ctypes.c_uint64 * 3)()
-        at = ctypes.addressof(found)
-        asked = (96, 0, start, stop, 0, at, 1, 0, inverted, mask, any_of, 0)
+    def _scan(
+        self, start: int, stop: int, count: int, inverted: int, mask: int, any_of: int
+    ) -> list[Range]:
+        """Return the first runs of pages of these categories, up to ``count``; see PAGEMAP_SCAN for
+        the masks."""
+        runs = (ctypes.c_uint64 * (3 * count))()
+        at = ctypes.addressof(runs)
+        asked = (96, 0, start, stop, 0, at, count, 0, inverted, mask, any_of, 0)
         try:
-            count = _control(self._pagemap, _PAGEMAP_SCAN, *asked)
+            found = _control(self._pagemap, _PAGEMAP_SCAN, *asked)
         except OSError:
-            return None
-        return (found[0], found[1]) if count == 1 else None
+            return []
+        return [(runs[3 * i], runs[3 * i + 1]) for i in range(found)]
 
     def disarm(self, start: int, stop: int) -> None:
-        """Clear all marks in the range, wherever it is still mapped."""
+        """Clear the marks in the range, wherever it is still mapped and not retained."""
+        retained = self._retained
+        if not retained:
+            self._clear(start, stop)
+            return
+        for part in without([(start, stop)], overlaps(retained, [(start, stop)])):
+            self._clear(*part)
+
+    def _clear(self, start: int, stop: int) -> None:
         size = stop - start
         try:
             _control(self._userfaultfd, _UFFDIO_WRITEPROTECT, start, size, 0)
@@ -247,6 +290,17 @@ def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
         if begin < stop:
             left.append((begin, stop))
     return left
+
+
+def overlaps(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """Return what ``ranges`` have in common with ``others``; all are sorted and disjoint."""
+    found = []
+    for start, stop in others:
+        at = bisect.bisect_right(ranges, start, key=lambda range_: range_[1])
+        while at < len(ranges) and ranges[at][0] < stop:
+            found.append((max(start, ranges[at][0]), min(stop, ranges[at][1])))
+            at += 1
+    return found
 
 
 def touches(ranges: Sequence[Range], range_: Range) -> bool:

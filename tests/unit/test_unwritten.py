@@ -1,0 +1,278 @@
+"""Incremental saves that learn from the kernel what was not written since the save before.
+
+Whatever writes, by whatever means and at whatever time: the checkpoint has the values of the state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+from support.forked import in_a_fork
+
+import holdfast
+from holdfast.drivers.memory import STORES
+from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES
+from holdfast.storage.state.capture import unwritten
+from holdfast.storage.state.capture.write_tracking import write_tracker
+from holdfast.storage.state.source import ImageSource
+
+pytestmark = pytest.mark.skipif(
+    write_tracker() is None, reason="writes cannot be tracked on this machine"
+)
+
+NUMEL = 2 * CHUNK_NBYTES // 4
+"""Each half of the memory has a chunk of its own."""
+STEPS = 4
+"""Saves before the one that is looked at: after two, the state is known to be unchanged."""
+
+
+class Run:
+    """Saves of one state to one place in memory, each with the one before as its base."""
+
+    def __init__(self, lazy: bool) -> None:
+        self.root = fresh_uri()
+        self.lazy = lazy
+        self.memory: Any = torch.ones(2 * NUMEL)
+        self.state: dict[str, Any] = {
+            "x": self.memory[:NUMEL],
+            "y": self.memory[NUMEL:],
+            "small": torch.ones(300),
+        }
+        self.done = 0
+        for _ in range(STEPS):
+            self.save()
+
+    def uri(self, step: int) -> str:
+        """Return the place of a step."""
+        return f"{self.root}/{step}"
+
+    def save(self, base: int | None = None, *, overwrite: bool = True, to: str = "") -> None:
+        """Save; ``base``: a step other than the newest."""
+        step = self.done if base is None else base
+        holdfast.async_save(
+            to or self.uri(self.done + 1),
+            self.state,
+            lazy=self.lazy,
+            base=self.uri(step) if self.done else None,
+            overwrite=overwrite,
+        ).wait(60)
+        holdfast.fence()
+        self.done += not to
+
+
+@pytest.fixture(autouse=True)
+def emptied() -> Iterator[None]:
+    """Free the checkpoints after each test: there are many."""
+    yield
+    STORES.clear()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of all copies out of the state, from now on."""
+    sizes: list[int] = []
+    plain = ImageSource.copy
+
+    def counted(self: ImageSource, start: int, stop: int, into: Any) -> None:
+        sizes.append(stop - start)
+        plain(self, start, stop, into)
+
+    monkeypatch.setattr(ImageSource, "copy", counted)
+    return sizes
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "lazy"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Return a run whose state has not changed for a few saves."""
+    return Run(request.param)
+
+
+def read_by(run: Run, copied: list[int]) -> int:
+    """Save, compare, and return how many bytes were copied out of the state."""
+    copied.clear()
+    run.save()
+    read = sum(copied)
+    assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+    return read
+
+
+def test_unwritten_memory_is_not_read(run: Run, copied: list[int]) -> None:
+    """Only blocks that lie on other pages in part, and chunks with changes."""
+    assert read_by(run, copied) < 20 * BLOCK_NBYTES
+    run.state["x"][5] += 1
+    assert read_by(run, copied) >= CHUNK_NBYTES
+    assert read_by(run, copied) < 20 * BLOCK_NBYTES
+
+
+def test_a_dense_state_is_not_tracked(run: Run) -> None:
+    """Nothing stays armed that had changed: each write to it would cost a page fault."""
+    tracker = write_tracker()
+    assert tracker is not None
+    assert tracker._retained
+    for _ in range(2):
+        for tensor in run.state.values():
+            tensor.add_(1)
+        run.save()
+    for tensor in run.state.values():
+        tensor.add_(1)
+    run.save()
+    assert not tracker._retained
+
+
+def test_a_save_without_a_base_tracks_nothing() -> None:
+    """Nor does it lose what an incremental save has learnt."""
+    run = Run(lazy=False)
+    tracker = write_tracker()
+    assert tracker is not None
+    before = list(tracker._retained)
+    holdfast.save(fresh_uri(), {"z": torch.ones(NUMEL)})
+    assert tracker._retained == before
+    assert run.state
+
+
+def element(run: Run) -> None:
+    """Write to one element."""
+    run.state["y"][NUMEL // 2] += 1
+
+
+def by_numpy(run: Run) -> None:
+    """Write through an array."""
+    run.state["x"].numpy()[NUMEL // 2] = 7
+
+
+def through_data(run: Run) -> None:
+    """Write past autograd."""
+    run.state["x"].data[3 * NUMEL // 4] = 7
+
+
+def swapped(run: Run) -> None:
+    """Exchange equal halves of the memory."""
+    run.state["x"].fill_(2)
+    for _ in range(4):
+        run.save()
+    run.state["x"], run.state["y"] = run.state["y"], run.state["x"]
+
+
+def freed_and_allocated_again(run: Run) -> None:
+    """Free the memory, and allocate other memory, probably at the same address."""
+    run.state.update(x=None, y=None)
+    run.memory = None
+    gc.collect()
+    run.memory = torch.full((2 * NUMEL,), 3.0)
+    run.state.update(x=run.memory[:NUMEL], y=run.memory[NUMEL:])
+
+
+def saved_elsewhere(run: Run) -> None:
+    """Another save arms the memory, after it was written to."""
+    element(run)
+    holdfast.async_save(fresh_uri(), run.state, lazy=run.lazy).wait(60)
+    holdfast.fence()
+
+
+def another_run(run: Run) -> None:
+    """The other run's checkpoints have the new value, and this one's have not."""
+    element(run)
+    other = fresh_uri()
+    for step in range(3):
+        base = f"{other}/{step - 1}" if step else None
+        holdfast.async_save(f"{other}/{step}", run.state, lazy=run.lazy, base=base).wait(60)
+        holdfast.fence()
+
+
+def failed_save(run: Run) -> None:
+    """Begin saves that fail, after a write."""
+    element(run)
+    for _ in range(2):
+        with pytest.raises(holdfast.ExistsError):
+            run.save(overwrite=False, to=run.uri(1))
+
+
+def discarded(run: Run) -> None:
+    """The kernel drops the pages: they read as zeros, and no write was seen."""
+    address = run.state["x"].data_ptr() + (1 << 20)
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.madvise(address // 4096 * 4096, 1 << 20, 4) == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        element,
+        by_numpy,
+        through_data,
+        swapped,
+        freed_and_allocated_again,
+        saved_elsewhere,
+        another_run,
+        failed_save,
+        discarded,
+    ],
+)
+def test_every_change_between_two_saves_is_stored(run: Run, write: Callable[[Run], None]) -> None:
+    """In the next save, and in the ones after it."""
+    write(run)
+    for _ in range(3):
+        run.save()
+        assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+
+
+@pytest.mark.parametrize("base", [1, STEPS])
+def test_marks_count_for_the_attempt_that_armed_them_only(run: Run, base: int) -> None:
+    """A step back makes another checkpoint the base, with other bytes at the same place."""
+    element(run)
+    for _ in range(3):
+        run.save()
+    run.save(base=base)
+    assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+
+
+def test_a_forked_child_knows_nothing(run: Run) -> None:
+    """Its memory is another, and so is its tracker."""
+
+    def saves() -> None:
+        element(run)
+        run.save()
+        assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+
+    assert in_a_fork(saves) == ""
+    run.save()
+    assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+
+
+def test_a_write_between_looking_and_arming_is_found(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may write while the save is called. If that is detected, the next save has it,
+    otherwise this one."""
+    tracker = write_tracker()
+    assert tracker is not None
+    plain = type(tracker).clean
+    writes = iter([lambda: run.state["x"][NUMEL // 2].add_(1)])
+
+    def clean(self: Any, start: int, stop: int) -> Any:
+        found = plain(self, start, stop)
+        next(writes, lambda: None)()
+        return found
+
+    monkeypatch.setattr(type(tracker), "clean", clean)
+    try:
+        run.save()
+    except holdfast.SaveError:
+        run.save()
+    assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+
+
+def test_memory_is_not_tracked_while_devices_have_some(
+    monkeypatch: pytest.MonkeyPatch, copied: list[int]
+) -> None:
+    """A device writes unseen to memory that was pinned before it was armed."""
+    monkeypatch.setattr(unwritten, "_has_pinned_memory", lambda: True)
+    run = Run(lazy=False)
+    assert read_by(run, copied) >= 2 * NUMEL * 4
