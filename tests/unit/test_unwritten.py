@@ -233,6 +233,18 @@ def test_marks_count_for_the_attempt_that_armed_them_only(run: Run, base: int) -
     assert difference(run.state, holdfast.load(run.uri(run.done))) is None
 
 
+def test_two_saves_at_a_time_leave_each_other_their_marks() -> None:
+    """The second one begins before the first has copied what it has armed."""
+    run = Run(lazy=True)
+    handles = [
+        holdfast.async_save(f"{run.root}/{name}", run.state, lazy=True, base=run.uri(STEPS))
+        for name in "abc"
+    ]
+    for handle in handles:
+        handle.wait(60)
+        assert difference(run.state, holdfast.load(handle.uri)) is None
+
+
 def test_a_forked_child_knows_nothing(run: Run) -> None:
     """Its memory is another, and so is its tracker."""
 

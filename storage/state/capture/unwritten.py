@@ -96,7 +96,7 @@ class Unwritten:
             self._before = before
         keep = [] if _has_pinned_memory() else overlaps(self._before.likely, armed)
         self.epoch = Epoch(keep)
-        self._clean = overlaps(tracker.retain(self.epoch, keep, armed), armed)
+        self._clean = overlaps(tracker.retain(self.epoch, keep), armed)
 
     @property
     def may_know(self) -> bool:

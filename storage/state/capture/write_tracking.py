@@ -169,15 +169,15 @@ class WriteTracker:
                     failed.append(range_)
         return failed
 
-    def retain(self, epoch: object, ranges: list[Range], armed: Sequence[Range]) -> list[Range]:
-        """Keep ``ranges`` of the ``armed`` memory armed until the next call: :meth:`disarm` leaves
+    def retain(self, epoch: object, ranges: list[Range]) -> list[Range]:
+        """Keep ``ranges`` armed, which were just armed, until the next call: :meth:`disarm` leaves
         them alone. Ends the epoch before, and returns its retained pages that were clean when
         memory was last armed. All are sorted and disjoint.
+
+        Pages that are retained no longer are not disarmed: another user may still need them.
         """
         with self._lock:
             before, self._retained, self.epoch = self._retained, ranges, epoch
-        for start, stop in without(before, armed):
-            self.disarm(start, stop)
         return before
 
     def arm(self, start: int, stop: int) -> None:
