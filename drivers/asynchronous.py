@@ -100,6 +100,18 @@ class AsyncDriver(Driver):
     async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         return await self.tasks.run("read", key, self._fetch, key, start, nbytes)
 
+    async def _link(self, key: str, source: Driver, source_key: str) -> None:
+        """See :meth:`Driver.link`; ``links_from`` has accepted ``source``. Override it if
+        ``traits.links`` is set."""
+        raise NotImplementedError
+
+    async def link(self, key: str, source: Driver, source_key: str) -> None:
+        check_key(key, uri=self.uri)
+        if not self.links_from(source):
+            message = f"cannot link to {source.uri}: not the same storage"
+            raise StorageError(message, uri=self.uri, key=key)
+        await self.tasks.run("link", key, self._link, key, source, source_key)
+
     async def get(self, key: str) -> bytes:
         return await self.tasks.run("get", key, self._get, key)
 

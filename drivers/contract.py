@@ -133,6 +133,9 @@ class Traits:
     copies: CopyTraits | None = None
     """How uploads copy from objects of the same storage; None if they cannot."""
 
+    links: bool = False
+    """An object can get further keys (:meth:`Driver.link`)."""
+
     @property
     def read_copies(self) -> int:
         """Number of copies of the data that a read holds until it returns: the caller's buffer,
@@ -296,6 +299,21 @@ class Driver(ABC):
         """Start an upload like :meth:`create`, which may also copy (:meth:`Upload.copy`). Override
         it if such uploads differ from others."""
         return await self.create(key, nbytes)
+
+    def links_from(self, source: Driver) -> bool:
+        """Return whether objects of ``source``, another driver, can get keys here. Does no I/O, so
+        a link may still fail. True only if ``traits.links`` is set."""
+        return False
+
+    async def link(self, key: str, source: Driver, source_key: str) -> None:
+        """Make the object ``source_key`` of ``source`` visible as ``key`` too, durably on return.
+
+        The object is stored once, and until its last key is deleted or replaced; neither key
+        affects the other. Linking the same object to the same key again does nothing. Only for a
+        source that :meth:`links_from` accepts. Raises NotFoundError if there is no such object,
+        ExistsError if ``key`` is another object, and another StorageError.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def get(self, key: str) -> bytes:

@@ -47,6 +47,7 @@ class MemoryDriver(Driver):
             exclusive_is_atomic=True,
             shared=False,
             copies=CopyTraits(),
+            links=True,
         )
         root = root_key(prefix, Uri("memory", location))
         self._prefix = f"{root}/" if root else ""
@@ -76,6 +77,18 @@ class MemoryDriver(Driver):
 
     def copies_from(self, source: Driver) -> bool:
         return isinstance(source, MemoryDriver) and source.objects is self.objects
+
+    links_from = copies_from
+
+    async def link(self, key: str, source: Driver, source_key: str) -> None:
+        """See :meth:`Driver.link`. Objects never change, so both keys share one."""
+        if not (isinstance(source, MemoryDriver) and self.links_from(source)):
+            message = f"cannot link to {source.uri}: not the same storage"
+            raise StorageError(message, uri=self.uri, key=key)
+        found = source._lookup(source_key)
+        path = self._path(key)
+        if self.objects.setdefault(path, found)[0] is not found[0]:
+            raise ExistsError("the key is another object", uri=self.uri, key=key)
 
     async def get(self, key: str) -> bytes:
         data, _ = self._lookup(key)

@@ -22,6 +22,9 @@ _COHERENT = {"ceph", "gfs2", "gpfs", "lustre", "lustre_lite", "ocfs2"}
 _CLONING = {"bcachefs", "btrfs", "ocfs2", "xfs", "zfs"}
 """File systems on which files can share blocks."""
 
+_WITHOUT_LINKS = {"", "exfat", "fuseblk", "msdos", "ntfs", "vfat"}
+"""File systems on which hard links are missing or doubtful."""
+
 
 class Mount(NamedTuple):
     """A mount; each field is "" if unknown. ``device`` identifies the file system on this host, and
@@ -96,6 +99,11 @@ def can_copy(mount: Mount) -> bool:
     if mount.fs_type == "nfs4":
         return "vers=4.2" in mount.options.split(",")
     return can_clone(mount.fs_type)
+
+
+def can_link(fs_type: str) -> bool:
+    """Return whether a file of a file system of this type can have several names."""
+    return fs_type not in _WITHOUT_LINKS
 
 
 def _unescaped(field: str) -> str:

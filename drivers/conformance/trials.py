@@ -16,9 +16,9 @@ from ..contract import Buffer
 from .place import Place
 
 __all__ = [
-    "ATOMIC_EXCLUSIVE", "COPIES", "PROBE", "SEVERAL_STREAMS", "SMALL_OBJECTS", "TINY_PARTS",
-    "UNORDERED_PARTS", "Need", "aligned", "begun", "bytes_of", "parts_of", "refused", "store",
-    "trial", "write_parts",
+    "ATOMIC_EXCLUSIVE", "COPIES", "LINKS", "PROBE", "SEVERAL_STREAMS", "SMALL_OBJECTS",
+    "TINY_PARTS", "UNORDERED_PARTS", "Need", "aligned", "begun", "bytes_of", "parts_of",
+    "refused", "store", "trial", "write_parts",
 ]  # fmt: skip
 
 _LARGE_NBYTES = (64 << 20) + 1
@@ -48,6 +48,7 @@ SMALL_OBJECTS = Need(
 ATOMIC_EXCLUSIVE = Need(
     "exclusive puts are not atomic", lambda place: place.traits.exclusive_is_atomic
 )
+LINKS = Need("an object has one key", lambda place: place.traits.links)
 COPIES = Need("the storage copies no ranges", lambda place: place.traits.copies is not None)
 PROBE = Need("no probe for this storage (--driver-probe)", lambda place: place.probe is not None)
 

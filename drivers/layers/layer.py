@@ -122,6 +122,13 @@ class Layer(Driver):
         """See :meth:`Driver.compose`. Counts as a create."""
         return await self._created(key, partial(self.inner.compose, key, nbytes))
 
+    def links_from(self, source: Driver) -> bool:
+        return self.inner.links_from(bottom(source))
+
+    async def link(self, key: str, source: Driver, source_key: str) -> None:
+        call = partial(self.inner.link, key, bottom(source), source_key)
+        await self.around(Operation("link", key), call)
+
     async def _created(self, key: str, create: Callable[[], Awaitable[Upload]]) -> Upload:
         return LayeredUpload(self, key, await self.around(Operation("create", key), create))
 

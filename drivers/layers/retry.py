@@ -36,7 +36,7 @@ _READING = {"read", "get", "stat", "list"}
 MANY_FOLD = 10
 """Factor by which deadlines are longer for operations that take one request per object."""
 _OF_MANY = {"delete_all", "sweep"}
-_CHANGING = {"put", "create", "delete", "delete_all", "sweep"}
+_CHANGING = {"put", "create", "link", "delete", "delete_all", "sweep"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ import errno
 import io
 import itertools
 import os
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
-from ...errors import AccessError, DamagedError
+from ...errors import AccessError, DamagedError, StorageError
 from ..asynchronous import AsyncDriver, AsyncUpload
 from ..contract import (
     AtMost,
@@ -34,12 +35,12 @@ from ..contract import (
     check_name,
     check_small,
 )
-from ..mounts import Mount, can_clone, can_copy, is_shared, may_be_stale, mount_of
+from ..mounts import Mount, can_clone, can_copy, can_link, is_shared, may_be_stale, mount_of
 from ..options import Option, choice, integer, option_values
 from ..threads import Threads
 from ..uri import Uri
 from .errors import storage_errors
-from .files import TAKE_ROOM, CreateFile, NewFile, OpenFiles, create_file
+from .files import TAKE_ROOM, CreateFile, NewFile, OpenFiles, create_file, link_file
 from .io import ALIGN_NBYTES, OpenFile, read_at
 from .names import is_reserved
 from .tree import Tree
@@ -107,6 +108,9 @@ CLOSE_TIMEOUT_S = 60.0
 OPENED_AGAIN = 3
 """Retries when an object is replaced between open and read, which NFS and FUSE report as ESTALE."""
 
+LINK_PAUSES_S = (0.0, 0.001, 0.01, 0.1, 1.0, 2.0)
+"""Seconds between attempts to link while another process sweeps the empty folder."""
+
 _LIST_BATCH = 1000
 _OFFSET_MAX = 1 << 63  # larger than any file offset
 
@@ -158,6 +162,7 @@ class LocalDriver(AsyncDriver):
             exclusive_is_atomic=True,
             shared=is_shared(kind),
             copies=copies,
+            links=can_link(kind),
         )
         self._file_system = mount.device
         self._direct = direct
@@ -196,14 +201,24 @@ class LocalDriver(AsyncDriver):
 
     def copies_from(self, source: Driver) -> bool:
         """See :meth:`Driver.copies_from`. Accepts other folders of the same file system."""
-        if self.traits.copies is None or not isinstance(source, LocalDriver):
-            return False
-        return source._file_system == self._file_system
+        return self.traits.copies is not None and self._shares_files_with(source)
+
+    def links_from(self, source: Driver) -> bool:
+        """See :meth:`Driver.links_from`. Accepts other folders of the same file system."""
+        return self.traits.links and self._shares_files_with(source)
+
+    def _shares_files_with(self, source: Driver) -> bool:
+        return isinstance(source, LocalDriver) and source._file_system == self._file_system
 
     async def compose(self, key: str, nbytes: int) -> AsyncUpload:
         """See :meth:`Driver.compose`. Never fails for lack of space beforehand: copies may need
         none."""
         return await self.create(key, AtMost(nbytes))
+
+    async def _link(self, key: str, source: Driver, source_key: str) -> None:
+        assert isinstance(source, LocalDriver)  # links_from has accepted it
+        source_key = source._checked(source_key)
+        await self._threads.run(self._link_to, self._checked(key), source, source_key)
 
     async def _fetch(self, key: str, start: int, nbytes: int) -> Buffer:
         into = memoryview(bytearray(nbytes))
@@ -317,6 +332,17 @@ class LocalDriver(AsyncDriver):
         finally:
             file.drop()
             self._open_files.forget(key)
+
+    def _link_to(self, key: str, source: LocalDriver, source_key: str) -> None:
+        for pause_s in LINK_PAUSES_S:
+            with storage_errors("link", source.uri, source_key):
+                status = source._tree.status(source_key)
+            with storage_errors("link", self.uri, key):
+                if link_file(self._tree, key, source._tree, source_key, status):
+                    return
+            time.sleep(pause_s)
+        message = "link failed: its folder was removed repeatedly"
+        raise StorageError(message, uri=self.uri, key=key)
 
     def _remove(self, remove: Callable[[str], None], prefix: str) -> None:
         self._open_files.forget(prefix)

@@ -324,13 +324,36 @@ class NewFile:
             _log.warning("temporary file %s is left behind: %s", self._temporary, error)
 
 
+def link_file(tree: Tree, key: str, source: Tree, source_key: str, status: os.stat_result) -> bool:
+    """Give the object ``source_key`` of ``source``, which has this status, the further name ``key``
+    durably. Returns False if the object or a folder has vanished meanwhile. Raises OSError: EEXIST
+    if ``key`` is another file."""
+    above, name = split(key)
+    source_above, source_name = split(source_key)
+    try:
+        folder = tree.open_folder(above, make=True)
+        try:
+            with source.folder(source_above) as fd, suppress(FileExistsError):
+                os.link(source_name, name, src_dir_fd=fd, dst_dir_fd=folder, follow_symlinks=False)
+            linked = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if not os.path.samestat(linked, status):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
+            sync_folder(folder)
+        finally:
+            os.close(folder)
+    except FileNotFoundError:
+        tree.doubt(above)
+        return False
+    return True
+
+
 class OpenFiles:
     """LRU cache of files open for reading, with at most 64 idle ones. Thread-safe.
 
-    A deleted or replaced file is recognized by its link count and reopened. On file systems where
-    this host may cache the attributes of open files while other hosts change them, the name is
-    looked up before each use as well: opening the folders above it asks the server (NFS
-    close-to-open).
+    A deleted or replaced file is recognized by its link count and reopened. The name is looked up
+    before each use if the file has several, and on file systems where this host may cache the
+    attributes of open files while other hosts change them: opening the folders above it asks the
+    server (NFS close-to-open).
     """
 
     def __init__(self, tree: Tree, *, direct: str, look_up: bool) -> None:
@@ -358,7 +381,7 @@ class OpenFiles:
 
     def forget_deleted(self) -> None:
         """Close deleted files, because their space is freed only then."""
-        self._forget(lambda key, file: file.is_deleted())
+        self._forget(lambda key, file: not file.links())
 
     def close(self) -> None:
         """Close all files."""
@@ -379,10 +402,12 @@ class OpenFiles:
         return None
 
     def _is_current(self, key: str, file: OpenFile) -> bool:
-        if file.is_deleted():
-            return False
+        links = file.links()
+        # A file that has several names may have lost this one.
+        if links == 1 and not self._look_up:
+            return True
         try:
-            return not self._look_up or _identity(self._tree.status(key)) == file.identity
+            return links > 0 and _identity(self._tree.status(key)) == file.identity
         except OSError:
             return False  # opening the file will raise the error
 
@@ -390,8 +415,7 @@ class OpenFiles:
         folder, plain = self._tree.open_object(key)
         file = OpenFile(plain)
         try:
-            if self._look_up:
-                file.identity = _identity(os.fstat(plain))
+            file.identity = _identity(os.fstat(plain))
             if self._direct != "off":
                 file.open_direct(
                     split(key)[1], os.O_RDONLY, folder=folder, must=self._direct == "on"

@@ -92,9 +92,10 @@ class OpenFile:
         """Undo one :meth:`acquire`."""
         self._leave(users=1)
 
-    def is_deleted(self) -> bool:
-        """Return whether the file was removed or replaced."""
-        return is_deleted(self.plain)
+    def links(self) -> int:
+        """Return the number of names the file has; 0 if it was removed or replaced. Raises
+        OSError."""
+        return links_of(self.plain)
 
     def close(self) -> None:
         """Close the file as soon as it has no users. Safe to call twice."""
@@ -140,14 +141,15 @@ def status_of(fd: int) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
 
 
-def is_deleted(fd: int) -> bool:
-    """Return whether an open file or folder has been removed or replaced. Raises OSError."""
+def links_of(fd: int) -> int:
+    """Return the number of names of an open file or folder; 0 if it has been removed or replaced.
+    Raises OSError."""
     try:
-        return status_of(fd).st_nlink == 0
+        return status_of(fd).st_nlink
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        return True
+        return 0
 
 
 def write_at(file: OpenFile, start: int, data: Buffer) -> None:

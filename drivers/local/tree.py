@@ -21,7 +21,7 @@ from collections.abc import Iterator, Set
 from ...core.forks.renewal import new_lock
 from ..contract import ObjectInfo
 from .errors import NotAnObject
-from .io import is_deleted, status_of
+from .io import links_of, status_of
 from .names import is_hidden, is_reserved, is_temporary, split
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
@@ -305,7 +305,7 @@ class Tree:
     def _opened_root(self, make: bool) -> int:
         """Return the descriptor of the root, valid while the caller holds the lock."""
         # Another process may have removed and recreated the folder.
-        if self._fd is not None and is_deleted(self._fd):
+        if self._fd is not None and not links_of(self._fd):
             os.close(self._fd)
             self._fd = None
             self._durable.clear()
