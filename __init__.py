@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .storage.operations.report import LoadReport, SaveReport
     from .storage.operations.saving.handle import SaveHandle
     from .storage.operations.telemetry import Outcome, listen
+    from .storage.pipeline.borrowing import Incremental
     from .storage.state.adapters.per_rank import PerRank
     from .storage.state.adapters.shards import Shard, mark_part
     from .storage.state.adapters.stateful import RNGState
@@ -57,6 +58,7 @@ _NAMES = {
     ".storage.operations.report": ["LoadReport", "SaveReport"],
     ".storage.operations.saving.handle": ["SaveHandle"],
     ".storage.operations.telemetry": ["Outcome", "listen"],
+    ".storage.pipeline.borrowing": ["Incremental"],
     ".storage.state.adapters.per_rank": ["PerRank"],
     ".storage.state.adapters.shards": ["Shard", "mark_part"],
     ".storage.state.adapters.stateful": ["RNGState"],
@@ -77,6 +79,7 @@ __all__ = [
     "DiffReport",
     "ExportReport",
     "ImportReport",
+    "Incremental",
     "Keep",
     "Keeper",
     "ListedCheckpoint",

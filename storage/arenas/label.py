@@ -15,6 +15,7 @@ from ...core.units import ceil_div
 from ...errors import CoordinationError, DamagedError
 from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES
 from ..format.digest import digest
+from ..format.extents import Extents
 from ..format.fragment import Fragment, decode_fragment
 from ..format.manifest import image_key
 from ..format.tables import ImageTable
@@ -84,15 +85,21 @@ class Label:
         except CoordinationError as error:
             raise DamagedError(f"a label is malformed: {error.message}") from error
 
-    def fragment(self, attempt: str | None = None, stored_nbytes: int | None = None) -> Fragment:
+    def fragment(
+        self,
+        attempt: str | None = None,
+        stored_nbytes: int | None = None,
+        extents: Extents | None = None,
+    ) -> Fragment:
         """Return the rank's fragment of a manifest, including its image. ``attempt``: the image's
         attempt, by default the generation's own; ``stored_nbytes``: size of the image's file if
-        compressed. Raises DamagedError."""
+        compressed; ``extents``: where its blocks lie, if not in one file. Raises DamagedError."""
         draft = decode_fragment(self.draft, "the draft of a label", {})
         digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         images = ImageTable.of(self.rank, self.hashed_end, digests, stored_nbytes)
         head = (attempt or self.generation.attempt, self.generation.step, self.created_s)
-        return replace(draft, head=head, groups=[replace(g, images=images) for g in draft.groups])
+        groups = [replace(group, images=images, extents=extents) for group in draft.groups]
+        return replace(draft, head=head, groups=groups)
 
 
 def check_sizes(label: Label) -> None:

@@ -156,7 +156,8 @@ class Flush:
     ``options``: driver options as JSON. ``environment``: variables that configure the driver,
     including secrets; never stored. ``compression``: codec of the images, "" for none. ``branch``:
     branch of the run, for the manifest. ``base``: name of the checkpoint beside this one to borrow
-    equal bytes from, "" for none yet; None to write everything."""
+    equal bytes from, "" for none yet; None to write everything. ``limits``: of borrowing, as the
+    fields of ``pipeline.borrowing.Incremental``; () for its defaults."""
 
     step: int
     uri: str
@@ -165,6 +166,7 @@ class Flush:
     compression: str = ""
     branch: str = ""
     base: str | None = None
+    limits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

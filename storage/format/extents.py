@@ -6,16 +6,20 @@ attempt's own, or a hard link to a file of an earlier attempt, the *lender*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ...core.decoded_json import Json, strs_in
 from ...core.units import ceil_div
-from ...planner.columns import Ints
+from ...errors import DamagedError
+from ...planner.columns import Ints, ranges
 from ...planner.image import DIGEST_NBYTES
-from .columns import Columns
+from .columns import Columns, decode_columns, encode_columns, narrowed
+from .tables import ImageTable, ints_of
 
 FILES_MAX = 4096
 """Most files of one rank."""
@@ -61,6 +65,58 @@ class Extents:
     page_file: Ints
     page_slot: Ints
 
+    @classmethod
+    def of_images(cls, images: ImageTable, chunk_nbytes: int, block_nbytes: int) -> Extents:
+        """Return the extents of images that are files of their own."""
+        hashed_nbytes = images.hashed_nbytes
+        rows = np.arange(len(images))
+        chunks = images.chunks(chunk_nbytes)
+        image, index = ranges(np.zeros_like(chunks), chunks)
+        slot = hashed_nbytes[image] // DIGEST_NBYTES + index * (chunk_nbytes // block_nbytes)
+        none = np.zeros_like(rows)
+        return cls(
+            (),
+            *(none, images.rank, none + WHOLE_IMAGE, images.nbytes(block_nbytes)),
+            *(none + 1, ceil_div(hashed_nbytes, block_nbytes), rows, none),
+            *(image, slot),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Extents]) -> Extents:
+        """Concatenate the extents of different images, which share no files."""
+        lenders = tuple(dict.fromkeys(lender for part in parts for lender in part.lenders))
+        row = {lender: 1 + i for i, lender in enumerate(lenders)}
+        rows = [np.array([0, *map(row.__getitem__, part.lenders)]) for part in parts]
+        files = np.cumsum([0, *(part.file_nbytes.size for part in parts)]).tolist()
+        columns: dict[str, list[Ints]] = {name: [] for name in EXTENT_COLUMNS}
+        for part, lender, first in zip(parts, rows, files[:-1], strict=True):
+            moved = dict(part.columns())
+            moved["file.lender"] = lender[part.file_lender]
+            moved["extent.file"] = part.extent_file + first
+            moved["page.file"] = part.page_file + first
+            for name, column in moved.items():
+                columns[name].append(column)
+        return cls(lenders, *(np.concatenate(columns[name]) for name in EXTENT_COLUMNS))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each image is a file of its own."""
+        return not self.lenders and bool((self.file_part == WHOLE_IMAGE).all())
+
+    def encode(self) -> bytes:
+        """Return the columns as bytes, for :meth:`decode`."""
+        narrow = {name: narrowed(column) for name, column in self.columns().items()}
+        return encode_columns(narrow, {"lenders": json.dumps(self.lenders)})
+
+    @classmethod
+    def decode(cls, data: bytes, what: str) -> Extents:
+        """Decode extents, unchecked. Raises DamagedError."""
+        columns, metadata = decode_columns(data, what)
+        try:
+            return extents_of(columns, json.loads(metadata["lenders"]))
+        except (KeyError, ValueError) as error:
+            raise DamagedError(f"{what} are malformed: {error!r}") from error
+
     def columns(self) -> Columns:
         """Return the columns by name."""
         return {name: getattr(self, name.replace(".", "_")) for name in EXTENT_COLUMNS}
@@ -70,7 +126,7 @@ class Extents:
         folders = [folder, *(f"{folder}/lent/{lender}" for lender in self.lenders)]
         files = (self.file_lender, self.file_rank, self.file_part)
         rows = zip(*(column.tolist() for column in files), strict=True)
-        return [f"{folders[lender]}/{_name(rank, part)}" for lender, rank, part in rows]
+        return [f"{folders[lender]}/{file_name(rank, part)}" for lender, rank, part in rows]
 
     def file_map(self, hashed_nbytes: Ints, chunk_nbytes: int, block_nbytes: int) -> FileMap:
         """Return the map from images of these sizes to files."""
@@ -90,7 +146,8 @@ class Extents:
         return FileMap.of(base, *map(np.concatenate, (starts, files, file_starts)))
 
 
-def _name(rank: int, part: int) -> str:
+def file_name(rank: int, part: int) -> str:
+    """Return the name of a file in the folder of its attempt."""
     if part == WHOLE_IMAGE:
         return f"{rank}.safetensors"
     return f"{rank}.{part}.blocks"
@@ -107,6 +164,12 @@ class _Blocks:
         self.start = (end - extents.extent_blocks - first[self.image]) * block_nbytes
         stop = (end - first[self.image]) * block_nbytes
         self.nbytes = np.minimum(stop, hashed_nbytes[self.image]) - self.start
+
+
+def extents_of(columns: Columns, lenders: Json) -> Extents:
+    """Return the extents in decoded columns. Raises KeyError and ValueError."""
+    named = tuple(strs_in(lenders, "lenders"))
+    return Extents(named, *(ints_of(columns, name) for name in EXTENT_COLUMNS))
 
 
 @dataclass(frozen=True, eq=False)

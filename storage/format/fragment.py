@@ -20,10 +20,11 @@ import numpy as np
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError
 from ...planner.columns import Bools, Ints, widen
-from ...planner.image import DIGEST_NBYTES
+from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import decode_columns, encode_columns, narrowed
 from .digest import digest
+from .extents import Extents, extents_of
 from .tables import (
     ImageTable,
     check_readable,
@@ -91,14 +92,20 @@ class Group:
     shards: ShardTable
     images: ImageTable
     values: list[ByRank]
+    extents: Extents | None = None
+    """Where the blocks of the images lie, if an image is not simply a file."""
 
     def encode(self) -> bytes:
         """Encode everything except the layout."""
         columns = shard_columns(self.shards, self.images)
         columns["rank"] = self.ranks
         columns["shard.tensor"] = self.shards.tensor
+        metadata = {"values": json.dumps(self.values, separators=(",", ":"))}
+        if self.extents is not None:
+            columns |= self.extents.columns()
+            metadata["lenders"] = json.dumps(self.extents.lenders)
         narrow = {name: narrowed(column) for name, column in columns.items()}
-        return encode_columns(narrow, {"values": json.dumps(self.values, separators=(",", ":"))})
+        return encode_columns(narrow, metadata)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +155,11 @@ def fragment_of(
     shards: ShardTable,
     images: ImageTable,
     tree: Tree,
+    extents: Extents | None = None,
 ) -> Fragment:
     """Return the fragment of one rank, with the values in ``tree``."""
     values: list[ByRank] = [[([rank], v.by_rank[0][1])] for v in tree.values]
-    return Fragment(head, [Group(layout, np.array([rank]), shards, images, values)])
+    return Fragment(head, [Group(layout, np.array([rank]), shards, images, values, extents)])
 
 
 def decode_fragment(data: bytes, what: str, known: MutableMapping[bytes, StateLayout]) -> Fragment:
@@ -211,7 +219,10 @@ def _group(layout: StateLayout, blob: bytes, what: str) -> Group:
         [(ranks, encoded) for ranks, encoded in by_rank]
         for by_rank in json.loads(metadata["values"])
     ]
-    return Group(layout, ints_of(columns, "rank"), shards, images, values)
+    extents = None
+    if "lenders" in metadata:
+        extents = extents_of(columns, json.loads(metadata["lenders"]))
+    return Group(layout, ints_of(columns, "rank"), shards, images, values, extents)
 
 
 def join(fragments: Sequence[Fragment]) -> Fragment:
@@ -242,4 +253,16 @@ def _joined(groups: Sequence[Group]) -> Group:
     )
     ranks = np.concatenate([group.ranks for group in groups])
     values = [unite(by) for by in zip(*(group.values for group in groups), strict=True)]
-    return Group(groups[0].layout, ranks, shards, images, values)
+    return Group(groups[0].layout, ranks, shards, images, values, joined_extents(groups))
+
+
+def joined_extents(groups: Sequence[Group]) -> Extents | None:
+    """Return the extents of the images of all groups; None if each image is simply a file."""
+    if all(group.extents is None for group in groups):
+        return None
+    return Extents.joined(
+        [
+            group.extents or Extents.of_images(group.images, CHUNK_NBYTES, BLOCK_NBYTES)
+            for group in groups
+        ]
+    )

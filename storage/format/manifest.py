@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...core.decoded_json import Json, number_in, object_from, object_in, str_in, strs_in
+from ...core.decoded_json import Json, number_in, object_from, object_in, str_in
 from ...core.forks.cached import cached_property
 from ...errors import DamagedError, UnsupportedFormatError
 from ...planner.columns import Ints, ranges, volumes
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, DIGEST_NBYTES, PAGE_NBYTES
 from ...planner.table import ShardTable, TensorTable
 from .columns import Columns, decode_columns, encode_columns, narrowed, parse_columns
-from .extents import EXTENT_COLUMNS, Extents, FileMap, FileRange, extent_conditions
+from .extents import Extents, FileMap, FileRange, extent_conditions, extents_of
 from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
 from .tables import (
@@ -98,6 +98,8 @@ class Manifest:
     extents: Extents | None = None
     """Where the blocks of the images lie, if an image is not simply a file; then ``compression`` is
     None."""
+    increments: int = 0
+    """Number of saves since the last whole one that have borrowed from each other."""
 
     @property
     def version(self) -> int:
@@ -118,7 +120,7 @@ class Manifest:
         """The same checkpoint with each image in a file of its own."""
         if self.extents is None:
             return self
-        return replace(self, extents=None)
+        return replace(self, extents=None, increments=0)
 
     @cached_property
     def first_chunk(self) -> Ints:
@@ -184,6 +186,8 @@ class Manifest:
             head["compression"] = self.compression
         if self.extents is not None:
             head["lenders"] = self.extents.lenders
+        if self.increments:
+            head["increments"] = self.increments
         if self.branch != ROOT:
             head["branch"] = self.branch
         if self.metadata:
@@ -271,8 +275,7 @@ def _extents(columns: Columns, head: Mapping[str, Json]) -> Extents | None:
     """Return the places of blocks, if the version has them. Raises KeyError and ValueError."""
     if head["version"] != _BORROWED:
         return None
-    lenders = tuple(strs_in(head["lenders"], "lenders"))
-    return Extents(lenders, *(ints_of(columns, name) for name in EXTENT_COLUMNS))
+    return extents_of(columns, head["lenders"])
 
 
 def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
@@ -304,6 +307,7 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
             for name, text in object_in(head.get("metadata", {}), "metadata").items()
         },
         extents=_extents(columns, head),
+        increments=json_integer(head.get("increments", 0), "increments"),
     )
 
 
@@ -338,7 +342,7 @@ def _header_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     yield _ATTEMPT.fullmatch(m.attempt) is not None, "the attempt's name"
     yield is_branch(m.branch), "the branch's name"
     what = "numbers of the header"
-    yield m.world > 0 and math.isfinite(m.created_s), what
+    yield m.world > 0 and math.isfinite(m.created_s) and m.increments >= 0, what
     yield 0 < m.block_nbytes <= m.chunk_nbytes <= _CHUNK_NBYTES_MAX, what
     yield m.chunk_nbytes <= m.block_nbytes * _BLOCKS_PER_CHUNK_MAX, what
     yield m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0, what

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...errors import CoverageError, DamagedError, SaveError
 from ...planner.columns import Ints, ranges, widen
 from ...planner.table import ShardTable, TensorTable, coverage_errors
-from .fragment import Fragment, Group, join
+from .fragment import Fragment, Group, join, joined_extents
 from .manifest import Manifest, check
 from .packed import Compression
 from .tables import ImageTable
@@ -34,6 +34,7 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
     tensors, container, rows = _merge_tensors(whole.groups, containers)
     shards = _merge_shards(whole.groups, rows, tensors.shape.shape[1])
     images = ImageTable.joined([group.images for group in whole.groups])
+    extents = joined_extents(whole.groups)
     world = sum(len(group.ranks) for group in whole.groups)
     attempt, step, created_s = whole.head
     # The checks below take the most memory, so free the second copy of the shards first.
@@ -61,6 +62,7 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
         shards=shards,
         images=images,
         compression=compression,
+        extents=None if extents is None or extents.is_plain else extents,
     )
     try:
         check(manifest, "the manifest")

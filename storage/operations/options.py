@@ -10,6 +10,7 @@ from ...errors import UsageError
 from ..format.packed import Compression, checked_compression
 from ..format.part import Only
 from ..pipeline.base import Base
+from ..pipeline.borrowing import Incremental
 from ..runtime.progress import ProgressCallback
 from ..state.flattening.walk import Default
 from .loading.differences import Strict
@@ -49,15 +50,23 @@ class SaveOptions:
         checked_compression(self.compression)
         check_telemetry(self.telemetry)
 
-    def base_at(self, place: Place, key: Callable[[], str | None]) -> Base:
-        """Return the base of saves with these options, at ``key()`` below ``place``. Raises
-        UsageError if the options exclude one."""
+    def base_at(
+        self, place: Place, key: Callable[[], str | None], incremental: bool | Incremental = True
+    ) -> Base | None:
+        """Return the base of saves with these options, at ``key()`` below ``place``; None unless
+        ``incremental``. Raises UsageError if the options exclude one."""
+        if incremental is False:
+            return None
+        if incremental is True:
+            incremental = Incremental()
+        if not isinstance(incremental, Incremental):
+            raise UsageError(f"incremental={incremental!r} is neither a bool nor an Incremental")
         if self.compression is not None:
             raise UsageError(
                 f"an incremental save with compression={self.compression!r}",
                 advice="Leave out the compression: what has not changed is not written anyway.",
             )
-        return Base(place.opened, key)
+        return Base(place.opened, key, incremental)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,10 @@ from ...errors import HoldfastError, NotACheckpointError
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, ImageLayout
 from ..format.manifest import image_key
 from ..protocol.current import read_manifest
-from .borrowing import BaseImage, base_image
+from .borrowing import BaseImage, Incremental, copied_image
+from .linking import linked_image
 
-NO_COPIES = "this storage cannot copy within itself"
+NO_SHARING = "this storage can neither copy within itself nor link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,18 @@ class Base:
 
     opened: Callable[[str], AbstractAsyncContextManager[Driver]]
     key: Callable[[], str | None]
+    limits: Incremental = field(default_factory=Incremental)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenBase:
     """The leader's choice, for all ranks: the committed ``attempt`` at ``key``, or ``why_whole``
-    there is none."""
+    there is none. ``increments``: as in the manifest of a save with this base."""
 
     attempt: str = ""
     key: str = ""
     why_whole: str = ""
+    increments: int = 0
 
 
 async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
@@ -47,11 +50,11 @@ async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
     key = base.key()
     if key is None:
         return ChosenBase(why_whole="there is no earlier checkpoint")
-    if driver.traits.copies is None:
-        return ChosenBase(why_whole=NO_COPIES)
+    if driver.traits.copies is None and not driver.traits.links:
+        return ChosenBase(why_whole=NO_SHARING)
     try:
         async with base.opened(key) as source:
-            if not driver.copies_from(source):
+            if not (driver.copies_from(source) or driver.links_from(source)):
                 return ChosenBase(why_whole=f"this storage cannot copy from {source.uri}")
             manifest, _ = await read_manifest(source)
     except NotACheckpointError:
@@ -60,11 +63,12 @@ async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
         return ChosenBase(why_whole=f"the earlier checkpoint cannot be read: {error}")
     if manifest.compression is not None:
         return ChosenBase(why_whole="the earlier checkpoint is compressed")
-    if manifest.extents is not None:
-        return ChosenBase(why_whole="the earlier checkpoint shares files with others")
     if (manifest.chunk_nbytes, manifest.block_nbytes) != (CHUNK_NBYTES, BLOCK_NBYTES):
         return ChosenBase(why_whole="the earlier checkpoint has blocks of another size")
-    return ChosenBase(manifest.attempt, key)
+    increments = manifest.increments + 1
+    if increments >= base.limits.anchor:
+        return ChosenBase(why_whole=f"one in {base.limits.anchor} saves is whole")
+    return ChosenBase(manifest.attempt, key, increments=increments)
 
 
 @dataclass(eq=False)
@@ -92,10 +96,13 @@ class Borrowing:
         try:
             source = await opened.enter_async_context(self.base.opened(choice.key))
             self.uri = source.uri
-            key = image_key(choice.attempt, rank)
-            found = None
+            found: BaseImage | None = None
             if driver.copies_from(source):
-                found = await base_image(driver, source, key, layout)
+                key = image_key(choice.attempt, rank)
+                found = await copied_image(driver, source, key, layout)
+            if found is None and driver.links_from(source):
+                limits = self.base.limits
+                found = await linked_image(source, choice.attempt, rank, layout, limits)
         except HoldfastError as error:
             self.why_whole = f"the earlier checkpoint cannot be read: {error}"
             return None

@@ -7,14 +7,15 @@ the same bytes. Layouts need not be compared, and nobody has to say what has cha
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ...drivers.contract import CopyTraits, Driver
-from ...errors import DamagedError, NotFoundError
+from ...drivers.contract import CopyTraits, Driver, Upload
+from ...errors import DamagedError, NotFoundError, UsageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 
 RUN_BLOCKS_MIN = 4
@@ -24,10 +25,55 @@ RUNS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BaseImage:
-    """An image of the same size in an earlier checkpoint: object ``key`` of ``source``. ``blocks``:
-    (B, 16) digests of its blocks. ``holds(chunk, page)``: whether a chunk of the image to write has
-    these digests. It is then borrowed without being taken."""
+class Incremental:
+    """Limits of incremental saves.
+
+    ``anchor``: every ``anchor``-th save is a whole one, which bounds how many checkpoints a damaged
+    block harms. Where checkpoints share files (hard links): a file lends blocks as long as a share
+    ``live`` of it is in use, and an image borrows from the files of at most ``lenders`` earlier
+    saves. Raises UsageError for values out of range.
+    """
+
+    anchor: int = 50
+    live: float = 0.25
+    lenders: int = 32
+
+    @classmethod
+    def of(cls, fields: Sequence[float]) -> Incremental:
+        """Build the limits from :func:`dataclasses.astuple`; the defaults from ()."""
+        if not fields:
+            return cls()
+        anchor, live, lenders = fields
+        return cls(int(anchor), live, int(lenders))
+
+    def __post_init__(self) -> None:
+        if not (self.anchor >= 1 and 0 <= self.live <= 1 and self.lenders >= 1):
+            raise UsageError(f"{self} is out of range: anchor and lenders >= 1, 0 <= live <= 1")
+
+
+class BaseImage(Protocol):
+    """An image of the same size in an earlier checkpoint at ``source``, whose equal blocks an
+    upload can copy. ``key``: its key. ``holds(chunk, page)``: whether a chunk of the image to write
+    has these digests. It is then borrowed without being taken."""
+
+    source: Driver
+    key: str
+    holds: Callable[[int, bytes], Awaitable[bool]] | None
+
+    def page(self, layout: ImageLayout, chunk: int) -> bytes:
+        """Return the digests of a chunk's blocks."""
+
+    async def open(self, driver: Driver, key: str, nbytes: int) -> Upload:
+        """Begin to write the image ``key``. Raises StorageError."""
+
+    def runs(self, layout: ImageLayout, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
+        """Return (start, stop, borrowed) of all runs of a chunk, as bytes of the image; ``page``:
+        digests of the chunk's blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class CopiedImage:
+    """A :class:`BaseImage` whose blocks the storage copies. ``blocks``: (B, 16) their digests."""
 
     source: Driver
     key: str
@@ -36,14 +82,14 @@ class BaseImage:
     holds: Callable[[int, bytes], Awaitable[bool]] | None = None
 
     def page(self, layout: ImageLayout, chunk: int) -> bytes:
-        """Return the digests of a chunk's blocks."""
         start, stop = layout.chunk_range(chunk)
         block = layout.block_nbytes
         return self.blocks[start // block : -(-stop // block)].tobytes()
 
+    async def open(self, driver: Driver, key: str, nbytes: int) -> Upload:
+        return await driver.compose(key, nbytes)
+
     def runs(self, layout: ImageLayout, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
-        """Return (start, stop, borrowed) of all runs of a chunk, as bytes of the image; ``page``:
-        digests of the chunk's blocks."""
         start, stop = layout.chunk_range(chunk)
         block = layout.block_nbytes
         found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
@@ -94,9 +140,9 @@ async def pages_of(driver: Driver, key: str, layout: ImageLayout) -> bytearray |
     return pages
 
 
-async def base_image(
+async def copied_image(
     driver: Driver, source: Driver, key: str, layout: ImageLayout
-) -> BaseImage | None:
+) -> CopiedImage | None:
     """Return the image ``key`` of ``source`` if an image of this layout at ``driver`` can borrow
     from it. Raises StorageError."""
     copies = driver.traits.copies
@@ -108,4 +154,4 @@ async def base_image(
     if pages is None:
         return None
     blocks = np.frombuffer(pages, np.uint8).reshape(-1, DIGEST_NBYTES)
-    return BaseImage(source, key, blocks, copies)
+    return CopiedImage(source, key, blocks, copies)

@@ -18,6 +18,7 @@ from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError,
 from ...errors import HoldfastError, StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
+from ..format.extents import Extents
 from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
@@ -25,6 +26,7 @@ from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from .borrowing import BaseImage, pages_of
 from .chunks import ChunkSource, chunks_to_write
+from .linking import LinkedUpload
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class WrittenImage:
     stored_nbytes: int
     borrowed_nbytes: int = 0
     unchanged: Sequence[tuple[int, int]] = ()
+    extents: Extents | None = None
+    """Where its blocks lie, if it shares files with earlier images."""
 
 
 async def stored_image(driver: Driver, key: str, layout: ImageLayout) -> WrittenImage | None:
@@ -108,6 +112,7 @@ class ImageWriter:
         self._written_nbytes = 0
         self._borrowed_nbytes = 0
         self._unchanged: set[tuple[int, int]] = set()
+        self._extents: Extents | None = None
         self._key = ""
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> WrittenImage:
@@ -134,7 +139,9 @@ class ImageWriter:
             self._buffers.clear()
         digests = b"".join(map(digest, self._pages))
         table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-        return WrittenImage(table, stored_nbytes, self._borrowed_nbytes, sorted(self._unchanged))
+        return WrittenImage(
+            *(table, stored_nbytes, self._borrowed_nbytes, sorted(self._unchanged), self._extents)
+        )
 
     async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
         """Write the image in one upload; return the size of its file."""
@@ -158,7 +165,7 @@ class ImageWriter:
             if self._find_base is not None:
                 self._base = await self._find_base()
             if self._base is not None:
-                return await self._driver.compose(self._key, nbytes)
+                return await self._base.open(self._driver, self._key, nbytes)
             return await self._driver.create(self._key, nbytes)
 
     def _order(self) -> list[int]:
@@ -267,7 +274,12 @@ class ImageWriter:
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
 
     async def _write_runs(
-        self, upload: Upload, base: BaseImage, chunk: int, start: int, data: memoryview
+        self,
+        upload: Upload,
+        base: BaseImage,
+        chunk: int,
+        start: int,
+        data: memoryview,
     ) -> None:
         for begin, end, borrowed in base.runs(self._layout, chunk, self._pages[chunk]):
             if not (borrowed and await self._borrowed(upload, base, begin, end)):
@@ -328,7 +340,11 @@ class ImageWriter:
         finally:
             self._chunks.pool.give(buffer)
         await upload.commit(final_nbytes)
-        return start + len(trailer)
+        nbytes = start + len(trailer)
+        if isinstance(upload, LinkedUpload):
+            self._extents = upload.extents
+            self._borrowed_nbytes = max(nbytes - upload.written_nbytes, 0)
+        return nbytes
 
 
 def check_image_size(driver: Driver, nbytes: int) -> None:

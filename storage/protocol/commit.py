@@ -352,9 +352,10 @@ async def commit_attempt(
     branch: str = ROOT,
     *,
     overwrite: bool = True,
+    increments: int = 0,
 ) -> None:
     """Commit the images of all ranks from one process, and delete the checkpoint that it replaces.
-    ``fragments`` must be in order of rank. ``branch``: the run's branch, recorded in the manifest.
+    ``fragments`` must be in order of rank. ``branch`` and ``increments`` go into the manifest.
     ``overwrite`` as in :func:`commit`. Raises CoverageError if an element is stored twice or not at
     all; SaveError; StorageError."""
     may_be_stored = False
@@ -365,7 +366,7 @@ async def commit_attempt(
 
     try:
         manifest = await offload(merge, [join(fragments)], compression)
-        manifest = replace(manifest, branch=branch)
+        manifest = replace(manifest, branch=branch, increments=increments)
         obsolete = await commit(driver, attempt, manifest, putting, overwrite=overwrite)
     except BaseException:
         if not may_be_stored:

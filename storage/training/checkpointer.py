@@ -34,6 +34,7 @@ from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..operations.saving.save_job import Deadline
 from ..operations.saving.start_save import Destination, begin_memory_step, begin_save
 from ..operations.telemetry import Telemetry, check_telemetry
+from ..pipeline.borrowing import Incremental
 from ..ranks.process_group import Group, acting_in, check_group
 from ..runtime.engine import start
 from ..runtime.progress import ProgressCallback
@@ -86,8 +87,8 @@ class Checkpointer:
     ``default``, ``process_group`` and ``telemetry`` as in :func:`async_save`, except that ``lazy``
     is on by default.
 
-    ``incremental``: saves copy what has not changed since the newest checkpoint within the storage,
-    if that can; see ``base`` of :func:`save`. Every checkpoint is complete in itself.
+    ``incremental``: saves borrow what has not changed since the newest checkpoint, if the storage
+    can; see ``base`` of :func:`save`. An :class:`Incremental` sets limits.
 
     ``keeper``: a :class:`Keeper`, or ``"auto"`` for the default one. Steps are then also kept in
     host memory, outside the trainer. Saves to storage go through that memory if all ranks have room
@@ -113,7 +114,7 @@ class Checkpointer:
         compression: Compression | None = None,
         allow_empty: bool = False,
         default: Default | None = None,
-        incremental: bool = False,
+        incremental: bool | Incremental = False,
         process_group: Group = None,
         telemetry: Telemetry = "on",
         keeper: KeeperOption = None,
@@ -148,7 +149,7 @@ class Checkpointer:
         self._decisions = Decisions(deadline_s, self._printed)
         self._stats = Stats()
         newest = self._stats.newest_name
-        self._base = self._save_options.base_at(self._root, newest) if incremental else None
+        self._base = self._save_options.base_at(self._root, newest, incremental)
         self._lineage = RunLineage(self._root)
         option = checked_keeper(keeper)
         self._memory = None if option is None else MemoryLevel(option, self._printed)
@@ -509,9 +510,8 @@ class Checkpointer:
         if self._memory is None or not self._has_joined(step):
             return None
         uri = str(join(self._root.uri, name))
-        base = None if self._base is None else self._base.key
         compression = self._save_options.compression
-        return self._memory.by(Storage(uri, self._root.options, compression, base))
+        return self._memory.by(Storage(uri, self._root.options, compression, self._base))
 
     def _steps_in_flight(self) -> list[int]:
         return [save.step for save in list(self._pending) if not save.ended.done()]

@@ -245,11 +245,15 @@ async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_
         assert pinned(job.hosts["b"].keeper.pool.generations) == []
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["copies", "links"])
 @asynchronous
-async def test_a_flush_borrows_from_an_earlier_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flush_borrows_from_an_earlier_checkpoint(
+    shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All keepers borrow from the one that the leader has chosen, and the trainers learn it."""
     monkeypatch.setattr(kept_memory, "state_of", lambda step, rank=0: state_of(1, rank))
-    uri = fresh_uri()
+    monkeypatch.setattr("holdfast.drivers.local.driver.can_copy", lambda mount: False)
+    uri = f"file://{tmp_path}" if shares else fresh_uri()
     ends = []
     async with kept_hosts("off", [0], [1]) as job:
         for step, base in ((1, ""), (2, "1"), (3, "9"), (4, None)):
@@ -262,11 +266,13 @@ async def test_a_flush_borrows_from_an_earlier_checkpoint(monkeypatch: pytest.Mo
     first, second, third, fourth = (one for one, _ in ends)
     assert isinstance(second, FlushEnd)
     assert (second.base, second.why_whole) == (f"{uri}/1", "")
-    assert 0.99 * second.nbytes < second.borrowed_nbytes < second.nbytes
+    assert 0.99 * second.nbytes < second.borrowed_nbytes <= second.nbytes
     reasons = [one.why_whole for one in (first, third, fourth) if isinstance(one, FlushEnd)]
     assert reasons == ["there is no earlier checkpoint", "the earlier checkpoint is gone", ""]
     with holdfast.open(f"{uri}/2") as checkpoint:
         assert checkpoint.verify().ok
+    if shares:
+        assert len(list((tmp_path / "2").rglob("lent/*/*"))) == 2
 
 
 @asynchronous

@@ -411,6 +411,10 @@ class Recorded:
         self.calls.append(("copies_from", source))
         return True
 
+    def links_from(self, source: Driver) -> bool:
+        self.calls.append(("links_from", source))
+        return True
+
 
 def methods(cls: type) -> set[str]:
     """Return the public methods of a class of the contract."""
@@ -418,7 +422,8 @@ def methods(cls: type) -> set[str]:
 
 
 CALLS = {
-    name: recorded(name) for name in (methods(Driver) | methods(Upload)) - {"list", "copies_from"}
+    name: recorded(name)
+    for name in (methods(Driver) | methods(Upload)) - {"list", "copies_from", "links_from"}
 }
 RecordingDriver: Any = type(
     "RecordingDriver", (Recorded, Driver), {**CALLS, "deviations": {"trial": "why"}}
@@ -437,7 +442,7 @@ async def use(driver: Driver) -> list[Any]:
     await composed.copy(0, SOURCE, "from", 5, 3)
     taken = []
     returned = [
-        driver.copies_from(SOURCE),
+        driver.copies_from(SOURCE), driver.links_from(SOURCE), await driver.link("li", SOURCE, "from"),
         await upload.commit(2), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
         await driver.fetch("f", 5, 2), await driver.read_pieces("rp", 5, 2, taken.append), taken, await driver.get("g"),
         await driver.put("p", b"1", exclusive=True), await driver.stat("s"), [info async for info in driver.list("l")],

@@ -18,7 +18,8 @@ class Written:
     """Result of one keeper's part of a flush. ``stored_nbytes``: file sizes by ``ranks``, 0 without
     shards; ``problem``: the error, if any; ``damaged``: an image has changed in memory; ``gone``:
     the keeper holds no images of the generation, as after it has replaced a dead one;
-    ``borrowed_nbytes``: how many bytes of all files the storage has copied."""
+    ``borrowed_nbytes``: how many bytes of all files the storage has copied or linked; ``extents``:
+    by ``ranks``, encoded, where the blocks of an image lie, if not in one file."""
 
     attempt: str
     ranks: tuple[int, ...] = ()
@@ -27,6 +28,7 @@ class Written:
     damaged: bool = False
     gone: bool = False
     borrowed_nbytes: int = 0
+    extents: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from ....errors import DamagedError, SaveError, SupersededError
 from ....planner.image import DIGEST_NBYTES, ImageLayout
 from ...arenas.label import GenerationId, Label
 from ...arenas.messages import Flush, FlushEnd
+from ...format.extents import Extents
 from ...format.manifest import image_key
 from ...format.packed import Compression, checked_compression
 from ...pipeline.base import Base, Borrowing, ChosenBase, chosen
-from ...pipeline.borrowing import BaseImage
+from ...pipeline.borrowing import BaseImage, Incremental
 from ...pipeline.chunks import MemoryChunks
 from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
 from ...protocol.collect import give_up
@@ -55,7 +56,9 @@ def base_of(request: Flush) -> Base | None:
     folder, _ = divided(parse(request.uri))
     options = json.loads(request.options)
     return Base(
-        lambda key: opened_driver(join(folder, key), **options), lambda: request.base or None
+        lambda key: opened_driver(join(folder, key), **options),
+        lambda: request.base or None,
+        Incremental.of(request.limits),
     )
 
 
@@ -71,8 +74,11 @@ async def flush_part(request: Flush, order: FlushOrder, images: Sequence[LocalIm
         ]
     ranks = tuple(image.label.rank for image in images)
     stored = tuple(part.stored_nbytes for part in parts)
-    borrowed_nbytes = sum(part.borrowed_nbytes for part in parts)
-    return Written(order.attempt, ranks, stored, borrowed_nbytes=borrowed_nbytes)
+    return Written(
+        *(order.attempt, ranks, stored),
+        borrowed_nbytes=sum(part.borrowed_nbytes for part in parts),
+        extents=tuple(b"" if part.extents is None else part.extents.encode() for part in parts),
+    )
 
 
 async def flush(
@@ -107,11 +113,13 @@ async def flush(
                 for image in images
             }
             stored = {rank: part.stored_nbytes for rank, part in own.items()}
+            extents = {rank: part.extents for rank, part in own.items()}
             borrowed_nbytes = sum(part.borrowed_nbytes for part in own.values())
             labels = {image.label.rank: image.label for image in images}
             written = await _written(reporting, is_wanted)
             for name, part in written.items():
                 stored |= dict(zip(part.ranks, part.stored_nbytes, strict=True))
+                extents |= _extents(part)
                 borrowed_nbytes += part.borrowed_nbytes
                 labels |= await _labels(reporting, images[0].label.run, generation, name, part)
             if labels.keys() != set(range(world)):
@@ -124,10 +132,15 @@ async def flush(
             await give_up(driver, attempt)
             raise
         fragments = [
-            labels[rank].fragment(attempt.id, None if compression is None else stored[rank])
+            labels[rank].fragment(
+                attempt.id, None if compression is None else stored[rank], extents.get(rank)
+            )
             for rank in range(world)
         ]
-        await commit_attempt(driver, attempt, fragments, compression, request.branch)
+        await commit_attempt(
+            *(driver, attempt, fragments, compression, request.branch),
+            increments=choice.increments,
+        )
     nbytes = sum(label.nbytes for label in labels.values() if label.digests)
     return FlushEnd(
         *(generation, attempt.id, nbytes),
@@ -159,6 +172,13 @@ async def _written(reporting: Reporting, is_wanted: Callable[[], bool]) -> Mappi
 def _check_wanted(is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
         raise SupersededError("a resume has discarded this step")
+
+
+def _extents(part: Written) -> dict[int, Extents | None]:
+    """Return the extents of each image of a part. Raises DamagedError."""
+    what = "the extents of a keeper's part"
+    encoded = zip(part.ranks, part.extents, strict=False)
+    return {rank: Extents.decode(data, what) if data else None for rank, data in encoded}
 
 
 async def _labels(

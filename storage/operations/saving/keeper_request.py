@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ....errors import SaveError, UsageError
 from ...arenas.arena import Arena, KeeperLost
@@ -23,6 +23,7 @@ from ...arenas.messages import (
     Sealed,
     Voided,
 )
+from ...pipeline.base import Base
 from .handle import SaveHandle
 
 _CONFIGURES_DRIVERS = re.compile(
@@ -34,13 +35,13 @@ _CONFIGURES_DRIVERS = re.compile(
 
 @dataclass(frozen=True)
 class Storage:
-    """Destination of a keeper's flush. ``uri``: as given; ``compression``: of images; ``base()``:
-    name of a checkpoint beside it to borrow from, None if there is none yet."""
+    """Destination of a keeper's flush. ``uri``: as given; ``compression``: of images; ``base``: a
+    checkpoint beside it to borrow from."""
 
     uri: str
     options: Mapping[str, object]
     compression: str | None = None
-    base: Callable[[], str | None] | None = None
+    base: Base | None = None
 
     def request(self, step: int, branch: str) -> Flush:
         """Return the request to a keeper. Raises SaveError if JSON cannot hold an option."""
@@ -53,8 +54,10 @@ class Storage:
         environment = {
             name: value for name, value in os.environ.items() if _CONFIGURES_DRIVERS.fullmatch(name)
         }
-        base = None if self.base is None else self.base() or ""
-        return Flush(step, self.uri, options, environment, self.compression or "", branch, base)
+        flush = Flush(step, self.uri, options, environment, self.compression or "", branch)
+        if self.base is None:
+            return flush
+        return replace(flush, base=self.base.key() or "", limits=astuple(self.base.limits))
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
         borrowing = Borrowing(job.base, (await asyncio.shield(beginning)).base)
         found = await borrowing.image(driver, team.rank, plan.layout, opened)
         if found is not None and unwritten.since(borrowing.choice.attempt):
-            return replace(found, holds=chunks.holds)
+            found.holds = chunks.holds
         return found
 
     try:
@@ -216,6 +216,7 @@ class _Leader:
     """The attempt, as long as it is certainly not committed."""
     _head: tuple[str, int | None, float] = ("", None, 0.0)
     _world: int = 0
+    _increments: int = 0
     _records: bytes = b""
     """Encoded records of the other ranks."""
     _sweeping: asyncio.Future[None] | None = None
@@ -232,14 +233,16 @@ class _Leader:
         self._uncommitted = self._attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
-        return Begun(self._attempt.id, await chosen(self._job.base, self._driver))
+        base = await chosen(self._job.base, self._driver)
+        self._increments = base.increments
+        return Begun(self._attempt.id, base)
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
         """Merge ``fragments``, one from each speaker, into a manifest and commit it."""
         assert self._attempt is not None
         with span("merge"):
             manifest = await offload(merge, fragments, self._job.compression)
-        manifest = replace(manifest, branch=self._branch)
+        manifest = replace(manifest, branch=self._branch, increments=self._increments)
         self._head = fragments[0].head
         self._world = manifest.world
         self._records = b"".join(fragment.telemetry for fragment in fragments)
@@ -327,7 +330,8 @@ def written_fragment(
     stored_nbytes = None if job.compression is None else written.stored_nbytes
     images = ImageTable.of(rank, plan.layout.hashed_end, written.digests, stored_nbytes)
     head = (attempt.id, job.step, job.created_s)
-    return fragment_of(head, rank, plan.reported, plan.shards, images, job.flat.tree)
+    tables = (plan.reported, plan.shards, images)
+    return fragment_of(head, rank, *tables, job.flat.tree, written.extents)
 
 
 async def _drop(driver: Driver, image: str) -> None:
