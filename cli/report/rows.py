@@ -13,7 +13,7 @@ from ...storage.operations.reporting.findings import Straggler, retries_of, typi
 from ...storage.operations.reporting.report_saves import RecordedSave
 from ..tables import NONE, Table
 from ..text import time_text
-from .words import Against, nbytes_of, rate_text
+from .words import Against, borrowed_words, nbytes_of, rate_text
 
 _RANKS_SHOWN = 16
 _OPERATIONS_SHOWN = 8
@@ -123,7 +123,8 @@ def history_table(
     """Return a row for each save of a run. ``found`` holds the stragglers of each save; ``against``
     is the baseline of the rates."""
     titles: tuple[str, ...] = (
-        "step", "saved", "ranks", "took", "bytes", "rate", "stalled", "retries", "slowest",
+        "step", "saved", "ranks", "took", "bytes", "rate", "stalled", "retries", "borrowed",
+        "slowest",
     )  # fmt: skip
     rows = [_history_row(save, slow) for save, slow in zip(saves, found, strict=True)]
     if against is not None:
@@ -133,7 +134,7 @@ def history_table(
             (NONE if share is None else f"{share:.0%}", *row)
             for share, row in zip(shares, rows, strict=True)
         ]
-    return Table("saves", titles, rows, ("saved", "slowest"))
+    return Table("saves", titles, rows, ("saved", "borrowed", "slowest"))
 
 
 def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, ...]:
@@ -142,7 +143,7 @@ def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, .
     telemetry = save.telemetry
     if telemetry is None:
         problem = f"{checkpoint.path or '.'}: {save.problem}"
-        return (step, *[NONE] * 7, problem)
+        return (step, *[NONE] * 8, problem)
     records = telemetry.ranks.values()
     nbytes = nbytes_of(telemetry)
     return (
@@ -154,5 +155,6 @@ def _history_row(save: RecordedSave, found: Sequence[Straggler]) -> tuple[str, .
         rate_text(nbytes, telemetry.seconds),
         f"{max((record.fenced_s for record in records), default=0.0):.3f} s",
         str(sum(map(retries_of, records))),
+        borrowed_words(telemetry) or NONE,
         f"rank {found[0].rank}, {found[0].stage}: {found[0].cause}" if found else "",
     )

@@ -14,7 +14,7 @@ from ...core.units import size_text
 from ...storage.format.save_telemetry import SaveTelemetry
 from ...storage.operations.reporting.findings import Cause, Straggler, retries_of
 from ..tables import NONE
-from ..text import one_of, time_text
+from ..text import one_of, ranks_text, time_text
 
 SAVE = "save"
 _RECURRING_SHOWN = 3
@@ -92,6 +92,8 @@ def all_facts(save: SaveTelemetry, against: Against | None) -> dict[str, str]:
         "took": f"{save.seconds:.2f} s, {size_text(nbytes)}, {rate_text(nbytes, save.seconds)}",
         "retries": str(sum(map(retries_of, save.ranks.values()))),
     }
+    if borrowed := borrowed_words(save):
+        said["borrowed"] = borrowed
     if against is not None:
         said["bench"] = against.words(save)
     return said
@@ -100,6 +102,24 @@ def all_facts(save: SaveTelemetry, against: Against | None) -> dict[str, str]:
 def nbytes_of(save: SaveTelemetry) -> int:
     """Return the bytes of all images."""
     return sum(record.nbytes for record in save.ranks.values())
+
+
+def borrowed_words(save: SaveTelemetry) -> str:
+    """Return how much an incremental save has borrowed, and why some ranks wrote everything; "" for
+    any other save."""
+    records = save.ranks.values()
+    borrowed = sum(record.borrowed_nbytes for record in records)
+    reasons: dict[str, list[int]] = {}
+    for record in records:
+        if record.why_whole:
+            reasons.setdefault(record.why_whole, []).append(record.rank)
+    said = [
+        why if len(ranks) == len(records) else f"{ranks_text(ranks)}: {why}"
+        for why, ranks in reasons.items()
+    ]
+    if borrowed or said:
+        said.insert(0, size_text(borrowed))
+    return "; ".join(said)
 
 
 def rate_text(nbytes: float, seconds: float) -> str:

@@ -40,6 +40,8 @@ _DEFAULTS: tuple[Json, ...] = ([], 0, 0, 0, None, 0.0)
 """Values of a stage row's last columns, omitted where equal."""
 _COLUMNS_MIN = 7
 """Number of columns before those."""
+_WHY_MAX = 200
+"""Characters of ``why_whole`` to store."""
 _SLOWEST_KEPT = (SLOWEST, 4, 0)
 """Numbers of slowest operations to try to store, until the record fits."""
 
@@ -62,6 +64,8 @@ class RankTelemetry:
     peak_nbytes: int
     stages: Mapping[str, StageReport]
     slowest: tuple[SlowOperation, ...] = ()
+    borrowed_nbytes: int = 0
+    why_whole: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,10 +173,16 @@ def _record_line(record: RankTelemetry) -> bytes:
     return _line(
         {
             **_encoded(record, _RANK),
+            **_borrowed(record),
             "stages": [_stage_row(name, stage) for name, stage in record.stages.items()],
             "slowest": [list(_encoded(slow, _SLOW).values()) for slow in record.slowest],
         }
     )
+
+
+def _borrowed(record: RankTelemetry) -> dict[str, object]:
+    fields = {"borrowed_nbytes": record.borrowed_nbytes, "why_whole": record.why_whole[:_WHY_MAX]}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _encoded(item: object, columns: Iterable[str]) -> dict[str, object]:
@@ -286,6 +296,8 @@ def _record(record: Mapping[str, Json]) -> RankTelemetry:
         for row in list_in(record["slowest"], "slow")
     ]
     figures = _decoded([record[name] for name in _RANK], _RANK)
+    figures["borrowed_nbytes"] = int_in(record.get("borrowed_nbytes", 0), "borrowed_nbytes")
+    figures["why_whole"] = str_in(record.get("why_whole", ""), "why_whole")
     return RankTelemetry(stages=dict(stages), slowest=tuple(slowest), **figures)
 
 

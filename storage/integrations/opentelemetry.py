@@ -58,6 +58,10 @@ def _attributes(report: SaveReport | LoadReport) -> Mapping[str, float | str]:
     if isinstance(report, SaveReport):
         found["holdfast.nbytes"] = report.nbytes
         found["holdfast.fenced_s"] = report.fenced_s
+        found["holdfast.written_nbytes"] = report.written_nbytes
+        found["holdfast.borrowed_nbytes"] = report.borrowed_nbytes
+        if report.why_whole:
+            found["holdfast.why_whole"] = report.why_whole
     else:
         found["holdfast.nbytes"] = report.bytes_read
     return found

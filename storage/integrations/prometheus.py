@@ -69,6 +69,12 @@ class _Metrics:
             "Bytes that saves have written, and loads have read from storage.",
             operation,
         )
+        self.borrowed = counter(
+            "holdfast_borrowed_bytes", "Bytes that incremental saves have not written."
+        )
+        self.whole = counter(
+            "holdfast_whole_saves", "Incremental saves that had nothing to borrow from."
+        )
         self.stage_seconds = histogram(
             "holdfast_stage_busy_seconds",
             "Time that a stage of a save or a load was busy.",
@@ -116,7 +122,9 @@ class _Metrics:
         if isinstance(report, LoadReport):
             self.nbytes.labels("load").inc(report.bytes_read)
             return
-        self.nbytes.labels("save").inc(report.stored_nbytes)
+        self.nbytes.labels("save").inc(report.written_nbytes)
+        self.borrowed.inc(report.borrowed_nbytes)
+        self.whole.inc(bool(report.why_whole))
         self.stalled.inc(report.fenced_s)
         self.newest_time.set(time.time())
         if outcome.step is not None:

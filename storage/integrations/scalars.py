@@ -39,6 +39,7 @@ def _figures(report: SaveReport) -> dict[str, float]:
         "captured_seconds": report.captured_s,
         "fenced_seconds": report.fenced_s,
         "gigabytes": report.stored_nbytes / 1e9,
+        "borrowed_gigabytes": report.borrowed_nbytes / 1e9,
         "retries": float(sum(s.retries + s.hedges for s in report.stages.values())),
     }
     for name, stage in report.stages.items():

@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...core.forks.renewal import new_lock
 from ...core.spans import Recorder, StageReport, Summary, current
@@ -48,22 +48,27 @@ def _figures(summary: Summary) -> dict[str, Any]:
     }
 
 
-def rank_telemetry(
-    rank: int, nbytes: int, stored_nbytes: int, fenced_s: float
-) -> RankTelemetry | None:
+class Wrote(NamedTuple):
+    """Sizes of a rank's save. ``nbytes``: of its image; the others as in SaveReport."""
+
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    borrowed_nbytes: int = 0
+    why_whole: str = ""
+
+
+def rank_telemetry(rank: int, wrote: Wrote, fenced_s: float) -> RankTelemetry | None:
     """Return this rank's timings so far of the save in whose context this is called; None if it is
-    not recorded. ``nbytes``: size of its image; ``stored_nbytes``: size of the image's file, which
-    may be compressed. ``fenced_s``: seconds that training waited in fences."""
+    not recorded. ``fenced_s``: seconds that training waited in fences."""
     recorder = current()
     if recorder is None:
         return None
     summary = recorder.summary()
     return RankTelemetry(
         rank=rank,
-        nbytes=nbytes,
-        stored_nbytes=stored_nbytes,
         elapsed_s=summary.elapsed_s,
         fenced_s=fenced_s,
+        **wrote._asdict(),
         **_figures(summary),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import fresh_uri
 from support.commands import run, run_json
 from support.recorded import NBYTES, listed, record, save_of, slow_write, stage
 
@@ -86,6 +87,27 @@ def test_a_run_is_shown_save_by_save(tmp_path: Path) -> None:
     saves = run_json("report", str(tmp_path))["saves"]
     assert [save["step"] for save in saves] == [1, 2, 3, 4]
     assert [save["telemetry"] is None for save in saves] == [False, True, True, False]
+
+
+def test_borrowed_bytes_and_whole_saves_are_shown(tmp_path: Path) -> None:
+    """Each incremental save says how much it has not written, or why it has written everything."""
+    w = torch.arange(float(1 << 18))
+    uri = fresh_uri()
+    with holdfast.Checkpointer(uri, every=1, incremental=True, when_busy="wait") as ckpt:
+        for step in (1, 2):
+            ckpt.step(step, {"w": w, "step": step})
+    holdfast.save(f"{uri}/whole", STATE, step=3)
+    found = [run("report", f"{uri}/{name}").stdout for name in ("step-00000001", "step-00000002")]
+    assert "borrowed 0 B; there is no earlier checkpoint\n" in found[0]
+    assert "borrowed 1.00 MiB\n" in found[1]
+    lines = run("report", uri).stdout.splitlines()[2:5]
+    assert [line.split("  ")[-1].strip() for line in lines] == [
+        "0 B; there is no earlier checkpoint", "1.00 MiB", "-",
+    ]  # fmt: skip
+    saves = run_json("report", uri)["saves"]
+    ranks = [save["telemetry"]["ranks"][0] for save in saves]
+    assert [rank["borrowed_nbytes"] // (1 << 19) for rank in ranks] == [0, 2, 0]
+    assert [bool(rank["why_whole"]) for rank in ranks] == [True, False, False]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -386,6 +386,29 @@ def test_spans_are_exported(tmp_path: Path, ending: contextlib.ExitStack) -> Non
     assert load.events[0].name == "exception"
 
 
+def test_borrowed_bytes_are_exported(ending: contextlib.ExitStack) -> None:
+    """Every door tells written bytes from borrowed ones, and counts whole saves."""
+    registry, kept, provider = CollectorRegistry(), InMemorySpanExporter(), TracerProvider()
+    logged: dict[tuple[str, int], float] = {}
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    ending.callback(export_metrics(registry))
+    ending.callback(export_spans(provider))
+    ending.callback(log_scalars(lambda name, figure, step: logged.update({(name, step): figure})))
+    uri = fresh_uri()
+    state = {"w": torch.arange(float(1 << 18))}
+    first = holdfast.save(f"{uri}/1", state, step=1, base=f"{uri}/0")
+    second = holdfast.save(f"{uri}/2", state, step=2, base=f"{uri}/1")
+    written = first.stored_nbytes + second.written_nbytes
+    assert value(registry, "holdfast_bytes_total", operation="save") == written
+    assert value(registry, "holdfast_borrowed_bytes_total") == second.borrowed_nbytes > 1 << 20
+    assert value(registry, "holdfast_whole_saves_total") == 1
+    assert logged["holdfast/borrowed_gigabytes", 2] == second.borrowed_nbytes / 1e9
+    saves = [span.attributes for span in kept.get_finished_spans() if span.name == "holdfast.save"]
+    assert saves[0]["holdfast.why_whole"] == first.why_whole != ""
+    assert saves[1]["holdfast.borrowed_nbytes"] == second.borrowed_nbytes
+    assert saves[1]["holdfast.written_nbytes"] == second.written_nbytes
+
+
 def test_scalars_are_logged(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """Figures are logged for saves with a step."""
     logged: dict[tuple[str, int], float] = {}

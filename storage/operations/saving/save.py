@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ....core.aio import side_by_side, wait_out
@@ -43,7 +43,7 @@ from ...state.capture.unwritten import Unwritten
 from ...state.plan import ImagePlan
 from ..driver_progress import with_progress
 from ..rounds import BEGIN, Begun, FragmentCodec, commit_round
-from ..telemetry import encoded_telemetry, rank_telemetry
+from ..telemetry import Wrote, encoded_telemetry, rank_telemetry
 from .global_plan import GlobalPlan
 from .keeper_save import global_plan_of, keep, planned
 from .save_job import SaveJob
@@ -132,7 +132,9 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
             await check_marker(driver, Attempt(beginning.result().attempt))
         raise
     nbytes = plan.layout.nbytes if len(written.digests) else 0
-    leader.wrote = (nbytes, written.stored_nbytes)
+    leader.wrote = Wrote(
+        *(nbytes, written.stored_nbytes, written.borrowed_nbytes, borrowing.why_whole)
+    )
     fragment = written_fragment(attempt, job, plan, written, team.rank)
     if team.rank != LEADER:  # the leader reports after its commit
         fragment = replace(fragment, telemetry=_record(job, team.rank, leader.wrote))
@@ -154,8 +156,8 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
     )
 
 
-def _record(job: SaveJob, rank: int, wrote: tuple[int, int]) -> bytes:
-    record = rank_telemetry(rank, *wrote, job.fenced_s)
+def _record(job: SaveJob, rank: int, wrote: Wrote) -> bytes:
+    record = rank_telemetry(rank, wrote, job.fenced_s)
     return b"" if record is None else encode_record(record)
 
 
@@ -207,8 +209,7 @@ class _Leader:
 
     _driver: Driver
     _job: SaveJob
-    wrote: tuple[int, int] = (0, 0)
-    """Bytes of this rank's image, and of its file."""
+    wrote: Wrote = field(default_factory=Wrote)
     _branch: str = ROOT
     _attempt: Attempt | None = None
     _obsolete: Attempt | None = None
@@ -279,7 +280,7 @@ class _Leader:
             await delete_attempt(self._driver, self._obsolete)
 
     async def _telemetry(self) -> bytes | None:
-        mine = rank_telemetry(LEADER, *self.wrote, self._job.fenced_s)
+        mine = rank_telemetry(LEADER, self.wrote, self._job.fenced_s)
         if mine is None:
             return None
         return await offload(encoded_telemetry, self._head, self._world, mine, self._records)
