@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .storage.format.save_telemetry import RankTelemetry, SaveTelemetry
     from .storage.operations.conversion.export import ExportReport, export
     from .storage.operations.conversion.importing import ImportReport, import_
-    from .storage.operations.maintenance.copy import CopyReport, copy
+    from .storage.operations.maintenance.copy import CopyReport, compact, copy
     from .storage.operations.maintenance.listing import ListedCheckpoint, list_checkpoints
     from .storage.operations.maintenance.prune import PruneReport, prune
     from .storage.operations.reading.diff import DiffReport, diff
@@ -50,7 +50,7 @@ _NAMES = {
     ".storage.format.save_telemetry": ["RankTelemetry", "SaveTelemetry"],
     ".storage.operations.conversion.export": ["ExportReport", "export"],
     ".storage.operations.conversion.importing": ["ImportReport", "import_"],
-    ".storage.operations.maintenance.copy": ["CopyReport", "copy"],
+    ".storage.operations.maintenance.copy": ["CopyReport", "compact", "copy"],
     ".storage.operations.maintenance.listing": ["ListedCheckpoint", "list_checkpoints"],
     ".storage.operations.maintenance.prune": ["PruneReport", "prune"],
     ".storage.operations.reading.diff": ["DiffReport", "diff"],
@@ -98,6 +98,7 @@ __all__ = [
     "StageReport",
     "TensorInfo",
     "async_save",
+    "compact",
     "copy",
     "diff",
     "export",

@@ -46,6 +46,16 @@ COMMANDS: tuple[Command, ...] = (
         statuses={0: "there are checkpoints", 1: "there are none"},
     ),
     Command(
+        "du",
+        "show the space of checkpoints that share files, each file once",
+        arguments=(
+            argument("uri", "URI", "a folder with checkpoints below it, or a checkpoint"),
+            JSON,
+        ),
+        examples={"holdfast du /checkpoints/run": "which step takes the space, and who needs it"},
+        statuses={0: "there are checkpoints", 1: "there are none"},
+    ),
+    Command(
         "show",
         "show the state in a checkpoint as a tree: tensors with layouts, and small values",
         arguments=(
@@ -67,12 +77,15 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "verify",
-        "read every byte of a checkpoint and check it",
+        "read every byte of a checkpoint, or of all below a folder, and check it",
         arguments=(
-            argument("uri", "URI", "a checkpoint"),
+            argument("uri", "URI", "a checkpoint, or a folder with checkpoints below it"),
             JSON,
         ),
-        examples={"holdfast verify s3://bucket/run/step-500": "read and check every byte"},
+        examples={
+            "holdfast verify s3://bucket/run/step-500": "read and check every byte",
+            "holdfast verify /checkpoints/run": "every checkpoint; shared damage is named once",
+        },
         statuses={0: "every byte is what was written", 1: "something is damaged"},
     ),
     Command(
@@ -119,6 +132,16 @@ COMMANDS: tuple[Command, ...] = (
             "holdfast cp --layout 4GiB run/step-500 /models/served": "large files, for a server",
         },
         statuses={0: "everything was copied", 1: "with --recursive: a checkpoint was damaged"},
+    ),
+    Command(
+        "compact",
+        "rewrite a checkpoint in place, so that it shares no file with others",
+        more="The checkpoint stays readable meanwhile. After an interruption, the same command "
+        "continues where it stopped.",
+        runs="cp:run_compact",
+        arguments=(argument("uri", "URI", "a checkpoint"), JSON),
+        examples={"holdfast compact /checkpoints/run/step-500": "make it whole"},
+        statuses={0: "the checkpoint shares no file"},
     ),
     Command(
         "export",

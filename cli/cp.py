@@ -1,11 +1,14 @@
-"""``holdfast cp``: copies a checkpoint, or a folder of them, to another storage."""
+"""``holdfast cp``: copies a checkpoint, or a folder of them, to another storage.
+
+``holdfast compact`` rewrites one in place.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
 from ..core.units import size_text
-from ..storage.operations.maintenance.copy import CopiedCheckpoint, CopyReport, copy
+from ..storage.operations.maintenance.copy import CopiedCheckpoint, CopyReport, compact, copy
 from .commands import complain, print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable
@@ -40,10 +43,21 @@ def run(
             "continues where it stopped"
         )
         raise
+    return _print(report, json_output=json_output)
+
+
+def run_compact(uri: str, *, json_output: bool) -> int:
+    """Rewrite a checkpoint as a whole one, and print the result. Return 0."""
+    with progress_bar("compact", lines=True) as progress:
+        report = compact(uri, progress=progress)
+    return _print(report, "compacted", json_output=json_output)
+
+
+def _print(report: CopyReport, done: str = "copied", *, json_output: bool) -> int:
     if json_output:
         print_json(_document(report))
     else:
-        print("\n".join(_line(c, report.uri) for c in report.checkpoints))
+        print("\n".join(_line(c, report.uri, done) for c in report.checkpoints))
         if len(report.checkpoints) > 1:
             print(_summary(report))
     return int(not report.ok)
@@ -62,7 +76,7 @@ def _document(report: CopyReport) -> dict[str, object]:
     }
 
 
-def _line(c: CopiedCheckpoint, uri: str) -> str:
+def _line(c: CopiedCheckpoint, uri: str, done: str) -> str:
     name = printable(c.path or uri)
     if c.problem is not None:
         return f"{paint('not copied', 'red')}: {name}: {printable(c.problem)}"
@@ -71,7 +85,7 @@ def _line(c: CopiedCheckpoint, uri: str) -> str:
             f"{paint('there', 'green')}: {name}: {one_of(c.files, 'file')}, "
             f"{size_text(c.nbytes)}, nothing to send"
         )
-    line = f"{paint('copied', 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
+    line = f"{paint(done, 'green')}: {name}: {one_of(c.files, 'file')}, {_figures(c)}"
     if c.why_whole:
         line += f"; more was sent than differs from the base: {printable(c.why_whole)}"
     return line

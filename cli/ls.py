@@ -15,7 +15,7 @@ from .commands import complain, print_json
 from .tables import columns
 from .text import age_text, paint, printable, time_text
 
-_TITLES = ("step", "saved", "age", "ranks", "tensors", "size", "path")
+_TITLES = ("step", "saved", "age", "ranks", "tensors", "own", "total", "path")
 
 
 def run(uri: str, *, last: int | None, json_output: bool) -> int:
@@ -50,6 +50,8 @@ def _entry(c: ListedCheckpoint, root: Uri) -> dict[str, Any]:
         "world": c.world,
         "tensors": c.tensors,
         "nbytes": c.nbytes,
+        "own_nbytes": c.own_nbytes,
+        "stored_nbytes": c.stored_nbytes,
     }
     if c.problem is not None:  # unreadable: none of these are known
         figures = dict.fromkeys(figures)
@@ -67,7 +69,7 @@ def _entry(c: ListedCheckpoint, root: Uri) -> dict[str, Any]:
 def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
     path = printable(c.path) or "."
     if c.problem is not None:
-        return ("-", "-", "-", "-", "-", "-", f"{path}  {paint(printable(c.problem), 'red')}")
+        return (*["-"] * 7, f"{path}  {paint(printable(c.problem), 'red')}")
     if c.abandoned:
         path = f"{path}  {paint('abandoned', 'dim')}"
     if c.damage is not None:
@@ -80,6 +82,7 @@ def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
         age,
         str(c.world),
         f"{c.tensors:,}",
-        size_text(c.nbytes),
+        size_text(c.own_nbytes),
+        size_text(c.stored_nbytes),
         path,
     )

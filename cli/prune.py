@@ -9,7 +9,7 @@ from ..core.units import size_text
 from ..errors import UsageError
 from ..storage.operations.maintenance.prune import PruneReport, prune
 from .commands import complain, print_json
-from .text import one_of, paint, printable
+from .text import one_of, paint, printable, some
 
 
 def run(
@@ -49,6 +49,8 @@ def run(
         print_json({**asdict(report), "nbytes": report.nbytes})
     elif dry_run:
         _print_plan(report)
+        if not _is_nothing(report):
+            print(f"all: {_sum(report)}")
         print("dry run: nothing was deleted")
     elif refused:
         print("nothing was deleted")
@@ -90,4 +92,9 @@ def _print_plan(plan: PruneReport) -> None:
 
 def _sum(report: PruneReport) -> str:
     parts = [(len(report.checkpoints), "checkpoint"), (len(report.leftovers), "unfinished attempt")]
-    return f"{' and '.join(one_of(n, noun) for n, noun in parts if n)}, {size_text(report.nbytes)}"
+    text = " and ".join(one_of(n, noun) for n, noun in parts if n)
+    text += f", {size_text(report.nbytes)}"
+    if report.shared.nbytes:
+        paths = some([printable(path or ".") for path in report.shared.paths])
+        text += f" become free; {size_text(report.shared.nbytes)} stay, shared with {paths}"
+    return text

@@ -7,7 +7,7 @@ and grep can search one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..core.units import size_text
@@ -15,11 +15,13 @@ from ..drivers.registry import open_driver
 from ..storage.format.manifest import Manifest
 from ..storage.format.tree import Key, Value, format_path
 from ..storage.operations.foreign_formats import explains
+from ..storage.operations.location import Place
+from ..storage.operations.maintenance.space import paths_of
 from ..storage.protocol.current import read_manifest
 from ..storage.runtime.engine import start
 from .commands import print_json
 from .placed import Placed, PlacedTensor
-from .text import is_terminal, one_of, paint, printable, shape_text, time_text
+from .text import is_terminal, one_of, paint, printable, shape_text, some, time_text
 from .valued import value_text
 
 _LINES_PER_WRITE = 1000
@@ -35,10 +37,13 @@ def run(uri: str, *, json_output: bool, values: bool, depth: int | None) -> int:
         manifest, data = start(read_manifest(driver)).result()
     finally:
         start(driver.close()).result()
+    paths = {}
+    if manifest.lent_nbytes:
+        paths = start(paths_of(Place.of(uri, None), manifest.lent_nbytes)).result()
     if json_output:
-        print_json(document(driver.uri, manifest, len(data)))
+        print_json(document(driver.uri, manifest, len(data), paths))
         return 0
-    print("\n".join(_header(driver.uri, manifest, len(data))) + "\n")
+    print("\n".join(_header(driver.uri, manifest, len(data), paths)) + "\n")
     lines: list[str] = []
     for line in Outline(manifest, whole_values=values, depth=depth).lines():
         lines.append(line)
@@ -54,7 +59,21 @@ def _stored_nbytes(m: Manifest, manifest_nbytes: int) -> int:
     return sum(file.nbytes for file in m.files) + manifest_nbytes
 
 
-def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
+def _borrowed(m: Manifest, paths: Mapping[str, str]) -> str:
+    """Return which parts of the images lie in files of other checkpoints."""
+    total = max(1, m.stored_nbytes)
+    parts = [
+        f"{100 * nbytes / total:.3g} % {printable(paths.get(attempt, attempt))}"
+        for attempt, nbytes in sorted(m.lent_nbytes.items(), key=lambda item: -item[1])
+    ]
+    files = one_of(sum(file.attempt != m.attempt for file in m.files), "file")
+    return (
+        f"{100 - 100 * m.own_nbytes / total:.1f} % of {size_text(m.stored_nbytes)}: "
+        f"{some(parts)} ({files}); own {size_text(m.own_nbytes)}"
+    )
+
+
+def _header(uri: str, m: Manifest, manifest_nbytes: int, paths: Mapping[str, str]) -> list[str]:
     written = f"version {m.version}, attempt {m.attempt}"
     if m.compression:
         written = f"version {m.version}, {m.compression}, attempt {m.attempt}"
@@ -67,6 +86,8 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int) -> list[str]:
         "files": f"{len(m.files) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
         "format": written,
     }
+    if m.lent_nbytes:
+        facts["borrowed"] = _borrowed(m, paths)
     return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
 
 
@@ -195,8 +216,10 @@ def _key_text(key: Key) -> str:
     return printable(repr(key))
 
 
-def document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
-    """Return the output of ``--json``."""
+def document(
+    uri: str, m: Manifest, manifest_nbytes: int, homes: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the output of ``--json``. ``homes``: paths of lenders, by attempt."""
     placed = Placed(m)
     paths = m.tree.paths()
     tensors = [
@@ -231,6 +254,12 @@ def document(uri: str, m: Manifest, manifest_nbytes: int) -> dict[str, object]:
         "nbytes": m.tensor_nbytes,
         "files": len(m.files) + 1,
         "stored_nbytes": _stored_nbytes(m, manifest_nbytes),
+        "own_nbytes": m.own_nbytes,
+        "borrowed_nbytes": m.stored_nbytes - m.own_nbytes,
+        "lenders": [
+            {"attempt": attempt, "path": homes.get(attempt), "nbytes": nbytes}
+            for attempt, nbytes in m.lent_nbytes.items()
+        ],
         "tensors": tensors,
         "values": values,
     }

@@ -62,6 +62,15 @@ def one_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}s"
 
 
+def some(names: Sequence[str]) -> str:
+    """Return names as text: ``a, b``; of more than ``RUNS_SHOWN``, the first ones and the count of
+    the others."""
+    shown = ", ".join(names[:RUNS_SHOWN])
+    if len(names) > RUNS_SHOWN:
+        shown += f" and {len(names) - RUNS_SHOWN:,} more"
+    return shown
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Return a shape as text: ``[4096×128]``."""
     return f"[{'×'.join(map(str, shape))}]"

@@ -1,50 +1,88 @@
-"""``holdfast verify``: reads every byte of a checkpoint and checks it."""
+"""``holdfast verify``: reads every byte of a checkpoint, or of a folder of them, and checks it."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from ..core.units import size_text
-from ..drivers.uri import parse
-from ..errors import DamagedError
+from ..drivers.uri import join, parse
+from ..errors import DamagedError, NotACheckpointError, ReplacedError
 from ..storage.format.manifest import MANIFEST_KEY
+from ..storage.operations.maintenance.listing import list_checkpoints
+from ..storage.operations.maintenance.space import name_of
 from ..storage.operations.reading.reader import open as open_checkpoint
 from ..storage.pipeline.verifier import Damage, VerifyReport
-from .commands import print_json
+from .commands import complain, print_json
 from .progress import progress_bar
 from .text import one_of, paint, printable
 
 _TENSORS_SHOWN = 5
 
 
+@dataclass(slots=True)
+class _Place:
+    """Damaged bytes, by the key below the URI; see :class:`Damage`. ``checkpoints``: paths of those
+    with this damage."""
+
+    key: str
+    start: int
+    stop: int
+    what: str
+    tensors: list[str]
+    checkpoints: list[str]
+
+
 def run(uri: str, *, json_output: bool) -> int:
-    """Verify a checkpoint and print the damage. Return 0 if there is none, else 1."""
+    """Verify a checkpoint, or all below a folder, and print the damage. Return 0 if there is none,
+    else 1."""
     began_s = time.perf_counter()
-    report = _verified(uri)
+    reports = _reports(uri)
     seconds = time.perf_counter() - began_s
-    damages = _joined(report.damages)
-    files = one_of(report.files, "file")
-    size = size_text(report.nbytes)
+    places = _joined(_places(reports))
+    nbytes = sum(report.nbytes for report in reports.values())
+    number = sum(report.files for report in reports.values())
+    files = one_of(number, "file")
     if json_output:
         print_json(
             {
                 "uri": parse(uri).redacted,
-                "ok": report.ok,
-                "files": report.files,
-                "nbytes": report.nbytes,
+                "ok": not places,
+                "files": number,
+                "nbytes": nbytes,
                 "seconds": seconds,
-                "damages": [asdict(d) for d in damages],
+                "damages": [asdict(place) for place in places],
             }
         )
-    elif report.ok:
-        rate = report.nbytes / seconds / 1e9
-        print(f"{paint('ok', 'green')}: {files}, {size}, {rate:.2f} GB/s")
+    elif not places:
+        rate = nbytes / seconds / 1e9
+        print(f"{paint('ok', 'green')}: {files}, {size_text(nbytes)}, {rate:.2f} GB/s")
     else:
-        places = one_of(len(damages), "place")
-        print(f"{paint('damaged', 'red')}: {places}; {files}, {size} read")
-        print("\n".join(map(_line, damages)))
-    return int(not report.ok)
+        count = one_of(len(places), "place")
+        print(f"{paint('damaged', 'red')}: {count}; {files}, {size_text(nbytes)} read")
+        print("\n".join(map(_line, places)))
+    return int(bool(places))
+
+
+def _reports(uri: str) -> dict[str, VerifyReport]:
+    """Return the report of the checkpoint at ``uri``, or of each below it, by path."""
+    try:
+        return {"": _verified(uri)}
+    except NotACheckpointError:
+        listed = list_checkpoints(uri)
+        if not listed:
+            raise
+    reports = {}
+    for c in sorted(listed, key=lambda c: c.created_s):
+        if c.problem is not None:
+            reports[c.path] = VerifyReport(1, 0, [Damage("", 0, 0, c.problem, ())])
+            continue
+        try:
+            reports[c.path] = _verified(str(join(parse(uri), *c.path.split("/"))))
+        except (NotACheckpointError, ReplacedError):
+            complain(f"not verified, since it was deleted or replaced meanwhile: {c.path}")
+    return reports
 
 
 def _verified(uri: str) -> VerifyReport:
@@ -60,35 +98,44 @@ def _verified(uri: str) -> VerifyReport:
     )
 
 
-def _joined(damages: list[Damage]) -> list[Damage]:
+def _places(reports: Mapping[str, VerifyReport]) -> list[_Place]:
+    """Return all damage; damage of a shared file once."""
+    places: dict[tuple[object, ...], _Place] = {}
+    for path, report in reports.items():
+        for d in report.damages:
+            writer, name = name_of(d.key)
+            shared = (writer or path, name, d.start, d.stop, d.what)
+            key = f"{path}/{d.key}".strip("/")
+            place = places.setdefault(shared, _Place(key, d.start, d.stop, d.what, [], []))
+            place.tensors = list(dict.fromkeys([*place.tensors, *d.tensors]))
+            place.checkpoints = list(dict.fromkeys([*place.checkpoints, path]))
+    return sorted(places.values(), key=lambda place: (place.key, place.start))
+
+
+def _joined(places: list[_Place]) -> list[_Place]:
     """Join adjacent damages of one kind."""
-    groups: list[list[Damage]] = []
-    for d in damages:
-        last = groups[-1][-1] if groups else None
-        if last and (last.key, last.stop, last.what) == (d.key, d.start, d.what):
-            groups[-1].append(d)
+    joined: list[_Place] = []
+    for place in places:
+        last = joined[-1] if joined else None
+        ours = (place.key, place.start, place.what, place.checkpoints)
+        if last and (last.key, last.stop, last.what, last.checkpoints) == ours:
+            last.stop = place.stop
+            last.tensors = list(dict.fromkeys([*last.tensors, *place.tensors]))
         else:
-            groups.append([d])
-    return [
-        Damage(
-            g[0].key,
-            g[0].start,
-            g[-1].stop,
-            g[0].what,
-            tuple(dict.fromkeys(name for d in g for name in d.tensors)),
-        )
-        for g in groups
-    ]
+            joined.append(place)
+    return joined
 
 
-def _line(d: Damage) -> str:
-    line = f"  {d.key}: "
-    if d.stop:
-        line += f"bytes {d.start:,} to {d.stop:,}: "
-    line += printable(d.what)
-    names = ", ".join(map(printable, d.tensors[:_TENSORS_SHOWN]))
+def _line(place: _Place) -> str:
+    line = f"  {printable(place.key)}: "
+    if place.stop:
+        line += f"bytes {place.start:,} to {place.stop:,}: "
+    line += printable(place.what)
+    names = ", ".join(map(printable, place.tensors[:_TENSORS_SHOWN]))
     if names:
         line += f"; tensors: {names}"
-    if len(d.tensors) > _TENSORS_SHOWN:
-        line += f" and {len(d.tensors) - _TENSORS_SHOWN:,} more"
+    if len(place.tensors) > _TENSORS_SHOWN:
+        line += f" and {len(place.tensors) - _TENSORS_SHOWN:,} more"
+    if len(place.checkpoints) > 1:
+        line += f"; shared by {', '.join(map(printable, place.checkpoints))}"
     return line

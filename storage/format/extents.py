@@ -191,6 +191,11 @@ class FileMap:
         first = np.append(True, ~goes_on)[: len(start)]
         return cls(base, start[first], file[first], file_start[first])
 
+    @property
+    def nbytes(self) -> Ints:
+        """(R,) bytes of each run."""
+        return np.diff(np.append(self.start, self.base[-1]))
+
     def ranges(self, image: int, start: int, stop: int) -> list[FileRange]:
         """Return where bytes [start, stop) of an image lie, in order."""
         if start >= stop:

@@ -67,11 +67,12 @@ def image_key(attempt: str, rank: int, compression: Compression | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file with bytes of images. ``rank`` wrote it, perhaps for an earlier checkpoint."""
+    """A file with bytes of images. ``rank`` wrote it in ``attempt``, perhaps an earlier one."""
 
     key: str
     rank: int
     nbytes: int
+    attempt: str
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,16 @@ class Manifest:
         ranks = self.images.rank
         sizes = self.images.file_nbytes(self.block_nbytes)
         keys: Iterable[str]
+        attempts = [self.attempt] * len(self.images)
         if self.extents is None:
             keys = map(self.image_key, range(len(self.images)))
         else:
             keys = self.extents.keys(f"data/{self.attempt}")
             ranks = self.extents.file_rank
             sizes = self.extents.file_nbytes
-        rows = zip(keys, ranks.tolist(), sizes.tolist(), strict=True)
+            writers = (self.attempt, *self.extents.lenders)
+            attempts = [writers[lender] for lender in self.extents.file_lender.tolist()]
+        rows = zip(keys, ranks.tolist(), sizes.tolist(), attempts, strict=True)
         return [StoredFile(*row) for row in rows]
 
     def file_ranges(self, image: int, start: int, stop: int) -> list[FileRange]:
@@ -167,6 +171,25 @@ class Manifest:
             return None
         sizes = (self.images.hashed_nbytes, self.chunk_nbytes, self.block_nbytes)
         return self.extents.file_map(*sizes)
+
+    @cached_property
+    def stored_nbytes(self) -> int:
+        """Bytes of all images as they are stored."""
+        return int(self.images.file_nbytes(self.block_nbytes).sum())
+
+    @cached_property
+    def lent_nbytes(self) -> dict[str, int]:
+        """Bytes of the images that lie in files of each lender, by its attempt."""
+        if self.extents is None or self.file_map is None:
+            return {}
+        lender = self.extents.file_lender[self.file_map.file]
+        of_lender = np.bincount(lender, self.file_map.nbytes, len(self.extents.lenders) + 1)
+        return dict(zip(self.extents.lenders, of_lender[1:].astype(int).tolist(), strict=True))
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of the images that were written for this checkpoint."""
+        return self.stored_nbytes - sum(self.lent_nbytes.values())
 
     def encode(self) -> bytes:
         """Return the bytes of the file. Raises SaveError if no reader would accept them."""

@@ -51,11 +51,12 @@ def test_ls_lists_checkpoints_by_step(root: str) -> None:
     for step in (20, 3):
         holdfast.save(f"{root}/run/step-{step}", {"w": torch.ones(256), "step": step})
     lines = run("ls", root).stdout.splitlines()
-    assert lines[0].split() == ["step", "saved", "age", "ranks", "tensors", "size", "path"]
+    titles = ["step", "saved", "age", "ranks", "tensors", "own", "total", "path"]
+    assert lines[0].split() == titles
     ends = [(line.split()[0], line.split()[-1]) for line in lines[1:]]
     assert ends == [("3", "run/step-3"), ("20", "run/step-20")]
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", lines[1])
-    assert "1.00 KiB" in lines[1]
+    assert lines[1].count("8.02 KiB") == 2
 
 
 def test_ls_of_the_last_reads_no_other(root: str) -> None:
@@ -77,6 +78,7 @@ def test_ls_prints_json(root: str, uri: str) -> None:
     assert entry.pop("created_s") == pytest.approx(time.time(), abs=60)
     assert re.fullmatch(r"[0-9: -]+Z", entry.pop("saved"))
     figures = {"step": 7, "world": 1, "tensors": 5, "nbytes": 3214, "abandoned": False}
+    assert entry.pop("own_nbytes") == entry.pop("stored_nbytes") > 3214
     assert entry == {"path": "step-7", "uri": uri, "problem": None, "damage": None, **figures}
     assert run("ls", uri).stdout.splitlines()[1].endswith("  .")
 

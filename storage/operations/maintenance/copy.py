@@ -176,13 +176,38 @@ def copy(
     )
 
 
+@explains("uri", "storage_options")
+def compact(
+    uri: UriLike,
+    *,
+    budget_nbytes: int = BUDGET_NBYTES,
+    storage_options: Mapping[str, object] | None = None,
+    progress: ProgressCallback | None = None,
+) -> CopyReport:
+    """Rewrite the checkpoint at ``uri``, in place, so that it shares no file with others.
+
+    Its images become files of its own. A checkpoint that shares none is left alone, and nothing is
+    sent. Otherwise like :func:`copy` onto itself: verified, atomic, resumed when called again.
+    Other checkpoints keep the files that they share. Raises like :func:`copy`; ReplacedError or
+    SupersededError if a save replaces the checkpoint meanwhile.
+    """
+    began_s = time.perf_counter()
+    place = Place.of(uri, storage_options)
+    orders = Orders(True, budget_nbytes, compact=True)
+    with ProgressReporter(progress) as reporter:
+        copied = run(_copy(place, place, orders, False, reporter, None))
+    redacted = place.uri.redacted
+    return CopyReport(redacted, redacted, tuple(copied), time.perf_counter() - began_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Options of a copy; see :func:`copy`."""
+    """Options of a copy; see :func:`copy`. ``compact``: only replace images that share files."""
 
     overwrite: bool
     budget_nbytes: int
     image_nbytes: int | None = None
+    compact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +233,7 @@ class Pair:
     @property
     def nbytes(self) -> int:
         """Stored size of all images in bytes."""
-        return int(self.target.images.file_nbytes(self.target.block_nbytes).sum())
+        return self.target.stored_nbytes
 
 
 async def _copy(
@@ -411,9 +436,12 @@ def _identity(manifest: Manifest) -> str:
 
 
 async def _is_there(ours: Driver, pair: Pair, orders: Orders) -> bool:
-    """Return whether all of it is there; with ``orders.overwrite``, also whether it is whole."""
+    """Return whether all of it is there; with ``orders.overwrite``, also whether it is whole; with
+    ``orders.compact``, whether its images are files of their own."""
     if pair.same is None or not orders.overwrite:
         return pair.same is not None
+    if orders.compact:
+        return pair.same.extents is None
     images = image_driver(ours, pair.same)
     return (
         await verify_images(images, pair.same, orders.budget_nbytes, lambda done, total: None)

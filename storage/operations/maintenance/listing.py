@@ -31,7 +31,9 @@ class ListedCheckpoint:
     """One line of a listing.
 
     ``problem``: why the checkpoint or folder cannot be read; the figures are then zero and
-    ``attempt`` is empty. ``damage``: which image is missing or has the wrong size. ``abandoned``:
+    ``attempt`` is empty. ``nbytes``: of the tensors. ``stored_nbytes``: of the images;
+    ``own_nbytes`` of them were written for this checkpoint, the rest lies in files that it shares
+    with earlier ones. ``damage``: which image is missing or has the wrong size. ``abandoned``:
     training went back to an earlier step, and this later checkpoint is on the branch it left.
     """
 
@@ -46,6 +48,8 @@ class ListedCheckpoint:
     branch: str = ROOT
     abandoned: bool = False
     damage: str | None = None
+    stored_nbytes: int = 0
+    own_nbytes: int = 0
 
     @property
     def folder(self) -> str:
@@ -211,10 +215,14 @@ class Listing:
             self.unknown[folder] = error
             return Lineage()
 
+    async def manifest(self, folder: str) -> Manifest:
+        """Return the manifest in a folder. Raises HoldfastError."""
+        data = await self._driver.get(f"{folder}/{MANIFEST_KEY}".lstrip("/"))
+        return await offload(Manifest.decode, data)
+
     async def _line(self, folder: str) -> ListedCheckpoint:
         try:
-            data = await self._driver.get(f"{folder}/{MANIFEST_KEY}".lstrip("/"))
-            m = await offload(Manifest.decode, data)
+            m = await self.manifest(folder)
         except HoldfastError as error:
             return _problem(folder, error.message)
         try:
@@ -233,6 +241,8 @@ class Listing:
             attempt=m.attempt,
             branch=m.branch,
             damage=damage,
+            stored_nbytes=m.stored_nbytes,
+            own_nbytes=m.own_nbytes,
         )
 
     async def _damage(self, folder: str, m: Manifest) -> str | None:

@@ -50,6 +50,7 @@ from ...runtime.engine import check_may_wait, run
 from ..location import Place, UriLike
 from .choice import Choice, Rules, chosen_by
 from .listing import ListedCheckpoint, Listing, size_of, unreadable
+from .space import Holder, Shared, StoredOnce, files_by_key, shared_by
 
 _FOLDERS = 8
 """Folders processed at the same time."""
@@ -67,8 +68,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrunedCheckpoint:
-    """A deleted checkpoint; ``nbytes`` counts its files. ``abandoned``: training had gone back
-    to an earlier one. ``damage``: its damage, if any."""
+    """A deleted checkpoint; ``nbytes`` counts its files, also shared ones. ``abandoned``: training
+    had gone back to an earlier one. ``damage``: its damage, if any."""
 
     path: str
     step: int | None
@@ -103,11 +104,15 @@ class PruneReport:
     """Damaged checkpoints among ``kept``, with a description."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Why something in a folder could not be inspected or deleted, by the folder's path."""
+    shared: Shared = field(default_factory=Shared)
+    """Deleted files that stay, because other checkpoints at or below the URI hold them too."""
 
     @property
     def nbytes(self) -> int:
-        """Size of all deleted files in bytes."""
-        return sum(c.nbytes for c in self.checkpoints) + sum(x.nbytes for x in self.leftovers)
+        """Space that becomes free, in bytes: a file counts once, if no other checkpoint holds
+        it."""
+        deleted = sum(c.nbytes for c in self.checkpoints) + sum(x.nbytes for x in self.leftovers)
+        return deleted - self.shared.links_nbytes
 
 
 def prune(
@@ -184,6 +189,13 @@ class PrunePlan:
     """Folders with a prune lock: a pruning is running there, or has died."""
     errors: dict[str, HoldfastError]
     """The first error of each folder that could not be inspected or pruned."""
+    files: Mapping[str, StoredOnce]
+
+    def with_shared(self, report: PruneReport) -> PruneReport:
+        """Return ``report`` with the files that stay if it is carried out."""
+        gone = [Holder(c.path, c.attempt) for c in report.checkpoints]
+        gone += [Holder(x.path, x.attempt) for x in report.leftovers]
+        return replace(report, shared=shared_by(self.files, gone))
 
 
 @contextlib.contextmanager
@@ -243,7 +255,9 @@ async def plan_pruning(
         failed=_messages(errors),
     )
     locked = frozenset(path for path, nbytes in folders.items() if PRUNING_KEY in nbytes)
-    return PrunePlan(report, tuple(folders), locked, errors)
+    files = files_by_key(listing.files.values())
+    plan = PrunePlan(report, tuple(folders), locked, errors, files)
+    return replace(plan, report=plan.with_shared(report))
 
 
 def _messages(errors: Mapping[str, HoldfastError]) -> dict[str, str]:
@@ -354,7 +368,7 @@ async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
         for path in emptied - {""}:
             with _noting(plan.errors, path):
                 await delete_if_empty(driver, path)
-    return replace(
+    report = replace(
         plan.report,
         checkpoints=tuple(deleted),
         leftovers=tuple(collected),
@@ -362,6 +376,7 @@ async def carry_out(root: Place, plan: PrunePlan, idle_s: float) -> PruneReport:
         failed=_messages(plan.errors),
         done=True,
     )
+    return plan.with_shared(report)
 
 
 async def _collect_all(root: Place, plan: PrunePlan, idle_s: float) -> list[Leftover]:
