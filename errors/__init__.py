@@ -148,7 +148,14 @@ class NotACheckpointError(CheckpointError, FileNotFoundError):
 
 
 class DamagedError(CheckpointError):
-    """Stored bytes differ from the bytes written. They were not returned as values."""
+    """Stored bytes differ from the bytes written. They were not returned as values.
+
+    ``image``: the rank of the image and the first damaged byte of it, if known.
+    """
+
+    def __init__(self, message: str, *, image: tuple[int, int] | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.image = image
 
 
 class UnsupportedFormatError(CheckpointError):

@@ -126,6 +126,7 @@ def damaged(
         f"{where} {what}. {_belong_to(names)}",
         uri=uri,
         key=keys[0],
+        image=(int(manifest.images.rank[image]), parts[0].image_start),
         advice="Load another checkpoint; `holdfast verify` lists all damage of this one",
     )
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError
 from ...planner.image import DIGEST_NBYTES
 from ..format.chunks import (
     Chunk,
+    chunk_at,
     chunks_of,
     damaged_ranges,
     page_range,
@@ -65,6 +68,29 @@ async def verify_images(
     await verifier.run(budget_nbytes)
     verifier.report.damages.sort(key=lambda d: (d.key, d.start))
     return verifier.report
+
+
+async def is_damaged_at(driver: Driver, m: Manifest, rank: int, position: int) -> bool:
+    """Return whether the chunk with a byte of the image of ``rank``, or its page, is damaged.
+
+    ``driver`` as in :func:`verify_images`; a byte behind the chunks belongs to a page. An image
+    that does not exist is not damaged. Raises StorageError.
+    """
+    rows = np.flatnonzero(m.images.rank == rank).tolist()
+    if not rows:
+        return False
+    hashed_nbytes = int(m.images.hashed_nbytes[rows[0]])
+    if position >= hashed_nbytes:
+        position = (position - hashed_nbytes) // DIGEST_NBYTES * m.block_nbytes
+    chunk = chunk_at(m, rows[0], min(position, hashed_nbytes - 1))
+    reader = ImageReader(driver, m, 0)
+    data = memoryview(bytearray(chunk.stop - chunk.start))
+    try:
+        await reader.read(chunk.image, chunk.start, data)
+        await reader.read_pages(chunk.image, [chunk.start])
+    except DamagedError:
+        return True
+    return digest(await offload(page_of, data, m.block_nbytes)) != chunk.digest
 
 
 class _Verifier:

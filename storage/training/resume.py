@@ -34,7 +34,16 @@ from .keeper_inventory import (
     silent_among,
     stocks_of,
 )
-from .load_attempts import Outcome, Prepare, held_round, ready, tried, tried_here
+from .load_attempts import (
+    Attempted,
+    Outcome,
+    Prepare,
+    held_round,
+    ready,
+    tried,
+    tried_here,
+    verdict_and_skips,
+)
 from .memory_level import LoadedBytes, MemoryLevel
 from .run_identity import run_id
 from .run_lineage import Back, RunLineage, Survey, is_own
@@ -522,13 +531,13 @@ def _load_kept(
         call = Call("resume", root.uri.redacted, step)
         rebuild = partial(memory.rebuild, choice, choices.peers)
         load = partial(memory.load, choice, choices.peers, target.state, options, target.touched)
-        outcome, error = Outcome.WHOLE, None
+        verdict, error = Attempted(Outcome.WHOLE), None
         if choice.rebuilt:
-            outcome, error = tried(call, options.deadline_s, rebuild)
-        loads = outcome is Outcome.WHOLE
+            verdict, error = tried(call, options.deadline_s, rebuild)
+        loads = verdict.outcome is Outcome.WHOLE
         if loads:
-            outcome, error = tried_here(call, options.deadline_s, load)
-        if outcome is Outcome.WHOLE:
+            verdict, error = tried_here(call, options.deadline_s, load)
+        if verdict.outcome is Outcome.WHOLE:
             return step, memory.loaded
         leader.failed.add(choice)
         if loads and step not in target.failed:
@@ -549,16 +558,20 @@ def _load_first(root: Place, candidates: Candidates, target: _Target, back: Back
     if not candidates.tried and not candidates.broken:
         return None
     misfit: Exception | None = None
-    for place, candidate in enumerate(candidates.tried):
+    place = -1
+    while (place := place + 1) < len(candidates.tried):
+        candidate = candidates.tried[place]
         may_misfit = not candidate.own and back.step is None
         uri = str(join(root.uri, candidate.path))
         load = partial(load_state, uri, target.state, target.options, target.touched)
         call = Call("resume", root.uri.redacted, candidate.step)
         deadline_s = target.options.deadline_s
-        outcome, error = tried_here(call, deadline_s, load, may_misfit=may_misfit)
-        if outcome is Outcome.WHOLE:
+        others = [other.path for other in candidates.tried[place + 1 :]]
+        decide = partial(verdict_and_skips, root, others)
+        verdict, error = tried_here(call, deadline_s, load, decide, may_misfit=may_misfit)
+        if verdict.outcome is Outcome.WHOLE:
             return place
-        if outcome is Outcome.MISFIT:
+        if verdict.outcome is Outcome.MISFIT:
             misfit = misfit or error
             _log.warning("the checkpoint %s does not fit, trying the previous one", candidate.path)
         else:
@@ -567,6 +580,7 @@ def _load_first(root: Place, candidates: Candidates, target: _Target, back: Back
                 candidate.step,
                 error,
             )
+        place += verdict.skip
     if misfit is not None:
         raise misfit
     if back.step is not None:

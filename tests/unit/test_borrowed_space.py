@@ -21,8 +21,10 @@ from support.tiny import state_of
 
 import holdfast
 from holdfast.drivers.memory import STORES
+from holdfast.drivers.registry import open_driver
 from holdfast.planner.image import BLOCK_NBYTES
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
+from holdfast.storage.pipeline.verifier import is_damaged_at
 from holdfast.storage.protocol import limits
 
 BLOCK = BLOCK_NBYTES // 4
@@ -205,3 +207,39 @@ def test_verify_names_shared_damage_once(root: Path) -> None:
     assert f"tensors: x; shared by {', '.join(NAMES)}\n" in shown
     assert "shared by" not in run("verify", root / NAMES[3], status=1).stdout
     run("verify", root / "nothing", status=2)
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing"])
+@pytest.mark.parametrize("repaired", [False, True])
+def test_resume_loads_no_two_steps_with_one_dead_file(
+    how: str, repaired: bool, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All but the first are skipped, unless their copy of the file is whole."""
+    first, *links = sorted(root.rglob("0.safetensors"))
+    data = first.read_bytes()
+    flip(first, 30 * BLOCK_NBYTES)
+    for path in links if how == "missing" else []:
+        path.unlink()
+    for path in [first, *(path for path in links if repaired and NAMES[2] in path.parts)]:
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+    into = state(0)
+    expected = 3 if repaired else 1
+    with holdfast.Checkpointer(root) as ckpt:
+        assert ckpt.resume(into) == expected
+    assert difference(into, state(expected)) is None
+    assert caplog.text.count("trying the previous one:") == 1
+    assert caplog.text.count("in the same place") == (0 if repaired else 2)
+
+
+@pytest.mark.parametrize("position", [0, 30 * BLOCK_NBYTES + 5, 39 * BLOCK_NBYTES, -1])
+def test_the_chunk_or_page_at_a_place_is_checked(position: int, root: Path) -> None:
+    """Damage of the data and of its stored digests is found from any place in the image."""
+    m = manifest_of(root / NAMES[0])
+    position %= int(m.images.nbytes(m.block_nbytes)[0])
+    driver = open_driver(root / NAMES[0])
+    assert not drive(is_damaged_at(driver, m, 0, position))
+    flip(root / NAMES[0] / m.image_key(0), position)
+    assert drive(is_damaged_at(driver, m, 0, position))
+    assert not drive(is_damaged_at(driver, m, 7, position))
+    drive(driver.close())
