@@ -118,8 +118,8 @@ class Manifest:
 
     @property
     def whole(self) -> Manifest:
-        """The same checkpoint with each image in a file of its own."""
-        if self.extents is None:
+        """The same checkpoint with each image in a file of its own, saved as a whole."""
+        if self.extents is None and not self.increments:
             return self
         return replace(self, extents=None, increments=0)
 

@@ -315,15 +315,20 @@ async def write_part(
     if world.random.random() < world.flush_fails:
         raise StorageError("storage is away")
     world.written[attempt, label.rank] = written
-    return SimpleNamespace(stored_nbytes=1, borrowed_nbytes=0)
+    return SimpleNamespace(stored_nbytes=1, borrowed_nbytes=0, extents=None)
 
 
-def _fragment_of(label: Label, attempt: str, nbytes: None) -> object:
+def _fragment_of(label: Label, attempt: str, nbytes: None, extents: None) -> object:
     return label, attempt
 
 
 async def _commit(
-    driver: object, attempt: object, fragments: Sequence[Any], compression: None, branch: str
+    driver: object,
+    attempt: object,
+    fragments: Sequence[Any],
+    compression: None,
+    branch: str,
+    increments: int,
 ) -> None:
     keeper = running()
     keeper.world.check_commit(keeper, fragments)

@@ -42,6 +42,11 @@ class Promise:
     others_lost: int = 0
 
     @property
+    def is_void(self) -> bool:
+        """True once every keeper that held some rank's image is gone with its memory."""
+        return any(not any(one.alive for one in each) for each in self.holders.values())
+
+    @property
     def is_used_up(self) -> bool:
         """True if some group has lost as many members as it may."""
         return any(
@@ -306,7 +311,7 @@ class Promises:
             raise Violation(f"{memory.generation} is offered, and written over by {keeper}")
         self.note_protected(keeper)
         for promise in (self.agreed, self.guarded):
-            if promise is None or promise.id != memory.generation:
+            if promise is None or promise.id != memory.generation or promise.is_void:
                 continue
             members = [one for _, group in promise.groups for one in group]
             relied_on = keeper in members or any(keeper in of for of in promise.holders.values())

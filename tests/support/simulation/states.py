@@ -208,7 +208,7 @@ def identity(data: bytes) -> tuple[str, str]:
         if len(_named) > 3000:
             _named.clear()
         m = Manifest.decode(data)
-        _named[data] = m.attempt, digest(replace(m, attempt="").encode()).hex()
+        _named[data] = m.attempt, digest(replace(m.whole, attempt="").encode()).hex()
     return _named[data]
 
 
