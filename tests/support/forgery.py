@@ -106,6 +106,7 @@ def use(uri: str) -> list[BaseException]:
         ["ls"],
         ["show", "--values"],
         ["verify"],
+        ["du"],
         ["ls", "--json"],
         ["show", "--json"],
         ["verify", "--json"],
