@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.storage.format.manifest import image_key
+from holdfast.storage.format.manifest import Manifest
 
 from .loop import PROCESS
 from .schedule import ActorPlan
@@ -132,25 +132,25 @@ class Checker:
             if self._manifest == data and not again:
                 return
             self._manifest = bytes(data)
-            attempt, told = self._named()
-            state = told.state
+            manifest, told = self._named()
+            attempt, state = manifest.attempt, told.state
         if attempt is not None:
             self.lenders.add(attempt)
         if not self.history or again or self.history[-1].attempt != attempt:
             self.history.append(Moment(self.world.loop.now_s, attempt, state))
         self.check_whole()
 
-    def _named(self) -> tuple[str, Expected]:
+    def _named(self) -> tuple[Manifest, Expected]:
         assert self._manifest is not None
         try:
-            attempt, told = identity(self._manifest)
+            manifest, told = identity(self._manifest)
         except Exception as error:
             raise Violation(f"the manifest cannot be read: {error!r}") from error
         for state, world, chunks in self._possible():
             if identity_of(state, world, chunks) == told:
-                return attempt, expected(state, world, chunks)
+                return manifest, expected(state, world, chunks)
         raise Violation(
-            f"the manifest names attempt {attempt}, and is none that any save would write"
+            f"the manifest names attempt {manifest.attempt}, and is none that any save would write"
         )
 
     def _possible(self) -> Iterator[tuple[int, int, int]]:
@@ -160,15 +160,16 @@ class Checker:
                 yield plan.state, plan.world, self.chunks
         yield from ((0, 2, self.chunks), (OTHER_STATE, 1, self.chunks), (LAST, 1, FEW))
 
-    def check_whole(self) -> tuple[int, int, int] | None:
+    def check_whole(self) -> tuple[int, int, int, bytes] | None:
         """All that the manifest names is there, to the bit: of that state, so many ranks, and so
-        many chunks."""
+        many chunks; and how it is spread over files, if it is."""
         self.looked += 1
         if self._manifest is None:
             return None
-        attempt, told = self._named()
-        for rank, data in told.images.items():
-            found = self.world.file(f"{MAIN}/{image_key(attempt, rank, told.manifest.compression)}")
+        manifest, told = self._named()
+        attempt = manifest.attempt
+        for row, (rank, data) in enumerate(told.images.items()):
+            found = self._image(manifest, row, len(data))
             if found != data:
                 what = (
                     "is missing"
@@ -176,7 +177,29 @@ class Checker:
                     else f"has other bytes ({len(found)} of {len(data)})"
                 )
                 raise Violation(f"the manifest names attempt {attempt}, whose image {rank} {what}")
-        return told.state, told.world, told.chunks
+        spread = b"" if manifest.extents is None else self._manifest
+        return told.state, told.world, told.chunks, spread
+
+    def _image(self, manifest: Manifest, row: int, nbytes: int) -> bytes | bytearray | None:
+        """The bytes of an image, None if a file is missing."""
+        keys = [f"{MAIN}/{file.key}" for file in manifest.files]
+        if manifest.extents is None:
+            return self.world.file(keys[row])
+        found = b""
+        for part in manifest.file_ranges(row, 0, nbytes):
+            data = self.world.file(keys[part.file])
+            if data is None:
+                return None
+            found += data[part.start : part.start + part.nbytes]
+        return found
+
+    def unused(self) -> list[str]:
+        """Files of images, and links, of the current attempt, that its manifest does not name."""
+        manifest, _ = self._named()
+        named = {f"{MAIN}/{file.key}" for file in manifest.files}
+        folder = f"{MAIN}/data/{manifest.attempt}/"
+        there = [path for path in self.world.files() if path.startswith(folder)]
+        return [p for p in there if p.endswith((".safetensors", ".blocks")) and p not in named]
 
     def committing(self, root: str, attempt: str) -> None:
         """Of those who go on with one attempt, one claims it: else somebody settles it while

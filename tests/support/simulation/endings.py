@@ -95,6 +95,8 @@ def _next_save(world: World, checker: Checker, *, soon: bool, load: bool) -> Non
     ]
     if barred or moment.state != LAST or (left and not soon):
         raise Violation(f"the next save leaves {left} beside itself")
+    if unused := checker.unused():
+        raise Violation(f"the next save has not used its {unused}")
 
 
 async def _afterwards(world: World, checker: Checker, load: bool) -> bool:
@@ -105,7 +107,7 @@ async def _afterwards(world: World, checker: Checker, load: bool) -> bool:
     flagged, barred = world.file(PRUNING) is not None, False
     try:
         job = save_job(LAST, 0, 1, FEW)
-        if "copies" in world.schedule.storage:
+        if world.schedule.storage.endswith(("copies", "links")):
             job.base = Base(SimPlace(world).opened, lambda: "a")
         await run_save(driver, Team(), job)
     except StorageDownError:

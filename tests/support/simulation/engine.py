@@ -23,7 +23,7 @@ from holdfast.drivers.local import tree as local_tree
 from holdfast.drivers.threads import Threads
 from holdfast.errors import StorageError
 from holdfast.planner import image
-from holdfast.storage.format import manifest, packed
+from holdfast.storage.format import fragment, manifest, packed
 from holdfast.storage.operations.loading import load
 from holdfast.storage.operations.maintenance import copy, prune
 from holdfast.storage.operations.reading import reader
@@ -176,8 +176,9 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         partial(image.lay_out, chunk_nbytes=CHUNK_NBYTES, block_nbytes=BLOCK_NBYTES),
     )
     yield packed, "PAGE_NBYTES", PACKED_PAGE_NBYTES
-    yield base, "CHUNK_NBYTES", CHUNK_NBYTES
-    yield base, "BLOCK_NBYTES", BLOCK_NBYTES
+    for module in (base, fragment):
+        yield module, "CHUNK_NBYTES", CHUNK_NBYTES
+        yield module, "BLOCK_NBYTES", BLOCK_NBYTES
     yield borrowing, "RUN_BLOCKS_MIN", 1
     yield local, "Threads", _NoThreads
     for module in (member, rendezvous, store_team):

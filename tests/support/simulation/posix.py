@@ -113,7 +113,8 @@ class FileSystem:
     """The tree of folders and files.
 
     ``syscall(name, key)`` is called before each system call, and may raise; ``changed(key)`` after
-    a change of names; ``copied(key)`` when bytes of a file are copied to another.
+    a change of names; ``copied(key)`` when bytes of a file are copied to another,
+    or another checkpoint gets a link to it.
     """
 
     def __init__(
@@ -323,10 +324,12 @@ class SimOs:
     def link(
         self, src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool = True
     ) -> None:
-        folder, name, _ = self._at(src, src_dir_fd)
-        _, new, where = self._at(dst, dst_dir_fd)
+        above, name, source = self._at(src, src_dir_fd)
+        folder, new, where = self._at(dst, dst_dir_fd)
         self._fs.syscall("link", where)
-        node = self._there(folder, name)
+        node = self._there(above, name)
+        if "/lent/" in where:
+            self._fs.copied(source)
         if new in folder.entries:
             raise _error(errno.EEXIST, new)
         node.links += 1

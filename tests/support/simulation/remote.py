@@ -115,13 +115,14 @@ class ObjectDriver(Driver):
         *,
         exclusive: bool,
         copies: CopyTraits | None = None,
+        links: bool = False,
     ) -> None:
         self._world, self._server, self._root = world, server, root
         self.uri = "sim://" + root.rstrip("/")
         self.traits = Traits(
             part_nbytes=4096, part_min_nbytes=1, align_nbytes=1, concurrency=4, coalesce_nbytes=0, part_order="any",
             exclusive_is_atomic=exclusive, shared=True, bounded=False, piece_nbytes=PIECE_NBYTES,
-            copies=copies,
+            copies=copies, links=links,
         )  # fmt: skip
 
     async def request(self, name: str, key: str, effect: Callable[[], T]) -> T:
@@ -283,8 +284,22 @@ class ObjectDriver(Driver):
     def copies_from(self, source: Driver) -> bool:
         return self.traits.copies is not None and isinstance(source, ObjectDriver)
 
+    def links_from(self, source: Driver) -> bool:
+        return self.traits.links and isinstance(source, ObjectDriver)
+
+    async def link(self, key: str, source: Any, source_key: str) -> None:
+        path = self._root + check_key(key)
+
+        def effect() -> None:
+            data = source.lend(source_key)
+            if self._server.objects.get(path, (data,))[0] is not data:
+                raise ExistsError("the key is taken", uri=self.uri, key=key)
+            self._server.store(path, data)
+
+        await self.request("link", key, effect)
+
     def lend(self, key: str) -> bytes:
-        """An object, for an upload that copies from it."""
+        """An object, for an upload that copies from it, or a further key."""
         data = self._found(key)
         self._world.copied(self._root + key)
         return data

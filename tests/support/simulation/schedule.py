@@ -69,6 +69,10 @@ LENDERS = (
     "hdfs",
 )
 """Storages of these schedules. Some copy any ranges within themselves, some only large ones."""
+LINKING = 8, 4
+"""In every eighth schedule, from the fifth on, saves share files."""
+LINKERS = ("posix, links", "posix, links", "shared posix, links", "objects, links")
+"""Storages of these schedules: none copies."""
 COPY_FAULTS = ("refused", "unsure", "late", "twice", "busy", "full", "eio")
 """Where such a fault befalls a copy, the bytes are written: the save does not fail."""
 BASES = ("-", "a", "a", "a", "a", "b", "c", "c", "c", "c", "d")
@@ -148,8 +152,9 @@ def drawn(seed: int) -> Schedule:
     """The schedule of a seed."""
     rng = random.Random(seed)
     storage, lending = rng.choice(STORAGES), random.Random(~seed)
-    if borrows := seed % LENDING == 1:  # what it draws does not change what others draw
-        storage = lending.choice(LENDERS)
+    links = seed % LINKING[0] == LINKING[1]
+    if borrows := links or seed % LENDING == 1:  # its draws do not change those of others
+        storage = lending.choice(LINKERS if links else LENDERS)
     actors = _actors(rng)
     kinds = LOCAL if "posix" in storage else REMOTE
     most = 3 if rng.random() < 0.8 else 8
@@ -222,10 +227,10 @@ def _lending(rng: random.Random, schedule: Schedule) -> Schedule:
         begin_s = rng.choice((0.0, 0.03, 0.1, 1.0)) * rng.random()
         removed = rng.choice("bcc") if all(a.kind != "copy" for a in actors) else "c"
         actors.append(ActorPlan("remove", "remove", 1, begin_s, base=removed))
-    faults = []
+    faults, most = [], 5 if schedule.storage in LINKERS else 20  # of links there are few
     for _ in range(rng.randrange(3)):
         kind = rng.choice((*COPY_FAULTS, "pause", "pause"))
-        faults.append(Fault(kind, "copy", rng.randrange(1, 20), 20.0 * (kind == "pause")))
+        faults.append(Fault(kind, "copy", rng.randrange(1, most), 20.0 * (kind == "pause")))
     return replace(schedule, actors=tuple(actors), faults=(*schedule.faults, *faults))
 
 

@@ -198,17 +198,16 @@ def expected(state: int, world: int, chunks: int) -> Expected:
     return Expected(state, world, chunks, replace(m, attempt=""), images)
 
 
-_named: dict[bytes, tuple[str, str]] = {}
+_named: dict[bytes, tuple[Manifest, str]] = {}
 
 
-def identity(data: bytes) -> tuple[str, str]:
-    """The attempt that a manifest names, and what is the same in all manifests of one state and
-    world."""
+def identity(data: bytes) -> tuple[Manifest, str]:
+    """A manifest, and what is the same in all manifests of one state and world."""
     if data not in _named:
         if len(_named) > 3000:
             _named.clear()
         m = Manifest.decode(data)
-        _named[data] = m.attempt, digest(replace(m.whole, attempt="").encode()).hex()
+        _named[data] = m, digest(replace(m.whole, attempt="").encode()).hex()
     return _named[data]
 
 

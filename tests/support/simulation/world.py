@@ -209,6 +209,7 @@ class World:
                 path + "/",
                 exclusive="no exclusive" not in self.schedule.storage,
                 copies=_COPIES.get(self.schedule.storage.rpartition(", ")[2]),
+                links="links" in self.schedule.storage,
             )
         return RetryLayer(inner, RetryPolicy(RETRIES, OP_TIMEOUT_S), chance=self.chance)
 
@@ -278,7 +279,7 @@ class World:
                 + (f"  << {fault.kind}" if fault else "")
             )
         if fault is not None:
-            is_harmless = name == "copy" and fault.kind in COPY_FAULTS
+            is_harmless = _kind(name, key) == "copy" and fault.kind in COPY_FAULTS
             (self.refused_copies if is_harmless else self.struck)[fault.kind] += 1
             self.calm_s = max(self.calm_s, self.loop.now_s + fault.value)
         return fault
@@ -286,7 +287,7 @@ class World:
     def _due_fault(self, name: str, key: str) -> Fault | None:
         fault = self._faults.pop(("any", self.operations), None)
         about = _target(key)
-        for target in (about, _KINDS.get(name), _WRITING.get(about) if name in _WRITES else None):
+        for target in (about, _kind(name, key), _WRITING.get(about) if name in _WRITES else None):
             if target is not None:
                 self._seen[target] = count = self._seen.get(target, 0) + 1
                 fault = fault or self._faults.pop((target, count), None)
@@ -397,6 +398,11 @@ _LATER_TOKENS = 1 << 24
 """More than any run asks for."""
 
 
+def _kind(name: str, key: str) -> str | None:
+    """Return the kind of an operation. A link to what is borrowed is as harmless as a copy."""
+    return "copy" if name == "link" and "/lent/" in key else _KINDS.get(name)
+
+
 def _target(key: str) -> str:
     name = key.rpartition("/")[2]
     if "manifest" in name:
@@ -405,4 +411,4 @@ def _target(key: str) -> str:
         return "fate"
     if "attempt.json" in name:
         return "marker"
-    return "image" if ".safetensors" in name else "other"
+    return "image" if ".safetensors" in name or ".blocks" in name else "other"
