@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-keeper unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old torch-dcp frameworks docs docs-serve clean
+.PHONY: help setup demo demo-keeper demo-incremental unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old torch-dcp frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -39,6 +39,9 @@ demo: $(READY)  ## see it work: make demo [URI=s3://bucket/run | SERVER=s3|hdfs|
 
 demo-keeper: $(READY)  ## see hosts break down, and the steps that stay in memory: make demo-keeper [URI=s3://bucket/run] [DEMO_ARGS="…"]
 	@$(BIN)/holdfast keeper demo $(if $(URI),'$(URI)') $(DEMO_ARGS)
+
+demo-incremental: $(READY)  ## see what incremental saves cost, and survive: make demo-incremental [URI=s3://bucket/run] [DEMO_ARGS="…"]
+	@$(BIN)/holdfast demo $(if $(URI),'$(URI)') --incremental $(DEMO_ARGS)
 
 # The light tests come first on CI, too: what they find is found within a minute.
 unit: $(READY)  ## the tests that need no torch, no process and no server: under a minute

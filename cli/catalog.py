@@ -491,11 +491,21 @@ COMMANDS: tuple[Command, ...] = (
             argument("--steps", "X", "number of training steps (default: 40)", default=40),
             argument("--ranks-before", "X", "ranks before the kill (default: 4)", default=4),
             argument("--ranks-after", "X", "ranks after the kill (default: 2)", default=2),
+            argument(
+                "--incremental",
+                None,
+                "instead fine-tune with LoRA, save whole and incrementally, delete a checkpoint, "
+                "and resume",
+            ),
         ),
         examples={
             "holdfast demo": "four ranks, then two",
+            "holdfast demo --incremental": "bytes, seconds and space of incremental saves",
             "holdfast demo s3://bucket/demo --ranks-after 1": "on your storage",
         },
-        statuses={0: "the loss continued as without the kill", 1: "the loss differs"},
+        statuses={
+            0: "training continued as without the interruption",
+            1: "it did not, or a checkpoint is damaged",
+        },
     ),
 )

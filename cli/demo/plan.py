@@ -14,6 +14,9 @@ from ...errors import UsageError
 from .text import SEQUENCES
 
 SAVES = 5
+WHOLE = "whole"
+INCREMENTAL = "incremental"
+"""Folders of the two kinds of checkpoints of the incremental demo."""
 _MARKER = ".holdfast-demo"
 _OURS = ("checkpoints", "logs", "loss.svg")
 
@@ -88,9 +91,10 @@ def checkpoints_uri(uri: str | None, folder: Path) -> str:
     )
 
 
-def checkpoint_uri(root: str, step: int) -> str:
-    """Return the URI of the checkpoint of ``step`` below ``root``."""
-    return str(join(root, f"step-{step:06d}"))
+def checkpoint_uri(root: str, step: int, kind: str = "") -> str:
+    """Return the URI of the checkpoint of ``step`` below ``root``, in the folder ``kind`` if
+    any."""
+    return str(join(join(root, kind) if kind else root, f"step-{step:06d}"))
 
 
 def _remove(path: Path) -> None:

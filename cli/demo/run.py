@@ -13,6 +13,7 @@ from ...storage.operations.maintenance.listing import list_checkpoints
 from ..progress import last_line
 from ..text import one_of
 from .account import Account
+from .incremental import show_incremental
 from .jobs import Job
 from .journal import Event, Record
 from .picture import draw
@@ -34,12 +35,16 @@ def main(
     steps: int,
     ranks_before: int,
     ranks_after: int,
+    incremental: bool,
 ) -> int:
-    """Run the demo. Return 0 if the loss continues as in the uninterrupted run, else 1. Raises a
+    """Run the demo. Return 0 if training continues as without an interruption, else 1. Raises a
     HoldfastError."""
     plan = Plan(steps, ranks_before, ranks_after)
     root = checkpoints_uri(uri, Path(out).absolute())
-    demo = _Demo(plan, root, prepare(out))
+    folder = prepare(out)
+    if incremental:
+        return show_incremental(plan, root, folder)
+    demo = _Demo(plan, root, folder)
     demo.run()
     return int(demo.difference() > DIFFERENCE_MAX)
 

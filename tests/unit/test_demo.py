@@ -13,6 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.cli.demo import plan, text
+from holdfast.cli.demo.incremental import space_nbytes
 from holdfast.cli.demo.jobs import Job
 from holdfast.cli.demo.journal import Event
 
@@ -53,6 +54,23 @@ def test_given_uri_gets_a_fresh_place_below_it() -> None:
     for uri in ("memory://x", "fsspec+memory://x"):
         with pytest.raises(holdfast.UsageError, match="memory"):
             plan.checkpoints_uri(uri, Path("unused"))
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_space_of_an_incremental_save(tmp_path: Path, linked: bool) -> None:
+    """A linked file counts once. Without links, borrowed bytes are clones and take no space."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "new").write_bytes(b"x" * 65536)
+    if linked:
+        os.link(tmp_path / "a" / "new", tmp_path / "b" / "old")
+    seen: set[int] = set()
+    first, second = (
+        space_nbytes(f"file://{tmp_path}/{name}", seen, 1 << 20, borrowed)
+        for name, borrowed in (("a", 0), ("b", 16384))
+    )
+    assert first - second == (0 if linked else 16384)
+    assert space_nbytes("memory://a", seen, 1 << 20, 16384) == 1 << 20
 
 
 @pytest.mark.parametrize(
