@@ -119,6 +119,15 @@ async def test_an_exclusive_put_is_durable_when_it_returns(
 
 
 @asynchronous
+async def test_a_link_is_durable_when_it_returns(driver: LocalDriver, calls: Calls) -> None:
+    """A new folder is synced in its parent, and the name in it."""
+    await driver.put("x", b"content")
+    calls.clear()
+    await driver.link("a/y", driver, "x")
+    assert calls == ["mkdir a", "fsync folder root", "link y", "fsync folder a"]
+
+
+@asynchronous
 async def test_folders_of_others_are_synced_once(
     driver: LocalDriver, calls: Calls, tmp_path: Path
 ) -> None:

@@ -22,15 +22,15 @@ from support.ranks import as_ranks, succeeded
 import holdfast
 from holdfast.drivers.contract import Driver
 from holdfast.drivers.registry import open_driver
-from holdfast.errors import AccessError, UsageError
-from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES
+from holdfast.errors import AccessError, NotFoundError, UsageError
+from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES, lay_out
 from holdfast.storage.format.extents import WHOLE_IMAGE
 from holdfast.storage.format.manifest import MANIFEST_KEY, Manifest
 from holdfast.storage.operations.location import Place
 from holdfast.storage.operations.saving.save import SaveJob, run_save
 from holdfast.storage.pipeline.base import Base
 from holdfast.storage.pipeline.borrowing import Incremental
-from holdfast.storage.pipeline.linking import EXTENTS_MAX
+from holdfast.storage.pipeline.linking import EXTENTS_MAX, linked_image
 from holdfast.storage.ranks.team import Team
 from holdfast.storage.state.flattening.flatten import flatten
 
@@ -270,7 +270,47 @@ def test_each_rank_borrows_from_its_own_image(folder: Path) -> None:
     assert all(torch.equal(whole[name], one[name]) for one in mine for name in one)
 
 
-def test_a_base_that_was_replaced_meanwhile_is_not_borrowed_from(folder: Path) -> None:
+@pytest.mark.parametrize("blocks", [BLOCKS - 200, BLOCKS + 200])
+def test_an_image_of_another_size_lends_nothing(blocks: int, folder: Path) -> None:
+    """Wherever its blocks lie."""
+    holdfast.save(folder / "0", state())
+    holdfast.save(folder / "1", changed(state(), [1]), base=folder / "0")
+    new = state(blocks=blocks)
+    report = holdfast.save(folder / "2", new, base=folder / "1")
+    assert report.why_whole == "the image of rank 0 had another layout, or there was none"
+    assert report.borrowed_nbytes == 0
+    check(folder / "2", new)
+
+
+def test_blocks_are_not_left_in_files_without_a_link(folder: Path) -> None:
+    """Also if they were found equal before the link failed."""
+    values = state()
+    holdfast.save(folder / "0", values)
+    attempt = manifest_at(folder / "0").attempt
+    layout = lay_out(
+        ["w"], ["float32"], np.array([values["w"].shape]), np.array([1]), np.array([4])
+    )
+
+    async def copied() -> None:
+        source = open_driver(folder / "0")
+        driver = open_driver(folder / "1")
+        image = await linked_image(source, attempt, 0, layout, Incremental())
+        assert image is not None
+        await source.delete(image.key)
+        upload = await image.open(driver, "data/1/0.safetensors", layout.nbytes)
+        with pytest.raises(NotFoundError, match="not linked"):
+            await upload.copy(0, source, image.key, 0, BLOCK_NBYTES)
+        await upload.abort()
+        await source.close()
+        await driver.close()
+
+    run(copied())
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["whole", "shares files"])
+def test_a_base_that_was_replaced_meanwhile_is_not_borrowed_from(
+    shares: bool, folder: Path
+) -> None:
     """Its blocks lie elsewhere now."""
     old = state()
     holdfast.save(folder / "0", old)
@@ -285,7 +325,8 @@ def test_a_base_that_was_replaced_meanwhile_is_not_borrowed_from(folder: Path) -
             os.rename(folder / "other", folder / "1")
 
     replaced: list[str] = []
-    holdfast.save(folder / "other", state(5))
+    other = changed(old, [3]) if shares else state(5)
+    holdfast.save(folder / "other", other, base=folder / "0" if shares else None)
     base = Place.of(folder / "1", None)
 
     def opened(key: str) -> Any:
