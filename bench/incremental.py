@@ -1,23 +1,21 @@
 """Measures incremental saves next to whole ones and to the limit, for six ways of training.
 
 Between two saves a part of the state changes. Each contestant saves the same state to a new folder
-and removes the one before; the incremental save has that one as its base. Each result is loaded and
-compared. On storage that cannot copy within itself, incremental saves are whole, and the report
-says so: use a file system that clones, such as XFS.
+and removes its previous save, the base of an incremental one. Each result is loaded and compared.
+The report says whether saves share files by hard links, and why saves were whole if the
+storage has neither copies nor links.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-
-import torch
 
 import holdfast
 
@@ -28,10 +26,10 @@ from .machine import drop_caches
 from .program import GIB, Options, Program
 from .report import LIMIT, Report, median_ratio
 from .states import State, build, digests, flat_tensors, nbytes_of
+from .workloads.changes import CHANGES, Change
 
 WHOLE = "whole"
 INCREMENTAL = "incremental"
-TABLE_ROW_NBYTES = 4096
 HEADER = [
     "changes",
     "tensors changed",
@@ -46,50 +44,9 @@ HEADER = [
 ]
 
 
-def _some(tensors: list[torch.Tensor], share: float) -> Iterator[torch.Tensor]:
-    """Yield tensors from the last to the first, up to this share of all bytes."""
-    left = share * sum(tensor.nbytes for tensor in tensors)
-    for tensor in reversed(tensors):
-        if tensor.nbytes <= left:
-            left -= tensor.nbytes
-            yield tensor
-
-
-def _of_share(state: State, share: float) -> None:
-    for tensor in _some(list(flat_tensors(state).values()), share):
-        tensor.add_(1)
-
-
-def _every_other(state: State) -> None:
-    """Change the weights and moments of every second matrix, as of the experts that got tokens."""
-    for number, tensor in enumerate(flat_tensors(state).values()):
-        if number % 9 < 4:
-            tensor.add_(1)
-
-
-def _rows(state: State) -> None:
-    """Change 1 % of the rows of one half of the state, in places that vary."""
-    for tensor in _some(list(flat_tensors(state).values()), 0.5):
-        rows = tensor.view(-1)
-        width = max(1, TABLE_ROW_NBYTES // tensor.itemsize)
-        count = len(rows) // width
-        for row in torch.randint(count, (max(1, count // 100),)).tolist() if count else []:
-            rows[row * width : (row + 1) * width].add_(1)
-
-
-WORKLOADS: dict[str, Callable[[State], None]] = {
-    "LoRA": partial(_of_share, share=0.02),
-    "the last layers": partial(_of_share, share=0.37),
-    "experts": _every_other,
-    "rows of a table": _rows,
-    "nothing": lambda state: None,
-    "everything": partial(_of_share, share=1.0),
-}
-
-
 @dataclass(eq=False)
 class _Run:
-    """Saves one after another, of which the newest stays."""
+    """A sequence of saves. Only the newest stays."""
 
     folder: Path
     state: State
@@ -97,6 +54,7 @@ class _Run:
     step: int = 0
     written_nbytes: int = 0
     why_whole: str = ""
+    linked: bool = False
 
     @property
     def newest(self) -> Path:
@@ -112,9 +70,10 @@ class _Run:
         self.why_whole = report.why_whole
 
     def check(self) -> None:
-        """Compare the newest save with the state, and remove the one before."""
+        """Compare the newest save with the state, and remove the previous save."""
         if digests(holdfast.load(self.newest)) != digests(self.state):
             raise AssertionError(f"{self.newest}: what was loaded is not what was saved")
+        self.linked |= any(path.stat().st_nlink > 1 for path in self.newest.rglob("*.safetensors"))
         shutil.rmtree(self.folder / str(self.step - 1), ignore_errors=True)
 
     def load(self) -> None:
@@ -122,17 +81,17 @@ class _Run:
         holdfast.load(self.newest)
 
 
-def _changed(state: State, change: Callable[[State], None]) -> float:
+def _changed(state: State, change: Change) -> float:
     before = digests(state)
-    change(state)
+    change(list(flat_tensors(state).values()))
     after = digests(state)
     sizes = {name: tensor.nbytes for name, tensor in flat_tensors(state).items()}
     return sum(sizes[name] for name in sizes if before[name] != after[name]) / nbytes_of(state)
 
 
 def _measured(
-    given: Options, folder: Path, state: State, change: Callable[[State], None]
-) -> tuple[list[str], str]:
+    given: Options, folder: Path, state: State, change: Change
+) -> tuple[list[str], set[str]]:
     nbytes = nbytes_of(state)
     whole, ours = (_Run(folder / name, state, name == INCREMENTAL) for name in (WHOLE, INCREMENTAL))
     for run in (whole, ours):
@@ -175,26 +134,30 @@ def _measured(
         f"{median(loads[1].seconds):.2f}",
         f"{median_ratio(loads[1].seconds, loads[0].seconds):.2f}",
     ]
-    return row, ours.why_whole
+    notes = {f"Saves were whole: {ours.why_whole}."} if ours.why_whole else set()
+    if ours.linked:
+        notes.add("Unchanged blocks stay in files of earlier saves, which are linked.")
+    return row, notes
 
 
-def _turns(state: State, change: Callable[[State], None]) -> Iterator[None]:
+def _turns(state: State, change: Change) -> Iterator[None]:
+    tensors = list(flat_tensors(state).values())
     while True:
-        change(state)
+        change(tensors)
         yield
         yield
 
 
 def _report(given: Options, folder: Path) -> Report:
-    rows, notes = [], set()
-    for name, change in WORKLOADS.items():
+    rows: list[list[str]] = []
+    notes: set[str] = set()
+    for name, change in CHANGES.items():
         print(name, flush=True)
-        inner = folder / name.replace(" ", "-")
+        inner = folder / name
         inner.mkdir()
-        row, why = _measured(given, inner, build(given.gib), change)
+        row, found = _measured(given, inner, build(given.gib), change)
         rows.append([name, *row])
-        if why:
-            notes.add(f"Saves were whole: {why}.")
+        notes |= found
         shutil.rmtree(inner)
     title = f"Incremental saves of {given.gib:.2g} GiB, one process, {given.runs} rounds"
     return Report(title, HEADER, rows, sorted(notes))

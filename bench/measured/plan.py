@@ -46,6 +46,7 @@ class Plan:
     - ``content``: the bytes of its tensors
     - ``compression``: of saves, as in :func:`holdfast.save`
     - ``peers``: other libraries to measure, as in :func:`..peers.choice.chosen`
+    - ``change``: one of :data:`..workloads.changes.CHANGES`, made before each incremental save
     - ``driver_alone``: whether to measure our driver without the engine as well
     """
 
@@ -58,6 +59,7 @@ class Plan:
     compression: Literal["lz4"] | None = None
     peers: str = ""
     driver_alone: bool = False
+    change: str | None = None
 
     @property
     def saved(self) -> Workload:

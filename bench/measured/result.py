@@ -30,6 +30,7 @@ LIMITS = {
     "save": WRITE_LIMIT,
     "async save": WRITE_LIMIT,
     "overwrite": WRITE_LIMIT,
+    "incremental save": WRITE_LIMIT,
     "load": READ_LIMIT,
     "reshard": READ_LIMIT,
     "verify": READ_LIMIT,

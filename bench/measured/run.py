@@ -20,6 +20,7 @@ from ...errors import HoldfastError
 from ..contest import Contestant
 from ..place import clear
 from ..states import State, zero
+from ..workloads.changes import CHANGES
 from ..workloads.materialised import materialise
 from ..workloads.mlperf import Mlperf, deviations
 from .beside import Beside
@@ -67,7 +68,7 @@ def _measured(plan: Plan, course: Course, place: Uri) -> Found:
         phases,
         beside.limits,
         beside.invalid,
-        mlperf_notes(plan, ranks.host_ranks),
+        mlperf_notes(plan, ranks.host_ranks) + own.incremental_notes(),
     )
 
 
@@ -84,7 +85,7 @@ def _nbytes_of_phases(own: Phases, beside: Beside, ranks: Ranks) -> Callable[[st
 
 def _config(plan: Plan, ranks: Ranks, phases: Sequence[Phase]) -> Mapping[str, Any]:
     return {
-        "workload": plan.saved.name,
+        "workload": ", ".join(filter(None, (plan.saved.name, plan.change))),
         "content": plan.content.name,
         "nbytes": next(phase.nbytes for phase in phases if phase.name == "save"),
         "runs": plan.runs,
@@ -110,7 +111,8 @@ class Phases:
     ``state``."""
 
     def __init__(self, place: Uri, state: State, plan: Plan, course: Course) -> None:
-        self.nbytes = sum(map(_local_nbytes, state.values()))
+        self.nbytes = sum(_local(value).nbytes for value in state.values())
+        self._incremental: holdfast.SaveReport | None = None
         self._place = place
         self._state = state
         self._plan = plan
@@ -125,7 +127,10 @@ class Phases:
         """Yield the phases that write."""
         yield Contestant("save", lambda: self._saving("save", SAVED), after=self._clear_saved)
         yield Contestant("async save", self._save_in_background, after=self._clear_saved)
-        yield Contestant("overwrite", lambda: self._saving("overwrite", STORED))
+        if self._plan.change is None:
+            yield Contestant("overwrite", lambda: self._saving("overwrite", STORED))
+        else:
+            yield Contestant("incremental save", self._save_incrementally, self._change)
 
     def reading(self) -> Iterator[Contestant]:
         """Yield the phases that read."""
@@ -155,10 +160,31 @@ class Phases:
     def _saving(self, phase: str, name: str) -> None:
         _count(self._course.note(phase), self._save(name))
 
-    def _save(self, name: str, step: int = STEP) -> holdfast.SaveReport:
+    def _save(self, name: str, step: int = STEP, base: str | None = None) -> holdfast.SaveReport:
+        compression = self._plan.compression
         return holdfast.save(
-            self._uri(name), self._state, step=step, compression=self._plan.compression
+            self._uri(name), self._state, step=step, compression=compression, base=base
         )
+
+    def _change(self) -> None:
+        CHANGES[self._plan.change or ""]([*map(_local, self._state.values())])
+
+    def _save_incrementally(self) -> None:
+        """Replace the checkpoint that the changes began with."""
+        self._incremental = self._save(STORED, base=self._uri(STORED))
+        _count(self._course.note("incremental save"), self._incremental)
+
+    def incremental_notes(self) -> tuple[str, ...]:
+        """Return the bytes that all ranks wrote in the last incremental save, and why any rank
+        wrote everything; nothing if the plan has no changes. Every rank calls this."""
+        if self._incremental is None:
+            return ()
+        last = self._incremental
+        told = self._course.ranks.gather([last.written_nbytes, last.stored_nbytes, last.why_whole])
+        written, stored = (sum(each[i] for each in told) for i in (0, 1))
+        notes = [f"the last incremental save wrote {written:,} of {stored:,} bytes"]
+        notes += sorted({f"incremental saves were whole: {each[2]}" for each in told if each[2]})
+        return tuple(notes)
 
     def _save_in_background(self) -> None:
         noted = self._course.note("async save")
@@ -218,6 +244,6 @@ def _by_columns(value: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local, value.device_mesh, [Shard(1)], run_check=False)
 
 
-def _local_nbytes(value: torch.Tensor) -> int:
-    """Return the bytes that this rank holds."""
-    return value.to_local().nbytes if isinstance(value, DTensor) else value.nbytes
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """Return the part that this rank holds."""
+    return value.to_local() if isinstance(value, DTensor) else value

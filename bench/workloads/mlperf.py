@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import UsageError
+from .changes import CHANGES
 from .llama3 import LLAMA3, Llama
 from .spec import Spec, Workload, check_rank
 
@@ -140,7 +141,8 @@ def mlperf(name: str) -> Mlperf:
         return MLPERF[name]
     except KeyError:
         raise UsageError(
-            f"--workload {name!r} is not known", advice=f"Give one of {', '.join(MLPERF)}."
+            f"--workload {name!r} is not known",
+            advice=f"Give one of {', '.join([*MLPERF, *CHANGES])}, or raw.",
         ) from None
 
 

@@ -15,8 +15,9 @@ GROUPS = {
             "--workload",
             "NAME",
             "a checkpoint of MLPerf Storage: llama3-8b, llama3-70b, llama3-405b or "
-            "llama3-1t; or raw: the driver without checkpoints, over a grid of part size × "
-            "concurrency",
+            "llama3-1t; changes of the state before incremental saves: lora, partial, moe, "
+            "sparse-table, nothing or everything; or raw: the driver without checkpoints, over a "
+            "grid of part size × concurrency",
         ),
         argument(
             "--model", "NAME", "the real tensors of a model: llama3-8b, llama3-70b or llama3-405b"

@@ -25,6 +25,7 @@ _KINDS = ("workload", "model", "index", "size")
 def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
     """Return the plan of a measurement of checkpoints with ``ranks`` ranks. Raises UsageError."""
     from ...bench.measured.plan import Plan
+    from ...bench.workloads.changes import CHANGES
     from ...bench.workloads.mlperf import ROUNDS, Mlperf
     from ...bench.workloads.spec import parse_content
 
@@ -42,6 +43,7 @@ def plan_of(uri: str, asked: Mapping[str, Any], ranks: int) -> Plan:
         compression=asked["compression"],
         peers=asked["peer"],
         driver_alone=asked["driver_alone"],
+        change=asked["workload"] if asked["workload"] in CHANGES else None,
     )
 
 
@@ -50,7 +52,11 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
 
     Raises UsageError for an invalid value or combination, and the errors of reading an index.
     """
-    given = [f"--{name}" for name in _KINDS if asked[name] is not None]
+    from ...bench.workloads.changes import CHANGES
+
+    changes = asked["workload"] in CHANGES  # of a state of any kind
+    kinds = _KINDS[1:] if changes else _KINDS
+    given = [f"--{name}" for name in kinds if asked[name] is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", advice="Give one of them.")
     for name in ("optimizer", "layers"):
@@ -58,7 +64,7 @@ def chosen_workload(asked: Mapping[str, Any]) -> Workload:
             raise UsageError(f"--{name} needs --model", advice="Give --model llama3-8b.")
     if asked["tensors"] is not None and given not in ([], ["--size"]):
         raise UsageError(f"--tensors goes with --size, not with {given[0]}")
-    if asked["workload"] is not None:
+    if asked["workload"] is not None and not changes:
         from ...bench.workloads.mlperf import mlperf
 
         return mlperf(asked["workload"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
@@ -219,6 +220,21 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HoldfastError):
         check(Plan(f"file://{tmp_path}/file/below", 1 << 20, 1))
+
+
+@pytest.mark.nightly(4)
+@pytest.mark.parametrize("workload", ["lora", "everything"])
+def test_incremental_saves_are_measured(tmp_path: Path, workload: str) -> None:
+    """They replace their base, and write what the workload changes."""
+    arguments = ["bench", tmp_path, "--size", "16MiB", "--runs", "2", "--workload", workload]
+    found = decoded(run(*arguments, "--json", status=1).stdout, "x")
+    assert "overwrite" not in found.by_name
+    assert found.share("incremental save") is not None
+    assert str(found.config["workload"]).endswith(f", {workload}")
+    written, stored = re.findall(r"[0-9,]{5,}", found.notes[0])
+    share = int(written.replace(",", "")) / int(stored.replace(",", ""))
+    assert share < 0.2 if workload == "lora" else share == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly(4)
