@@ -144,4 +144,6 @@ def held_now() -> Held:
         except FileNotFoundError:  # the descriptor of this very listing
             continue
         kinds[path if path.startswith("/") else path.partition(":")[0]] += 1
-    return Held(kinds, frozenset(threading.enumerate()))
+    # The default pool of another event loop, such as fsspec's, lives as long as its loop.
+    threads = (thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
+    return Held(kinds, frozenset(threads))

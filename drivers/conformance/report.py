@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -17,7 +18,7 @@ import pytest
 from ..contract import Driver
 from ..registry import driver_class, opened_driver, serving
 from ..uri import Uri, join, parse
-from .place import BARE, Held, Place, held_now
+from .place import BARE, Place, held_now
 from .probes import probe_class
 
 _RESULTS = "holdfast_conformance"
@@ -70,9 +71,9 @@ class Session:
         self._opened = 0
 
     @contextmanager
-    def place(self) -> Iterator[tuple[Held, Place]]:
-        """Provide an empty root, which is removed some time later, and what the process held
-        before."""
+    def place(self) -> Iterator[Place]:
+        """Provide an empty root, which is removed some time later. Then close its drivers, and fail
+        if they left anything open, even if garbage collection would close it sooner or later."""
         if len(self._untidy) >= TIDY_EVERY:
             self._remove(self._below, self._untidy)
             self._untidy = []
@@ -80,12 +81,15 @@ class Session:
         name = f"{self._places:03d}"
         self._untidy.append(name)
         held = held_now()
-        place = Place(join(self._below, name), self._probe, self.traits)
-        try:
-            yield held, place
-        finally:
-            self._opened += place.opened
-            place.close()
+        with _without_collection():
+            place = Place(join(self._below, name), self._probe, self.traits)
+            try:
+                yield place
+            finally:
+                self._opened += place.opened
+                place.close()
+            if OUTLIVES not in self.deviations and (left := held.outlived_by()):
+                pytest.fail(f"these outlive close(): {', '.join(left)}")
 
     def _remove(self, root: Uri, prefixes: Iterable[str]) -> None:
         """Remove these prefixes. A failure is reported at the end and fails the run, but does not
@@ -201,6 +205,17 @@ class Session:
             yield f"LEFT BEHIND     delete_all of the kit's own prefix failed: {left}"
         if self._left:
             yield f"                remove what lies at {self.uri}/conformance-… by other means"
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _trial_called(name: str) -> str:

@@ -52,6 +52,9 @@ class Interrupt:
 
 
 class _Suspended(Awaitable[Any]):
+    """The call. A reference cycle keeps its last error, as callers may, and with it the variables
+    of the functions that the error has passed through: those must not keep anything open."""
+
     def __init__(self, interrupt: Interrupt, work: Coroutine[Any, Any, Any]) -> None:
         self.interrupt = interrupt
         self.work = work
@@ -76,6 +79,7 @@ class _Suspended(Awaitable[Any]):
                 error = None
             except BaseException as raised:  # forwarded to the call, including cancellation
                 error = raised
+            del waited_for  # its result may have a connection
 
     def _strike(self) -> None:
         self.struck = self.interrupt.reached = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Self
 
 from ...core.forks.renewal import new_lock
 from ...errors import StorageError
@@ -40,9 +40,30 @@ def made_without(
                 os.putenv(name, value)
 
 
+class Held:
+    """The only reference to a response of obstore, which may have a connection, until the end of a
+    ``with`` statement or :meth:`Connections.close`.
+
+    A response in a variable could keep its connection open for much longer: an error refers to the
+    variables of all functions that it has passed through.
+    """
+
+    def __init__(self, response: Any, others: set[Held]) -> None:
+        self.response = response
+        self._others = others
+
+    def __enter__(self) -> Self:
+        self._others.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._others.discard(self)
+        self.response = None
+
+
 class Connections:
-    """Connects with ``connect``, which blocks, in a thread. Nothing else references the stores, so
-    dropping them closes their sockets."""
+    """Connects with ``connect``, which blocks, in a thread. Nothing else references the stores and
+    their responses, so dropping them closes their sockets."""
 
     def __init__(self, uri: str, connect: Callable[[Requests], Any], threads: Threads) -> None:
         """Take ``uri``, redacted, for messages."""
@@ -51,6 +72,8 @@ class Connections:
         self._threads = threads
         self._connecting = asyncio.Lock()
         self._stores: dict[Requests, Any] = {}
+        self._held: set[Held] = set()
+        self._were_used = False
         self._closed = False
 
     async def open(self, requests: Requests) -> None:
@@ -64,6 +87,7 @@ class Connections:
                     store = await self._threads.run(self._connect, requests)
                 self.check_open()
                 self._stores[requests] = store
+                self._were_used = True
 
     def ask(self, requests: Requests, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a function of obstore with the store for this kind of request, which must be
@@ -72,6 +96,10 @@ class Connections:
 
         self.check_open()
         return getattr(obstore, method)(self._stores[requests], *args, **kwargs)
+
+    def hold(self, response: Any) -> Held:
+        """Return ``response``, to be used in a ``with`` statement."""
+        return Held(response, self._held)
 
     def check_open(self) -> None:
         """Raise StorageError after close()."""
@@ -87,8 +115,10 @@ class Connections:
         self._closed = True
 
     async def close(self) -> None:
-        """Drop the stores."""
+        """Drop the stores and their responses."""
         self.refuse_requests()
-        if self._stores:
-            self._stores.clear()
+        for held in tuple(self._held):
+            held.__exit__()
+        self._stores.clear()
+        if self._were_used:  # also by a store that was renewed, or dropped by a cancelled close()
             await runtime.wake()

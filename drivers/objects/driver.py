@@ -41,7 +41,7 @@ from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
-from .connections import Connections
+from .connections import Connections, Held
 from .errors import failures, missing_container, no_store, states_code
 from .known_stores import KNOWN
 from .names import encoded, split_location
@@ -113,7 +113,7 @@ class ObjectDriver(Driver):
             upload_nbytes=self._settings.part_nbytes,
             object_max_nbytes=self._object_max_nbytes,
         )
-        self._threads = Threads(4, uri=self.uri)
+        self._threads = Threads(max(4, self._settings.concurrency), uri=self.uri)
         # Not daemons: the interpreter must not exit while a thread is inside obstore.
         self._readers = Pool(self._settings.concurrency, "holdfast-read")
         self._rooms = Rooms(_PIECE_NBYTES)
@@ -199,11 +199,11 @@ class ObjectDriver(Driver):
 
         def read(call: Call) -> int:
             wanted = {"range": (start, start + nbytes)}
-            answer = self._connections.ask(Requests.READING, "get", path, options=wanted)
+            ask = partial(self._connections.ask, Requests.READING, "get", path, options=wanted)
             arrived_nbytes = 0
-            with self._rooms.room() as room:
+            with self._rooms.room() as room, self._connections.hold(ask()) as answer:
                 joiner = PieceJoiner(start, nbytes, _PIECE_NBYTES, take, room)
-                for arrived in answer.stream(min_chunk_size=_ARRIVING_NBYTES):
+                for arrived in answer.response.stream(min_chunk_size=_ARRIVING_NBYTES):
                     with call:
                         joiner.add(memoryview(arrived))
                     arrived_nbytes += len(arrived)
@@ -280,11 +280,11 @@ class ObjectDriver(Driver):
 
     async def get(self, key: str) -> bytes:
         path = self._path(key)
-        response = await self._call("get", key, "get_async", path)
-        check_small(response.meta["size"], self.uri, key)
-        if response.attributes.get("Content-Type", "").startswith("text/html"):
-            raise no_store(self.uri, key)  # such as a login page in place of the object
-        return bytes(await self._timed("get", key, response.bytes_async()))
+        with self._connections.hold(await self._call("get", key, "get_async", path)) as answer:
+            check_small(answer.response.meta["size"], self.uri, key)
+            if answer.response.attributes.get("Content-Type", "").startswith("text/html"):
+                raise no_store(self.uri, key)  # such as a login page in place of the object
+            return bytes(await self._timed("get", key, answer.response.bytes_async()))
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         """See :meth:`Driver.put`. ``exclusive`` sends one conditional request, which obstore does
@@ -357,29 +357,33 @@ class ObjectDriver(Driver):
             with contextlib.suppress(NotFoundError):
                 yield await self.stat(prefix)
         await self._connections.open(Requests.READING)
-        batches = self._connections.ask(Requests.READING, "list", path or None, chunk_size=_LISTED)
+        ask = partial(self._connections.ask, Requests.READING, "list")
         shown: set[str] = set()
         in_vain = 0
-        while batch := await self._timed("list", prefix, _next(batches)):
-            in_vain += 1
-            for found in batch:
-                if found["path"] in shown:
-                    continue
-                in_vain = 0
-                shown.add(found["path"])
-                yield ObjectInfo(
-                    self._key(found["path"]), found["size"], found["last_modified"].timestamp()
-                )
-            if in_vain == _REPEATED:
-                raise StorageError(
-                    f"the listing does not end: it only repeats {_REPEATED * _LISTED} objects",
-                    uri=self.uri,
-                    key=prefix or None,
-                    advice="Does the store, or a gateway before it, honour continuation tokens?",
-                )
+        with self._connections.hold(ask(path or None, chunk_size=_LISTED)) as listing:
+            while batch := await self._timed("list", prefix, self._next(listing)):
+                in_vain += 1
+                for found in batch:
+                    if found["path"] in shown:
+                        continue
+                    in_vain = 0
+                    shown.add(found["path"])
+                    yield ObjectInfo(
+                        self._key(found["path"]), found["size"], found["last_modified"].timestamp()
+                    )
+                if in_vain == _REPEATED:
+                    raise self._endless(prefix)
         if not shown:
             await self._check_store(prefix)
         self._container_seen = True
+
+    def _endless(self, prefix: str) -> StorageError:
+        return StorageError(
+            f"the listing does not end: it only repeats {_REPEATED * _LISTED} objects",
+            uri=self.uri,
+            key=prefix or None,
+            advice="Does the store, or a gateway before it, honour continuation tokens?",
+        )
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
@@ -442,10 +446,12 @@ class ObjectDriver(Driver):
         self._connections.refuse_requests()
         for upload in tuple(self._uploads):
             await upload.abort()
-        self._disconnect()
         await self._connections.close()
         self._readers.shutdown(wait=False)
-        await self._threads.close(CLOSE_TIMEOUT_S)
+        try:
+            await self._threads.close(CLOSE_TIMEOUT_S)
+        finally:
+            self._disconnect()  # last: a running call may connect again
 
     def _path(self, key: str) -> str:
         """Return the object's name in the bucket. Raises UriError for an unsafe key, and
@@ -474,8 +480,8 @@ class ObjectDriver(Driver):
     ) -> Any:
         await self._connections.open(requests)
         with failures(doing, self.uri, key):
-            work = self._connections.ask(requests, method, *args, **kwargs)
-        return await self._timed(doing, key, work)
+            ask = partial(self._connections.ask, requests, method)
+            return await self._timed(doing, key, ask(*args, **kwargs))
 
     async def _timed(self, doing: str, key: str, work: Awaitable[T]) -> T:
         """Await ``work`` of obstore within the time limit and return its result. Raises
@@ -483,16 +489,19 @@ class ObjectDriver(Driver):
         limit_s = self._settings.limit_s
         with failures(doing, self.uri, key):
             try:
-                return await asyncio.wait_for(work, limit_s)
+                async with asyncio.timeout(limit_s):
+                    return await work
             except TimeoutError as error:
                 message = f"{doing} failed: no answer for {limit_s:g} s"
                 raise StorageDownError(message, uri=self.uri, key=key) from error
+            finally:
+                del work  # its result may have a connection: see Held
 
-
-async def _next(batches: Any) -> Any:
-    """Return the next batch of a listing, empty at the end. The builtin ``anext`` with a default
-    cannot await obstore's iterators."""
-    try:
-        return await anext(batches)
-    except StopAsyncIteration:
-        return ()
+    async def _next(self, listing: Held) -> Any:
+        """Return the next batch of a listing, empty at the end. The builtin ``anext`` with a
+        default cannot await obstore's iterators."""
+        self._connections.check_open()
+        try:
+            return await anext(listing.response)
+        except StopAsyncIteration:
+            return ()

@@ -19,10 +19,9 @@ from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
 from ..contract import CopyTraits, Driver, Upload, UploadLostError
 from ..options import Option, choice, switch, url
-from ..threads import Threads
 from ..uri import Uri
 from .connections import made_without
-from .driver import CLOSE_TIMEOUT_S, ObjectDriver
+from .driver import ObjectDriver
 from .known_stores import KNOWN
 from .options import COMMON_OPTIONS, Requests
 from .s3_compose import Body, ComposedUpload, part_min_nbytes
@@ -129,7 +128,6 @@ class S3Driver(ObjectDriver):
         self._session_used: Any = None
         self._looked_again = False
         self._bulk_delete = values["bulk_delete"]
-        self._senders = Threads(self._settings.concurrency, uri=self.uri)
         # botocore computes no such checksums of parts, and other kinds of buckets are not tested.
         if values["checksum"] not in _CHECKSUMS and is_plain(self._bucket):
             least_nbytes = part_min_nbytes(self._settings.part_nbytes)
@@ -313,7 +311,7 @@ class S3Driver(ObjectDriver):
                 answer = getattr(self._sender, operation)(Bucket=self._bucket, Key=path, **params)
                 return dict(answer)
 
-        return await self._with_renewal(partial(self._senders.run, ask))
+        return await self._with_renewal(partial(self._threads.run, ask))
 
     async def _put(self, path: str, data: Any, **how: Any) -> Any:
         put = partial(super()._put, path, data, **how)
@@ -428,10 +426,6 @@ class S3Driver(ObjectDriver):
             unfinished.client.close()
         if (sender := self.__dict__.pop("_sender", None)) is not None:
             sender.close()
-
-    async def close(self) -> None:
-        await super().close()
-        await self._senders.close(CLOSE_TIMEOUT_S)
 
     async def _drop_unfinished(self, path: str, **which: Any) -> None:
         def drop() -> None:

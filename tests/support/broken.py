@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -469,6 +470,15 @@ class LeaksDescriptors(Healthy, trial="nothing_outlives_close"):
 
 
 _OPEN: list[int] = []
+
+
+class CollectsDescriptors(Healthy, trial="an_object_comes_back"):
+    """Opens a descriptor that only garbage collection closes."""
+
+    async def get(self, key: str) -> bytes:
+        cycle: list[Any] = [select.epoll()]
+        cycle.append(cycle)
+        return await super().get(key)
 
 
 class LeaksTasks(Healthy, trial="nothing_outlives_close"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from support.servers.odd_store import OddStore, Unfinished, kind_of
 from support.servers.scripted import Answer, Request, ScriptedServer, refusal, set_credentials
 
 import holdfast
+from holdfast.drivers.conformance.place import Held, held_now
+from holdfast.drivers.conformance.test_cancellation import DELAYS_S, SUSPENSIONS_MAX, Interrupt
+from holdfast.drivers.contract import Driver
+from holdfast.drivers.registry import opened_driver
 
 pytestmark = pytest.mark.clocked
 
@@ -358,3 +363,79 @@ def test_a_composed_upload_whose_beginning_is_lost_is_dropped(root: str, store: 
     store.edit = lambda asked, answer: answer
     assert store.uploads == {}
     assert store.aborted
+
+
+# Connections
+
+
+async def _listed(driver: Driver) -> None:
+    async for _ in driver.list("kept"):
+        pass
+
+
+LOOKS: dict[str, Callable[[Driver], Coroutine[Any, Any, Any]]] = {
+    "get": lambda driver: driver.get("kept"),
+    "fetch": lambda driver: driver.fetch("kept", 0, 1 << 20),
+    "pieces": lambda driver: driver.read_pieces("kept", 0, 1 << 20, lambda piece: None),
+    "list": _listed,
+    "sweep": lambda driver: driver.sweep("kept"),
+}
+
+
+@pytest.fixture
+def held(root: str, store: OddStore) -> Held:
+    """Store a few objects, use a driver, and return the descriptors and threads of the process."""
+
+    async def use() -> None:
+        async with opened_driver(root) as driver:
+            await driver.put("kept", bytes(1 << 20))
+            await driver.sweep("kept")
+
+    asyncio.run(use())
+    store.page = 150
+    store.objects |= {f"run/kept/{n:03d}": (b"x", 0.0) for n in range(300)}
+    return held_now()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_close_closes_what_errors_refer_to(look: str, root: str, held: Held) -> None:
+    """Cancelled calls leave no connection open, though somebody keeps their errors, and with them
+    the variables of all functions that they have passed through."""
+    kept: list[BaseException] = []
+
+    async def keeping(work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await work
+        except BaseException as error:
+            kept.append(error)
+            raise
+
+    async def cancel_everywhere() -> None:
+        async with opened_driver(root, retries=0, op_timeout_s="off") as driver:
+            for delay_s in DELAYS_S:
+                for at in range(1, SUSPENSIONS_MAX):
+                    interrupt = Interrupt(at, delay_s)
+                    await interrupt(keeping(LOOKS[look](driver)))
+                    if not interrupt.reached:
+                        break
+
+    asyncio.run(cancel_everywhere())
+    assert kept
+    assert held.outlived_by() == []
+
+
+def test_close_ends_a_listing(root: str, held: Held) -> None:
+    """A listing that nobody has ended keeps no connection open, and cannot go on."""
+
+    async def leave() -> Any:
+        async with opened_driver(root, retries=0, op_timeout_s="off") as driver:
+            listing = driver.list()
+            await anext(listing)
+        with pytest.raises(holdfast.StorageError, match="the driver is closed"):
+            async for _ in listing:
+                pass
+        return listing
+
+    listing = asyncio.run(leave())
+    assert held.outlived_by() == []
+    del listing
