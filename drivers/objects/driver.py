@@ -13,6 +13,7 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -35,12 +36,23 @@ from ...errors import (
     UriError,
 )
 from ..calls import Call, run
-from ..contract import Buffer, Driver, ObjectInfo, TakePiece, Traits, Upload, check_key, check_small
+from ..contract import (
+    Buffer,
+    CopyTraits,
+    Driver,
+    ObjectInfo,
+    TakePiece,
+    Traits,
+    Upload,
+    check_key,
+    check_small,
+)
 from ..options import Option, option_values
 from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
+from .compose import ComposedUpload, part_min_nbytes
 from .connections import Connections, Held
 from .errors import failures, missing_container, no_store, states_code
 from .known_stores import KNOWN
@@ -88,6 +100,9 @@ class ObjectDriver(Driver):
 
     _object_max_nbytes: int | None = None
     """Maximum object size of this kind of store."""
+
+    _shared_by_copies: ClassVar[tuple[str, ...]] = ()
+    """Options that two drivers have in common if one copies from the other."""
 
     _labels: Mapping[str, Any] = MappingProxyType({})
     """Arguments passed to obstore's ``put`` for every object."""
@@ -251,6 +266,33 @@ class ObjectDriver(Driver):
         self._uploads.add(upload)
         await upload.begin()
         return upload
+
+    def copies_from(self, source: Driver) -> bool:
+        """See :meth:`Driver.copies_from`. Accepts other folders of the same bucket, with the same
+        endpoint and credentials."""
+        if self.traits.copies is None or not isinstance(source, type(self)):
+            return False
+        theirs = [source._bucket, *map(source._values.get, self._shared_by_copies)]
+        return theirs == [self._bucket, *map(self._values.get, self._shared_by_copies)]
+
+    async def compose(self, key: str, nbytes: int) -> Upload:
+        """See :meth:`Driver.compose`. Sends parts of the writes' own sizes."""
+        if self.traits.copies is None:
+            return await self.create(key, nbytes)
+        upload = self._composed(await self._target(key, nbytes))
+        self._uploads.add(upload)
+        await upload.begin()
+        return upload
+
+    def _composed(self, target: Target) -> ComposedUpload:
+        """Return an upload with copies. Only called if the traits have any."""
+        raise NotImplementedError
+
+    def _allow_copies(self, parts_max: int) -> None:
+        """Add copies to the traits. An upload has up to ``parts_max`` parts."""
+        least_nbytes = part_min_nbytes(self._settings.part_nbytes)
+        copies = CopyTraits(min_nbytes=least_nbytes, object_max_nbytes=parts_max * least_nbytes)
+        self.traits = replace(self.traits, copies=copies)
 
     async def _target(self, key: str, nbytes: int) -> Target:
         path = self._path(key)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -17,14 +16,14 @@ from urllib.request import getproxies
 
 from ...core.forks.cached import cached_property
 from ...errors import AccessError, ExistsError, NotFoundError, UriError
-from ..contract import CopyTraits, Driver, Upload, UploadLostError
+from ..contract import Driver, Upload, UploadLostError
 from ..options import Option, choice, switch, url
 from ..uri import Uri
 from .connections import made_without
 from .driver import ObjectDriver
 from .known_stores import KNOWN
 from .options import COMMON_OPTIONS, Requests
-from .s3_compose import Body, ComposedUpload, part_min_nbytes
+from .s3_compose import Body, S3ComposedUpload
 from .s3_errors import aws_failures
 from .s3_options import (
     STORING_OPTIONS,
@@ -48,7 +47,7 @@ from .s3_place import (
 )
 from .s3_unfinished import Unfinished
 from .trust import system_certificates
-from .uploads import PARTS_MAX, is_live
+from .uploads import PARTS_MAX, Target, is_live
 
 _OF_UPLOADS = (
     "ListMultipartUploads",
@@ -61,8 +60,6 @@ _OF_UPLOADS = (
 )
 """Operations that botocore sends."""
 _CHECKSUMS = {"sha256": "SHA256", "crc64nvme": "CRC64NVME"}
-_SAME = ("endpoint", "region", "profile", "style", "anonymous", "requester_pays")
-"""Options that two drivers have in common if one copies from the other."""
 T = TypeVar("T")
 
 _STALE = re.compile(
@@ -96,6 +93,7 @@ class S3Driver(ObjectDriver):
 
     _located = staticmethod(bucket_and_root)
     _object_max_nbytes = 5 << 40
+    _shared_by_copies = ("endpoint", "region", "profile", "style", "anonymous", "requester_pays")
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "endpoint": Option(
@@ -130,10 +128,7 @@ class S3Driver(ObjectDriver):
         self._bulk_delete = values["bulk_delete"]
         # botocore computes no such checksums of parts, and other kinds of buckets are not tested.
         if values["checksum"] not in _CHECKSUMS and is_plain(self._bucket):
-            least_nbytes = part_min_nbytes(self._settings.part_nbytes)
-            largest_nbytes = PARTS_MAX * least_nbytes
-            copies = CopyTraits(min_nbytes=least_nbytes, object_max_nbytes=largest_nbytes)
-            self.traits = replace(self.traits, copies=copies)
+            self._allow_copies(PARTS_MAX)
 
     @classmethod
     def open(cls, uri: Uri) -> Self:
@@ -267,24 +262,12 @@ class S3Driver(ObjectDriver):
     async def create(self, key: str, nbytes: int) -> Upload:
         return await self._with_renewal(partial(super().create, key, nbytes))
 
-    def copies_from(self, source: Driver) -> bool:
-        """See :meth:`Driver.copies_from`. Accepts other folders of the same bucket, with the same
-        endpoint and credentials."""
-        if self.traits.copies is None or not isinstance(source, S3Driver):
-            return False
-        theirs = [source._bucket, *map(source._values.get, _SAME)]
-        return theirs == [self._bucket, *map(self._values.get, _SAME)]
-
     async def compose(self, key: str, nbytes: int) -> Upload:
-        """See :meth:`Driver.compose`. Sent by botocore, in parts of the writes' own sizes."""
-        if self.traits.copies is None:
-            return await self.create(key, nbytes)
-        target = await self._with_renewal(partial(self._target, key, nbytes))
-        path = target.place[-1]
-        upload = ComposedUpload(target, partial(self._ask, key, path), self._copied_from)
-        self._uploads.add(upload)
-        await upload.begin()
-        return upload
+        return await self._with_renewal(partial(super().compose, key, nbytes))
+
+    def _composed(self, target: Target) -> S3ComposedUpload:
+        ask = partial(self._ask, target.key, target.place[-1])
+        return S3ComposedUpload(target, ask, self._copied_from)
 
     def _copied_from(self, source: Driver, key: str) -> dict[str, Any]:
         assert isinstance(source, S3Driver)  # copies_from has accepted it

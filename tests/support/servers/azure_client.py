@@ -25,15 +25,6 @@ from holdfast.drivers.uri import Uri
 _VERSION = "2021-08-06"
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One blob of a listing."""
-
-    name: str
-    committed: bool
-    """Whether the blob exists; otherwise only blocks of it do."""
-
-
 @dataclass(frozen=True)
 class AzureClient:
     """One account at ``endpoint``, whose path names the account. Each request has a connection of
@@ -56,20 +47,15 @@ class AzureClient:
         """Return a blob. Raises FileNotFoundError."""
         return self._request("GET", f"{container}/{name}", {})
 
-    def list(self, container: str, prefix: str = "", *, page: int = 5000) -> Iterator[Listed]:
-        """Yield all blobs whose names begin so, uncommitted ones too."""
+    def list(self, container: str, prefix: str = "", *, page: int = 5000) -> Iterator[str]:
+        """Yield the names of all blobs that begin so, but for blobs with uncommitted blocks only."""
         marker = ""
         while True:
-            query = {
-                "restype": "container",
-                "comp": "list",
-                "prefix": prefix,
-                "include": "uncommittedblobs",
-            }
+            query = {"restype": "container", "comp": "list", "prefix": prefix}
             query |= {"maxresults": str(page)} | ({"marker": marker} if marker else {})
             found = ET.fromstring(self._request("GET", container, query))
             for blob in found.iter("Blob"):
-                yield _listed(blob)
+                yield blob.findtext("Name") or ""
             marker = found.findtext("NextMarker") or ""
             if not marker:
                 return
@@ -121,12 +107,6 @@ class AzureClient:
         return content
 
 
-def _listed(blob: ET.Element) -> Listed:
-    # Blocks that are not committed have no ETag yet.
-    committed = bool(blob.findtext("Properties/Etag"))
-    return Listed(blob.findtext("Name") or "", committed)
-
-
 class AzureProbe:
     """Blobs below the location of a URI whose endpoint is an option; account and key come from the
     environment."""
@@ -152,6 +132,4 @@ class AzureProbe:
         """See the kit's Probe. Blocks that are not committed have no name of their own, and the
         store forgets them by itself, which is what the driver relies on: they are not counted."""
         found = self._client.list(self._container, self._root)
-        return sorted(
-            unquote(blob.name.removeprefix(self._root)) for blob in found if blob.committed
-        )
+        return sorted(unquote(name.removeprefix(self._root)) for name in found)
