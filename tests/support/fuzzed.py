@@ -163,7 +163,7 @@ def decode(data: bytes) -> bool:
 
 def use(m: Manifest) -> None:
     """Use a manifest in every way, except to read images."""
-    document("memory://x", m, 1)
+    document("memory://x", m, 1, {})
     list(Outline(m, whole_values=False, depth=None).lines())
     m.tree.paths()
     sizes = m.images.nbytes(m.block_nbytes).tolist()
