@@ -276,7 +276,7 @@ class Keeper:
     def _gone(self, trainer: Trainer) -> None:
         self._used_s = time.monotonic()
         self._generations.client_gone(trainer.number)
-        self._guards.released(trainer.number)
+        self._guards.client_gone(trainer.number)
         if not trainer.left and trainer.epoch == self._generations.epoch:
             self._agreement.rank_lost(trainer.rank)
 

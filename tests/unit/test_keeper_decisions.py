@@ -159,6 +159,21 @@ def test_no_rank_has_a_third_slot_while_another_has_no_second() -> None:
     assert len(generations.slots) == 5
 
 
+def test_an_offer_outlives_its_trainer_until_the_next_epoch() -> None:
+    """The restart may have chosen the step, and recorded that, before the trainer died."""
+    generations = entered(A, budget=3 * SIZE)
+    for step in (1, 2, 3, 4):
+        agreed(generations, step)
+        if step == 1:
+            generations.offer(B)
+            generations.client_gone(B)
+    assert [held.generation.step for held in generations.restorable()] == [4, 3, 1]
+    generations.client_gone(A)
+    assert generations.enter(A, 0, 1, 4) is None
+    granted(generations, A, 5, 1)
+    assert [held.generation.step for held in generations.restorable()] == [4, 3]
+
+
 # Votes.
 
 

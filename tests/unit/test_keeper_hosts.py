@@ -33,6 +33,7 @@ from holdfast.storage.arenas.messages import (
     FlushEnd,
     FlushLost,
     Inventory,
+    LookUp,
     Protected,
     Rebuild,
 )
@@ -143,6 +144,23 @@ async def test_an_image_rebuilt_for_a_trainer_that_has_ended_is_not_pinned() -> 
         answer, _ = await keeper._rebuild(gone, request, [])
         assert isinstance(answer, Done)
         assert not any(slot.readers for slot in keeper.pool.generations._slots.values())
+
+
+@asynchronous
+async def test_an_offered_step_stays_protected_though_its_trainer_has_ended() -> None:
+    """The job may have recorded that it resumes from that step; then a host may be lost as well."""
+    async with kept_hosts("copy", [0], [1]) as job:
+        await job.step(1, Protected)
+        for host in job.hosts.values():
+            (trainer,) = host.keeper._trainers
+            reader = replace(trainer, number=99, left=True)
+            await host.keeper._look_up(reader, LookUp(), [])
+            host.keeper._gone(reader)
+        for step in (2, 3, 4):
+            await job.step(step, Protected)
+        await job.lose("a")
+        found, _ = job.choices()
+        assert [one.generation.step for one in found] == [4, 1]
 
 
 @asynchronous

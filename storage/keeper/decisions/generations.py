@@ -29,7 +29,7 @@ from ....core.units import size_text
 from ...arenas.label import GenerationId
 from ...arenas.messages import GenerationEntry
 from .history import levels_of, retained
-from .slots import Content, Grant, Pin, Reason, Refusal, Slot, short_of_memory
+from .slots import ENDED, Content, Grant, Pin, Reason, Refusal, Slot, short_of_memory
 
 SLOTS_PER_RANK = 3
 """For the newest agreed image, the next to be agreed, and the image being filled."""
@@ -133,6 +133,7 @@ class Generations:
             self._newest_step = {}
             self._left_out = []
             self._is_full = False
+            self.released(ENDED)
             self._drop_later(chosen)
             # An earlier resume from the same step may have left a later image of it that was never
             # agreed.
@@ -505,7 +506,7 @@ class Generations:
         return held is not None and (held.generation, held.content) == (id, Content.SEALED)
 
     def offer(self, client: int) -> None:
-        """Pin everything that ``client`` may choose to resume from, until :meth:`released`."""
+        """Pin what ``client`` may resume from until it is released, or, if it dies, a new epoch."""
         for slot in self._slots.values():
             id = slot.generation
             if slot.content is not Content.SEALED or id is None:
@@ -524,8 +525,7 @@ class Generations:
         self._ranks.pop(client, None)
         self.drop_unfinished(client)
         for slot in self._slots.values():
-            slot.mappers.discard(client)
-            slot.readers.discard(client)
+            slot.client_gone(client)
 
     def adopt(
         self, client: int, id: GenerationId, rank: int, world: int, nbytes: int

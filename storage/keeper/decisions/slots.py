@@ -49,6 +49,10 @@ class Content(enum.Enum):
     """Dropped by a resume while it is being sealed, which still writes to it."""
 
 
+ENDED = 0
+"""Stands for all clients that ended while they were reading. Numbers of clients begin at 1."""
+
+
 @dataclass(eq=False)
 class Slot:
     """Memory of ``nbytes`` for one image of ``rank``. ``filler``: the client that fills it."""
@@ -80,6 +84,14 @@ class Slot:
         self.content = Content.FREE
         self.generation = None
         self.filler = -1
+
+    def client_gone(self, client: int) -> None:
+        """Record that a client's process has ended. An image that it was reading stays pinned until
+        the next epoch: the job may have recorded that it resumes from it."""
+        self.mappers.discard(client)
+        if client in self.readers:
+            self.readers.remove(client)
+            self.readers.add(ENDED)
 
 
 Pin: TypeAlias = tuple[Slot, ...]

@@ -16,6 +16,7 @@ from ...arenas.label import GenerationId, Label
 from ...arenas.memory import Memory
 from ...arenas.messages import ParityEntry, Rebuild
 from ...runtime.engine import offload
+from ..decisions.slots import ENDED
 from ..reading import Peers, peers_of
 from ..slot_memory import spared_memory
 from .guarding import Block, Guarded, guard, rebuild
@@ -106,15 +107,20 @@ class Guards:
     def offer(self, client: int, ids: Collection[GenerationId]) -> None:
         """Retain parity for ``client``, which is choosing a generation to resume from: everything
         held now, and ``ids`` even if they are encoded later. Ends with :meth:`released`, or when a
-        resume drops the parity."""
+        resume drops the parity. If the client ends before, the offer stays until the next epoch."""
         self._offered.setdefault(client, set()).update(self._held, ids)
 
     def released(self, client: int) -> None:
-        """Forget the offer to a client that has chosen, or has ended."""
+        """Forget the offer to a client that has entered the next epoch."""
         self._offered.pop(client, None)
 
+    def client_gone(self, client: int) -> None:
+        """Retain the offer to a client that has ended: the job may have chosen one of its steps."""
+        self._offered.setdefault(ENDED, set()).update(self._offered.pop(client, ()))
+
     def drop_later(self, chosen: int | None) -> None:
-        """Drop the parity of all steps after ``chosen``."""
+        """Drop the parity of all steps after ``chosen``, which a new epoch resumes from."""
+        self.released(ENDED)
         for id in [id for id in self._held if chosen is None or id.step > chosen]:
             self._let_go(id)
 

@@ -30,7 +30,7 @@ from holdfast.storage.arenas.messages import (
 from holdfast.storage.keeper.agreement import Agreement
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
-from holdfast.storage.keeper.decisions.slots import Reason, Refusal
+from holdfast.storage.keeper.decisions.slots import ENDED, Reason, Refusal
 from holdfast.storage.keeper.parity.guards import Guards, rebuilt
 from holdfast.storage.keeper.status import Counters
 from holdfast.storage.training.keeper_inventory import Meeting
@@ -269,6 +269,7 @@ class HostKeeper:
     def enter(self, trainer: Trainer) -> Refusal | None:
         """Enter the epoch of a trainer's job."""
         job = trainer.job
+        is_new = job.epoch > self.generations.epoch
         refusal = self.generations.enter(trainer.client, trainer.rank, job.epoch, job.chosen)
         if refusal is None:
             hosts, groups = job.meeting.hosts, job.meeting.groups
@@ -276,7 +277,9 @@ class HostKeeper:
             self.do(self.writing.forget_dropped)
             self.do(self.run_later, self.writing.note_end(trainer.ended))
             self.forget_unheld()
-        self.reader_gone(job.readers.get(self.host.name, -1))
+            if is_new:
+                self.offered.pop(ENDED, None)
+        self.reader_released(job.readers.get(self.host.name, -1))
         return refusal
 
     def fill(self, trainer: Trainer, step: int, nbytes: int) -> int | None:
@@ -487,12 +490,19 @@ class HostKeeper:
             if slot.label is not None and self.generations.is_restorable(slot.label.generation)
         }
 
-    def reader_gone(self, reader: int) -> None:
-        """Forget a reader that has chosen or ended."""
+    def reader_released(self, reader: int) -> None:
+        """Forget a reader whose job has begun its epoch."""
         self.gone.add(reader)
         self.offered.pop(reader, None)
-        self.generations.client_gone(reader)
+        self.generations.released(reader)
         self.guards.released(reader)
+
+    def reader_gone(self, reader: int) -> None:
+        """Retain what a reader that has ended was offered, until the next epoch."""
+        self.gone.add(reader)
+        self.offered.setdefault(ENDED, set()).update(self.offered.pop(reader, ()))
+        self.generations.client_gone(reader)
+        self.guards.client_gone(reader)
 
     def open(self, client: int, id: GenerationId, rank: int) -> Slot | None:
         """Open an image to resume from."""
