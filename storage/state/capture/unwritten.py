@@ -17,7 +17,7 @@ or a save to another run, nothing is known, and everything is hashed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,17 +50,25 @@ class Places:
 
     def memory(self, ranges: Sequence[Range]) -> list[Range]:
         """Return the pages that hold these ranges of bytes of the image."""
-        found: list[Range] = []
-        for start, stop in ranges:
-            first = int(self.stop.searchsorted(start, side="right"))
-            last = int(self.start.searchsorted(stop, side="left"))
-            for i in range(first, last):
-                if self.address[i]:
-                    shift = int(self.address[i] - self.start[i])
-                    low = max(start, int(self.start[i])) + shift
-                    high = min(stop, int(self.stop[i])) + shift
-                    found.append((low // PAGE_NBYTES * PAGE_NBYTES, round_up(high, PAGE_NBYTES)))
-        return merged(found)
+        is_tracked = self.address != 0
+        return merged(
+            [
+                _pages(low + shift, high + shift)
+                for start, stop in ranges
+                for low, high, shift in self.parts(start, stop, is_tracked)
+            ]
+        )
+
+    def parts(
+        self, start: int, stop: int, wanted: npt.NDArray[np.bool_]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (low, high, shift) of the ``wanted`` (n,) parts of bytes [start, stop) of the
+        image: the bytes [low, high) lie ``shift`` bytes further in memory."""
+        first = int(self.stop.searchsorted(start, side="right"))
+        last = int(self.start.searchsorted(stop, side="left"))
+        for i in (first + np.flatnonzero(wanted[first:last])).tolist():
+            shift = int(self.address[i] - self.start[i])
+            yield max(start, int(self.start[i])), min(stop, int(self.stop[i])), shift
 
 
 @dataclass(eq=False)
@@ -115,18 +123,17 @@ class Unwritten:
         before = self._before.places
         if before is None or self._tracker is None:
             return []
-        first = int(places.stop.searchsorted(start, side="right"))
-        last = int(places.start.searchsorted(stop, side="left"))
         found: list[Range] = []
-        for i in (first + np.flatnonzero(places.same(before)[first:last])).tolist():
-            shift = int(places.address[i] - places.start[i])
-            low = max(start, int(places.start[i])) + shift
-            high = min(stop, int(places.stop[i])) + shift
-            pages = (low // PAGE_NBYTES * PAGE_NBYTES, round_up(high, PAGE_NBYTES))
-            for clean in overlaps(self._clean, [pages]):
+        for low, high, shift in places.parts(start, stop, places.same(before)):
+            for clean in overlaps(self._clean, [_pages(low + shift, high + shift)]):
                 for begin, end in self._tracker.clean(*clean):
-                    found.append((max(begin, low) - shift, min(end, high) - shift))
+                    found.append((max(begin - shift, low), min(end - shift, high)))
         return merged(found)
+
+
+def _pages(start: int, stop: int) -> Range:
+    """Return the whole pages that hold bytes [start, stop) of memory."""
+    return start // PAGE_NBYTES * PAGE_NBYTES, round_up(stop, PAGE_NBYTES)
 
 
 def _has_pinned_memory() -> bool:
