@@ -62,12 +62,12 @@ def one_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}s"
 
 
-def some(names: Sequence[str]) -> str:
-    """Return names as text: ``a, b``; of more than ``RUNS_SHOWN``, the first ones and the count of
-    the others."""
-    shown = ", ".join(names[:RUNS_SHOWN])
-    if len(names) > RUNS_SHOWN:
-        shown += f" and {len(names) - RUNS_SHOWN:,} more"
+def some(names: Sequence[str], most: int = RUNS_SHOWN) -> str:
+    """Return names as text: ``a, b``; of more than ``most``, the first ones and the count of the
+    others."""
+    shown = ", ".join(names[:most])
+    if len(names) > most:
+        shown += f" and {len(names) - most:,} more"
     return shown
 
 

@@ -16,7 +16,7 @@ from ..storage.operations.reading.reader import open as open_checkpoint
 from ..storage.pipeline.verifier import Damage, VerifyReport
 from .commands import complain, print_json
 from .progress import progress_bar
-from .text import one_of, paint, printable
+from .text import one_of, paint, printable, some
 
 _TENSORS_SHOWN = 5
 
@@ -131,11 +131,9 @@ def _line(place: _Place) -> str:
     if place.stop:
         line += f"bytes {place.start:,} to {place.stop:,}: "
     line += printable(place.what)
-    names = ", ".join(map(printable, place.tensors[:_TENSORS_SHOWN]))
+    names = some([*map(printable, place.tensors)], _TENSORS_SHOWN)
     if names:
         line += f"; tensors: {names}"
-    if len(place.tensors) > _TENSORS_SHOWN:
-        line += f" and {len(place.tensors) - _TENSORS_SHOWN:,} more"
     if len(place.checkpoints) > 1:
         line += f"; shared by {', '.join(map(printable, place.checkpoints))}"
     return line
