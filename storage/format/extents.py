@@ -123,7 +123,7 @@ class Extents:
 
     def keys(self, folder: str) -> list[str]:
         """Return the keys of all files; ``folder``: the attempt's."""
-        folders = [folder, *(f"{folder}/lent/{lender}" for lender in self.lenders)]
+        folders = [folder, *(lent_folder(folder, lender) for lender in self.lenders)]
         files = (self.file_lender, self.file_rank, self.file_part)
         rows = zip(*(column.tolist() for column in files), strict=True)
         return [f"{folders[lender]}/{file_name(rank, part)}" for lender, rank, part in rows]
@@ -144,6 +144,11 @@ class Extents:
         files = [self.extent_file, self.page_file]
         file_starts = [self.extent_block * block_nbytes, self.page_slot * DIGEST_NBYTES]
         return FileMap.of(base, *map(np.concatenate, (starts, files, file_starts)))
+
+
+def lent_folder(folder: str, lender: str) -> str:
+    """Return the key of the folder of links to a lender's files, in an attempt's ``folder``."""
+    return f"{folder}/lent/{lender}"
 
 
 def file_name(rank: int, part: int) -> str:

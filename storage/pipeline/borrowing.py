@@ -7,13 +7,14 @@ the same bytes. Layouts need not be compared, and nobody has to say what has cha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from ...core.units import ceil_div
 from ...drivers.contract import CopyTraits, Driver, Upload
 from ...errors import DamagedError, NotFoundError, UsageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
@@ -51,62 +52,76 @@ class Incremental:
             raise UsageError(f"{self} is out of range: anchor and lenders >= 1, 0 <= live <= 1")
 
 
-class BaseImage(Protocol):
-    """An image of the same size in an earlier checkpoint at ``source``, whose equal blocks an
-    upload can copy. ``key``: its key. ``holds(chunk, page)``: whether a chunk of the image to write
-    has these digests. It is then borrowed without being taken."""
+@dataclass(eq=False)
+class BaseImage(ABC):
+    """An image of this layout in an earlier checkpoint at ``source``, whose equal blocks an upload
+    can copy. ``key``: its key; ``blocks``: (B, 16) digests of its blocks. ``holds(chunk, page)``:
+    whether a chunk of the image to write has these digests. It is then borrowed without being
+    taken."""
 
     source: Driver
     key: str
-    holds: Callable[[int, bytes], Awaitable[bool]] | None
+    layout: ImageLayout
+    blocks: npt.NDArray[np.uint8]
+    holds: Callable[[int, bytes], Awaitable[bool]] | None = field(default=None, kw_only=True)
 
-    def page(self, layout: ImageLayout, chunk: int) -> bytes:
+    def page(self, chunk: int) -> bytes:
         """Return the digests of a chunk's blocks."""
+        start, stop = self.layout.chunk_range(chunk)
+        block = self.layout.block_nbytes
+        return self.blocks[start // block : ceil_div(stop, block)].tobytes()
 
+    @abstractmethod
     async def open(self, driver: Driver, key: str, nbytes: int) -> Upload:
         """Begin to write the image ``key``. Raises StorageError."""
 
-    def runs(self, layout: ImageLayout, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
+    @abstractmethod
+    def runs(self, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
         """Return (start, stop, borrowed) of all runs of a chunk, as bytes of the image; ``page``:
         digests of the chunk's blocks."""
 
 
-@dataclass(slots=True, eq=False)
-class CopiedImage:
-    """A :class:`BaseImage` whose blocks the storage copies. ``blocks``: (B, 16) their digests."""
+@dataclass(eq=False)
+class CopiedImage(BaseImage):
+    """A :class:`BaseImage` whose blocks the storage copies."""
 
-    source: Driver
-    key: str
-    blocks: npt.NDArray[np.uint8]
     copies: CopyTraits
-    holds: Callable[[int, bytes], Awaitable[bool]] | None = None
-
-    def page(self, layout: ImageLayout, chunk: int) -> bytes:
-        start, stop = layout.chunk_range(chunk)
-        block = layout.block_nbytes
-        return self.blocks[start // block : -(-stop // block)].tobytes()
 
     async def open(self, driver: Driver, key: str, nbytes: int) -> Upload:
         return await driver.compose(key, nbytes)
 
-    def runs(self, layout: ImageLayout, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
-        start, stop = layout.chunk_range(chunk)
-        block = layout.block_nbytes
-        found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
-        equal = (found == self.blocks[start // block :][: len(found)]).all(axis=1)
-        return ranges_of(equal, start, stop, block, self.copies)
+    def runs(self, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
+        start, stop = self.layout.chunk_range(chunk)
+        block = self.layout.block_nbytes
+        return copied_runs(
+            equal_blocks(page, self.blocks, start // block), start, stop, block, self.copies
+        )
 
 
-def ranges_of(
+def equal_blocks(page: bytes, blocks: npt.NDArray[np.uint8], first: int) -> npt.NDArray[np.bool_]:
+    """Return which digests in ``page`` equal those in ``blocks``, (B, 16), from row ``first``."""
+    found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
+    equal: npt.NDArray[np.bool_] = (found == blocks[first : first + len(found)]).all(axis=1)
+    return equal
+
+
+def copied_runs(
     equal: npt.NDArray[np.bool_], start: int, stop: int, block_nbytes: int, copies: CopyTraits
 ) -> list[tuple[int, int, bool]]:
     """Return (start, stop, borrowed) of all runs of the chunk [start, stop) of an image, given
     which of its blocks are ``equal`` to the base's."""
     runs = runs_of(equal, whole=copies.min_nbytes > block_nbytes)
-    ranges = [
+    ranges = in_bytes(runs, start, stop, block_nbytes)
+    return [(i, j, lent and j - i >= copies.min_nbytes) for i, j, lent in ranges]
+
+
+def in_bytes(
+    runs: Sequence[tuple[int, int, bool]], start: int, stop: int, block_nbytes: int
+) -> list[tuple[int, int, bool]]:
+    """Return runs of the blocks of the chunk [start, stop) as bytes of the image."""
+    return [
         (start + i * block_nbytes, min(start + j * block_nbytes, stop), lent) for i, j, lent in runs
     ]
-    return [(i, j, lent and j - i >= copies.min_nbytes) for i, j, lent in ranges]
 
 
 def runs_of(equal: npt.NDArray[np.bool_], *, whole: bool) -> list[tuple[int, int, bool]]:
@@ -154,4 +169,4 @@ async def copied_image(
     if pages is None:
         return None
     blocks = np.frombuffer(pages, np.uint8).reshape(-1, DIGEST_NBYTES)
-    return CopiedImage(source, key, blocks, copies)
+    return CopiedImage(source, key, layout, blocks, copies)

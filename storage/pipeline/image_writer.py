@@ -231,9 +231,9 @@ class ImageWriter:
         # A skipped chunk cannot be sent again, and the trainer should not wait for a network.
         if self._driver.remote or self._driver.traits.part_order != "any":
             return False
-        page = base.page(self._layout, chunk)
+        page = base.page(chunk)
         start, stop = self._layout.chunk_range(chunk)
-        if base.runs(self._layout, chunk, page) != [(start, stop, True)]:
+        if base.runs(chunk, page) != [(start, stop, True)]:
             return False
         if not await base.holds(chunk, page):
             return False
@@ -274,14 +274,9 @@ class ImageWriter:
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
 
     async def _write_runs(
-        self,
-        upload: Upload,
-        base: BaseImage,
-        chunk: int,
-        start: int,
-        data: memoryview,
+        self, upload: Upload, base: BaseImage, chunk: int, start: int, data: memoryview
     ) -> None:
-        for begin, end, borrowed in base.runs(self._layout, chunk, self._pages[chunk]):
+        for begin, end, borrowed in base.runs(chunk, self._pages[chunk]):
             if not (borrowed and await self._borrowed(upload, base, begin, end)):
                 await upload.write(begin, data[begin - start : end - start])
 

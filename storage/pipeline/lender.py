@@ -16,7 +16,7 @@ from ...errors import HoldfastError
 from ...planner.image import DIGEST_NBYTES
 from ..format.chunks import Chunk, chunks_of
 from ..format.manifest import Manifest
-from .borrowing import ranges_of
+from .borrowing import copied_runs, equal_blocks
 from .image_reader import ImageReader
 
 _log = logging.getLogger(__name__)
@@ -36,9 +36,8 @@ class LentImage:
     def runs(self, chunk: Chunk) -> list[tuple[int, int, bool]]:
         """Return (start, stop, lent) of all runs of a chunk, as bytes of the image."""
         first = chunk.start // self.block_nbytes
-        found = np.frombuffer(self.pages[chunk.start], np.uint8).reshape(-1, DIGEST_NBYTES)
-        equal = (found == self.blocks[first : first + len(found)]).all(axis=1)
-        return ranges_of(equal, chunk.start, chunk.stop, self.block_nbytes, self.copies)
+        equal = equal_blocks(self.pages[chunk.start], self.blocks, first)
+        return copied_runs(equal, chunk.start, chunk.stop, self.block_nbytes, self.copies)
 
 
 class Lender:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +22,11 @@ from ...drivers.contract import AtMost, Buffer, Driver, Upload
 from ...errors import HoldfastError, NotFoundError
 from ...planner.columns import Ints, ranges
 from ...planner.image import DIGEST_NBYTES, ImageLayout
-from ..format.extents import WHOLE_IMAGE, Extents, file_name
+from ..format.extents import WHOLE_IMAGE, Extents, file_name, lent_folder
 from ..format.manifest import Manifest, image_key
 from ..format.tables import ImageTable
 from ..protocol.current import read_manifest
-from .borrowing import Incremental, pages_of, runs_of
+from .borrowing import BaseImage, Incremental, equal_blocks, in_bytes, pages_of, runs_of
 from .mapping import image_driver
 
 EXTENTS_MAX = 16
@@ -48,34 +48,27 @@ class LentFile:
 
 
 @dataclass(eq=False)
-class LinkedImage:
-    """An image of the same size in an earlier checkpoint at ``source``, and the files it lies in.
+class LinkedImage(BaseImage):
+    """A :class:`BaseImage`, and the ``files`` it lies in. ``key`` is for messages.
 
-    ``blocks``: (B, 16) digests of its blocks. ``block_file``, ``block_at``: (B,) where each block
-    lies; ``page_file``, ``page_slot``: (C,) where the page of each chunk lies, as in
-    :class:`..format.extents.Extents`. ``key``: the image's, for messages.
+    ``block_file``, ``block_at``: (B,) where each block lies; ``page_file``, ``page_slot``: (C,)
+    where the page of each chunk lies, as in :class:`..format.extents.Extents`.
     """
 
-    source: Driver
-    key: str
     rank: int
     files: Sequence[LentFile]
-    blocks: npt.NDArray[np.uint8]
     block_file: Ints
     block_at: Ints
     page_file: Ints
     page_slot: Ints
     is_new: npt.NDArray[np.bool_]
     """(B,) True for blocks that the earlier save has written, if it has borrowed others."""
-    layout: ImageLayout
     limits: Incremental
-    holds: Callable[[int, bytes], Awaitable[bool]] | None = None
     usable: npt.NDArray[np.bool_] = field(init=False)
     """(F,) True for files that may be borrowed from."""
 
     def __post_init__(self) -> None:
-        breaks = (np.diff(self.block_file) != 0) | (np.diff(self.block_at) != 1)
-        self._piece = np.append(0, np.cumsum(breaks))
+        self._piece = np.append(0, np.cumsum(_breaks(self.block_file, self.block_at)))
         self.usable = self._worth_keeping()
 
     def _worth_keeping(self) -> npt.NDArray[np.bool_]:
@@ -89,24 +82,19 @@ class LinkedImage:
         worthy: npt.NDArray[np.bool_] = usable & np.isin(lender, most)
         return worthy
 
-    def page(self, layout: ImageLayout, chunk: int) -> bytes:
-        start, stop = layout.chunk_range(chunk)
-        block = layout.block_nbytes
-        return self.blocks[start // block : ceil_div(stop, block)].tobytes()
-
-    def runs(self, layout: ImageLayout, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
-        start, stop = layout.chunk_range(chunk)
-        block = layout.block_nbytes
-        found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
+    def runs(self, chunk: int, page: bytes) -> list[tuple[int, int, bool]]:
+        start, stop = self.layout.chunk_range(chunk)
+        block = self.layout.block_nbytes
         first = start // block
-        at = slice(first, first + len(found))
-        equal = (found == self.blocks[at]).all(axis=1) & self.usable[self.block_file[at]]
+        equal = equal_blocks(page, self.blocks, first)
+        at = slice(first, first + len(equal))
+        equal &= self.usable[self.block_file[at]]
         runs = runs_of(equal, whole=False)
         piece = self._piece[at]
         extents = sum(1 + int(piece[j - 1] - piece[i]) if lent else 1 for i, j, lent in runs)
         if extents > EXTENTS_MAX:
             return [(start, stop, False)]
-        return [(start + i * block, min(start + j * block, stop), lent) for i, j, lent in runs]
+        return in_bytes(runs, start, stop, block)
 
     async def open(self, driver: Driver, key: str, nbytes: int) -> LinkedUpload:
         """Begin to write the image ``key``: link the files that it may borrow from."""
@@ -187,17 +175,20 @@ def _image(
     ]
     own = (x.file_lender[used] == 0) & (x.file_part[used] != WHOLE_IMAGE)
     return LinkedImage(
-        source,
-        image_key(stored.attempt, rank),
-        rank,
-        files,
+        *(source, image_key(stored.attempt, rank), layout),
         np.frombuffer(pages, np.uint8).reshape(-1, DIGEST_NBYTES),
+        *(rank, files),
         *(file[:count], ranges(x.extent_block[extents], blocks)[1]),
         *(file[count:], x.page_slot[page]),
         own[file[:count]],
-        layout,
         limits,
     )
+
+
+def _breaks(file: Ints, at: Ints) -> npt.NDArray[np.bool_]:
+    """Return after which blocks, except the last one, an extent ends."""
+    ends: npt.NDArray[np.bool_] = (np.diff(file) != 0) | (np.diff(at) != 1)
+    return ends
 
 
 class _OwnFile:
@@ -276,7 +267,8 @@ class LinkedUpload(Upload):
         self._linked.add(row)
 
     def _key(self, file: LentFile) -> str:
-        return f"{self._folder}/lent/{file.lender}/{file_name(self._base.rank, file.part)}"
+        name = file_name(self._base.rank, file.part)
+        return f"{lent_folder(self._folder, file.lender)}/{name}"
 
     async def write(self, start: int, data: Buffer) -> None:
         behind = start - self._layout.hashed_end
@@ -359,8 +351,7 @@ class LinkedUpload(Upload):
             part = row - len(base.files)
             files.append((0, part, self._own[part].nbytes))
         lender, part, nbytes = np.array(files, np.int64).reshape(-1, 3).T
-        begins = np.append(True, (np.diff(self._file) != 0) | (np.diff(self._at) != 1))
-        first = np.flatnonzero(begins)
+        first = np.flatnonzero(np.append(True, _breaks(self._file, self._at)))
         return Extents(
             lenders,
             *(lender, np.full(len(files), base.rank), part, nbytes),
