@@ -24,8 +24,8 @@ NO_SHARING = "this storage can neither copy within itself nor link"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Where to look for a base: ``opened(key())`` opens its driver. ``key()`` returns None if there
-    is no earlier checkpoint; only the leader calls it."""
+    """The place of a base: ``opened(key())`` opens its driver. ``key()`` returns None without an
+    earlier checkpoint; only the leader calls it."""
 
     opened: Callable[[str], AbstractAsyncContextManager[Driver]]
     key: Callable[[], str | None]
@@ -44,7 +44,7 @@ class ChosenBase:
 
 
 async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
-    """Return what a save to ``driver`` may borrow from."""
+    """Return the checkpoint from which a save to ``driver`` may borrow."""
     if base is None:
         return ChosenBase()
     key = base.key()

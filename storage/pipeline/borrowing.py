@@ -2,7 +2,7 @@
 written.
 
 Only digests decide: a block with the same place and xxh3-128 digest as one of the earlier image has
-the same bytes. Layouts need not be compared, and nobody has to say what has changed.
+the same bytes. Layouts need not be compared, and nobody has to name the changes.
 """
 
 from __future__ import annotations

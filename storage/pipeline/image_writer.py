@@ -56,7 +56,7 @@ class WrittenImage:
     borrowed_nbytes: int = 0
     unchanged: Sequence[tuple[int, int]] = ()
     extents: Extents | None = None
-    """Where its blocks lie, if it shares files with earlier images."""
+    """Places of its blocks, if it shares files with earlier images."""
 
 
 async def stored_image(driver: Driver, key: str, layout: ImageLayout) -> WrittenImage | None:

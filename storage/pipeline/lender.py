@@ -41,7 +41,7 @@ class LentImage:
 
 
 class Lender:
-    """Finds what the images of one copy can borrow, and counts it."""
+    """Finds the equal bytes that the images of one copy can borrow, and counts them."""
 
     def __init__(self, source: ImageReader, base: ImageReader, destination: Driver) -> None:
         """``source`` reads the images to copy, ``base`` those to borrow from."""
@@ -72,8 +72,8 @@ class Lender:
         return ""
 
     async def image(self, image: int) -> LentImage | None:
-        """Return what an image may borrow; None if nothing. Raises DamagedError and StorageError
-        only for the source."""
+        """Return the base of an image; None if it borrows nothing. Raises DamagedError and
+        StorageError only for the source."""
         copies = self._copies
         row = self._rows.get(int(self._source.manifest.images.rank[image]))
         if self._is_over or copies is None:

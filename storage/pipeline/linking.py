@@ -1,4 +1,4 @@
-"""Images that share files with those of an earlier checkpoint, by hard links (format version 3).
+"""Writes images that share files with an earlier checkpoint, by hard links (format version 3).
 
 Blocks that are equal in the earlier image stay in its files, which get further keys in the new
 attempt's folder before any byte is left out. All other blocks go to at most two new files: blocks
@@ -30,7 +30,7 @@ from .borrowing import BaseImage, Incremental, equal_blocks, in_bytes, pages_of,
 from .mapping import image_driver
 
 EXTENTS_MAX = 16
-"""Most extents of a chunk that borrows; in more pieces, it is written anew."""
+"""Most extents of a chunk that borrows. In more pieces, all of it is written."""
 _PARTS = 2
 
 _log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class LinkedUpload(Upload):
         self.written_nbytes = 0
 
     async def link(self) -> None:
-        """Link all usable files. Those that cannot be linked are not borrowed from."""
+        """Link all usable files. A file whose link fails becomes unusable."""
         rows = np.flatnonzero(self._base.usable).tolist()
         await at_most(self._driver.traits.concurrency, map(self._link, rows))
 
