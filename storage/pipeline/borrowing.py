@@ -8,7 +8,7 @@ the same bytes. Layouts need not be compared, and nobody has to name the changes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,21 +55,26 @@ class Incremental:
 @dataclass(eq=False)
 class BaseImage(ABC):
     """An image of this layout in an earlier checkpoint at ``source``, whose equal blocks an upload
-    can copy. ``key``: its key; ``blocks``: (B, 16) digests of its blocks. ``holds(chunk, page)``:
-    whether a chunk of the image to write has these digests. It is then borrowed without being
-    taken."""
+    can copy. ``key``: its key; ``blocks``: (B, 16) digests of its blocks. ``held(pages)``: which
+    chunks of the image to write have these digests. They are borrowed without being taken."""
 
     source: Driver
     key: str
     layout: ImageLayout
     blocks: npt.NDArray[np.uint8]
-    holds: Callable[[int, bytes], Awaitable[bool]] | None = field(default=None, kw_only=True)
+    held: Callable[[Mapping[int, bytes]], Awaitable[set[int]]] | None = field(
+        default=None, kw_only=True
+    )
 
     def page(self, chunk: int) -> bytes:
         """Return the digests of a chunk's blocks."""
         start, stop = self.layout.chunk_range(chunk)
         block = self.layout.block_nbytes
         return self.blocks[start // block : ceil_div(stop, block)].tobytes()
+
+    def lends(self, chunk: int, page: bytes) -> bool:
+        """Return whether all of a chunk with these digests is borrowed."""
+        return self.runs(chunk, page) == [(*self.layout.chunk_range(chunk), True)]
 
     @abstractmethod
     async def open(self, driver: Driver, key: str, nbytes: int) -> Upload:

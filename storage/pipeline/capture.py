@@ -6,16 +6,18 @@ a keeper's memory, after which the state may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from ...core.aio import side_by_side
 from ...core.spans import Where, counting
-from ...planner.image import DIGEST_NBYTES, ImageLayout
+from ...planner.image import ImageLayout
 from ..arenas.memory import Memory
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
 from ..state.capture.switch_interval import short_switch_interval
+from ..state.capture.write_tracking import overlaps, without
 from ..state.source import ImageSource
 from .chunks import chunks_to_write
 
@@ -47,25 +49,27 @@ class TensorChunks:
             raise
         return buffer
 
-    async def holds(self, chunk: int, page: bytes) -> bool:
-        """Return whether a chunk is as in the save before, where its digests were ``page``.
-        False if finding out would take long. Only blocks in doubt are read."""
+    async def held(self, pages: Mapping[int, bytes]) -> set[int]:
+        """Return the chunks that are as in the save before, where their digests were ``pages``,
+        except where finding out would take long. Only blocks in doubt are read."""
         source = self._source
         assert source is not None
-        start, stop = self._layout.chunk_range(chunk)
-        ranges = source.doubtful(start, stop)  # here: a thread would take longer to begin
-        if 2 * sum(end - begin for begin, end in ranges) > stop - start:
-            return False
-        if not ranges:
-            return True
-        block = self._layout.block_nbytes
-        cuts = [((begin - start) // block, -(-(end - start) // block)) for begin, end in ranges]
-        digests = [page[first * DIGEST_NBYTES : last * DIGEST_NBYTES] for first, last in cuts]
-        spare = self.pool.take()
-        try:
-            return await offload(source.have, ranges, digests, spare)
-        finally:
-            self.pool.give(spare)
+        proven = source.proven()
+        ranges = {chunk: self._layout.chunk_range(chunk) for chunk in pages}
+        doubts = {c: without([range_], overlaps(proven, [range_])) for c, range_ in ranges.items()}
+        half_nbytes = self._layout.chunk_nbytes // 2
+        asked = [chunk for chunk in pages if _nbytes_of(doubts[chunk]) <= half_nbytes]
+
+        def same(chunks: Sequence[int]) -> list[int]:
+            spare = self.pool.take()
+            try:
+                return [c for c in chunks if source.have(doubts[c], ranges[c][0], pages[c], spare)]
+            finally:
+                self.pool.give(spare)
+
+        shares = (asked[thread::CPU_THREADS] for thread in range(CPU_THREADS))
+        found = await side_by_side(*(offload(same, share) for share in shares))
+        return {chunk for share in found for chunk in share}
 
     async def copy_range(self, start: int, stop: int, buffer: HostBuffer) -> None:
         """Copy bytes [start, stop) of the image to the beginning of ``buffer``."""
@@ -116,6 +120,10 @@ async def capture_into(
             await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
     finally:
         chunks.close()
+
+
+def _nbytes_of(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def _pieces(layout: ImageLayout) -> list[range]:

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ...core.aio import wait_out
+from ...core.aio import at_most, wait_out
 from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError, segments
 from ...errors import HoldfastError, StorageError
@@ -27,6 +27,9 @@ from ..runtime.scheduler import Budget
 from .borrowing import BaseImage, pages_of
 from .chunks import ChunkSource, chunks_to_write
 from .linking import LinkedUpload
+
+RUN_CHUNKS_MAX = 64
+"""Most chunks copied at a time: a server that does not clone should show progress."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class ImageWriter:
         base: Callable[[], Awaitable[BaseImage | None]] | None = None,
     ) -> None:
         self.awaits_base = False
-        """True to find the base before the first chunk is taken."""
+        """True to find the base before the first chunk is taken, and take none that it holds."""
         self._driver = driver
         self._find_base = base
         self._base: BaseImage | None = None
@@ -146,10 +149,11 @@ class ImageWriter:
     async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
         """Write the image in one upload; return the size of its file."""
         opening = Opening(self._open(key))
-        order = self._order()
-        sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
         self._written_nbytes = self._borrowed_nbytes = 0
         try:
+            left_out = await self._left_out(opening) if self.awaits_base else set[int]()
+            order = [chunk for chunk in self._order() if chunk not in left_out]
+            sizes = [len(range(*self._layout.chunk_range(chunk))) for chunk in order]
             await self._pipeline(opening).run(order, sizes)
             upload = await opening.upload()
             with span("upload_commit", Where(self._key)):
@@ -182,7 +186,7 @@ class ImageWriter:
         packing = [Stage("pack", "cpu", self._pack)] if self._packing else []
         return Pipeline(
             [
-                Stage("capture", capturing, partial(self._capture, opening)),
+                Stage("capture", capturing, self._capture),
                 Stage("hash", "cpu", self._hash),
                 *packing,
                 Stage("write", "io", partial(self._write, opening), in_order=in_order),
@@ -210,48 +214,56 @@ class ImageWriter:
         reads = self._chunks.reads or 0
         return chunks_nbytes(count, self._layout.chunk_nbytes, traits, self._budget_nbytes, reads)
 
-    async def _capture(self, opening: Opening, chunk: int) -> None:
+    async def _left_out(self, opening: Opening) -> set[int]:
+        """Borrow the chunks that are equal to the base's as a whole without taking them, and return
+        them. If the base vanishes, the capture has not ended, and their bytes can be taken."""
+        upload = await opening.upload()
+        base = self._base
+        # A skipped chunk cannot be sent again, and the trainer should not wait for a network.
+        if base is None or base.held is None or self._driver.remote:
+            return set()
+        if self._driver.traits.part_order != "any":
+            return set()
+        pages = {chunk: base.page(chunk) for chunk in range(len(self._pages))}
+        whole = {chunk: page for chunk, page in pages.items() if base.lends(chunk, page)}
+        runs = runs_of_chunks(sorted(await base.held(whole)))
+        limit = self._driver.traits.concurrency
+        copied = await at_most(limit, (self._borrowed_run(upload, base, run) for run in runs))
+        left_out = {chunk for run in copied for chunk in run}
+        for chunk in left_out:
+            self._pages[chunk] = pages[chunk]
+        self._note_captured(len(left_out))
+        self._note_hashed(len(left_out))
+        return left_out
+
+    async def _borrowed_run(self, upload: Upload, base: BaseImage, run: range) -> range:
+        """Copy adjacent chunks of the base, and return the copied ones."""
+        start, stop = self._layout.chunk_range(run[0])[0], self._layout.chunk_range(run[-1])[1]
+        if not await self._borrowed(upload, base, start, stop):
+            return range(0)
+        self._wrote(stop - start)
+        return run
+
+    async def _capture(self, chunk: int) -> None:
         if chunk in self._buffers:
             return
-        if not await self._left_out(opening, chunk):
-            self._buffers[chunk] = await self._chunks.take(chunk)
-        self._uncaptured -= 1
+        self._buffers[chunk] = await self._chunks.take(chunk)
+        self._note_captured(1)
+
+    def _note_captured(self, chunks: int) -> None:
+        self._uncaptured -= chunks
         self._callbacks.moved()
         if self._uncaptured == 0:
             self._end_capture()
 
-    async def _left_out(self, opening: Opening, chunk: int) -> bool:
-        """Borrow a chunk that is equal to the base's as a whole, without taking it; return whether
-        that worked. If not, the capture has not ended, and its bytes can still be taken."""
-        if self.awaits_base:
-            await opening.upload()
-        base = self._base
-        if base is None or base.holds is None:
-            return False
-        # A skipped chunk cannot be sent again, and the trainer should not wait for a network.
-        if self._driver.remote or self._driver.traits.part_order != "any":
-            return False
-        page = base.page(chunk)
-        start, stop = self._layout.chunk_range(chunk)
-        if base.runs(chunk, page) != [(start, stop, True)]:
-            return False
-        if not await base.holds(chunk, page):
-            return False
-        upload = await opening.upload()
-        if not await self._borrowed(upload, base, start, stop):
-            return False
-        self._pages[chunk] = page
-        return True
-
     async def _hash(self, chunk: int) -> None:
-        if chunk not in self._buffers:
-            page = self._pages[chunk]
-        elif not self._pages[chunk]:
-            page = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
-        else:
+        if self._pages[chunk]:
             return
-        self._pages[chunk] = page
-        self._unhashed -= 1
+        self._pages[chunk] = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
+        self._note_hashed(1)
+
+    def _note_hashed(self, chunks: int) -> None:
+        self._unhashed -= chunks
         self._callbacks.moved()
         if self._unhashed == 0:
             self._callbacks.sealed()
@@ -264,13 +276,15 @@ class ImageWriter:
         # Placed before the first await: packed chunks must be placed in order.
         start, nbytes = self._place(chunk)
         upload = await opening.upload()
-        if chunk in self._buffers:
-            data = self._buffers[chunk].view[:nbytes]
-            if self._base is None:
-                await upload.write(start, data)
-            else:
-                await self._write_runs(upload, self._base, chunk, start, data)
-        self._written_nbytes += len(range(*self._layout.chunk_range(chunk)))
+        data = self._buffers[chunk].view[:nbytes]
+        if self._base is None:
+            await upload.write(start, data)
+        else:
+            await self._write_runs(upload, self._base, chunk, start, data)
+        self._wrote(len(range(*self._layout.chunk_range(chunk))))
+
+    def _wrote(self, nbytes: int) -> None:
+        self._written_nbytes += nbytes
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
 
     async def _write_runs(
@@ -340,6 +354,17 @@ class ImageWriter:
             self._extents = upload.extents
             self._borrowed_nbytes = max(nbytes - upload.written_nbytes, 0)
         return nbytes
+
+
+def runs_of_chunks(chunks: Sequence[int]) -> list[range]:
+    """Return runs of adjacent numbers in ascending ``chunks``, of at most ``RUN_CHUNKS_MAX``."""
+    runs: list[range] = []
+    for chunk in chunks:
+        if runs and runs[-1].stop == chunk and len(runs[-1]) < RUN_CHUNKS_MAX:
+            runs[-1] = range(runs[-1].start, chunk + 1)
+        else:
+            runs.append(range(chunk, chunk + 1))
+    return runs
 
 
 def check_image_size(driver: Driver, nbytes: int) -> None:

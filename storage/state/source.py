@@ -20,7 +20,6 @@ from .capture.device_snapshot import Doubt
 from .capture.lazy import LazyCapture
 from .capture.process_memory import GoneError, gather, gather_segments
 from .capture.unwritten import Places
-from .capture.write_tracking import without
 from .device import allocate_pinned, beside, devices_of, pack_windows
 
 Ints = npt.NDArray[np.int64]
@@ -118,30 +117,30 @@ class ImageSource:
             padding = max(self._data_end, start)
             np.frombuffer(into.view, np.uint8)[padding - start : stop - start] = 0
 
-    def doubtful(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the whole blocks in bytes [start, stop), as ranges, of which some byte may not be
-        that of the save before."""
+    def proven(self) -> list[tuple[int, int]]:
+        """Return whole blocks of the image that are those of the save before, as ranges of
+        bytes."""
         if self._capture is None:
-            return [(start, stop)]
-        proven = self._capture.unwritten.proven(self.places, start, stop)
+            return []
         whole = [
             (round_up(begin, BLOCK_NBYTES), end // BLOCK_NBYTES * BLOCK_NBYTES)
-            for begin, end in proven
+            for begin, end in self._capture.unwritten.proven(self.places)
         ]
-        return without([(start, stop)], [(begin, end) for begin, end in whole if begin < end])
+        return [(begin, end) for begin, end in whole if begin < end]
 
     def have(
-        self, ranges: Sequence[tuple[int, int]], digests: Sequence[bytes], spare: HostBuffer
+        self, ranges: Sequence[tuple[int, int]], start: int, page: bytes, spare: HostBuffer
     ) -> bool:
-        """Return whether the blocks in these ranges have these digests, in order. Copies them to
-        ``spare``; they can be copied again. Raises as :meth:`copy`."""
-        for (start, stop), expected in zip(ranges, digests, strict=True):
-            for begin in range(start, stop, WINDOW_NBYTES):
+        """Return whether the blocks in these ranges have their digests in ``page``, which is that
+        of the chunk at ``start``. Copies them to ``spare``; they can be copied again. Raises as
+        :meth:`copy`."""
+        for first, stop in ranges:
+            for begin in range(first, stop, WINDOW_NBYTES):
                 end = min(begin + WINDOW_NBYTES, stop)
                 self.copy(begin, end, spare)
                 found = page_of(spare.view[: end - begin], BLOCK_NBYTES)
                 at = (begin - start) // BLOCK_NBYTES * DIGEST_NBYTES
-                if expected[at : at + len(found)] != found:
+                if page[at : at + len(found)] != found:
                     return False
         return True
 

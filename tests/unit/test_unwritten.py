@@ -258,26 +258,37 @@ def test_a_forked_child_knows_nothing(run: Run) -> None:
     assert difference(run.state, holdfast.load(run.uri(run.done))) is None
 
 
-def test_a_write_between_looking_and_arming_is_found(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("writes", [1, 2, 10])
+def test_a_save_while_another_thread_writes_is_of_one_moment(
+    run: Run, writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread may write while the save is called. If that is detected, the next save has it,
-    otherwise this one."""
+    """The thread writes to memory that was looked at, and then to memory that was not yet. The
+    checkpoint has both writes or none, and the next one has them."""
     tracker = write_tracker()
     assert tracker is not None
     plain = type(tracker).clean
-    writes = iter([lambda: run.state["x"][NUMEL // 2].add_(1)])
+    left = writes
 
     def clean(self: Any, start: int, stop: int) -> Any:
-        found = plain(self, start, stop)
-        next(writes, lambda: None)()
-        return found
+        nonlocal left
+        middle = min(max(start, run.state["y"].data_ptr() // 4096 * 4096), stop)
+        found = plain(self, start, middle)
+        if left:
+            left -= 1
+            for name in ("x", "y"):
+                run.state[name][NUMEL // 2].add_(1)
+        return found + plain(self, middle, stop)
 
     monkeypatch.setattr(type(tracker), "clean", clean)
     try:
         run.save()
     except holdfast.SaveError:
+        left = 0
         run.save()
+    monkeypatch.undo()
+    found = holdfast.load(run.uri(run.done))
+    assert found["x"][NUMEL // 2] == found["y"][NUMEL // 2]
+    run.save()
     assert difference(run.state, holdfast.load(run.uri(run.done))) is None
 
 

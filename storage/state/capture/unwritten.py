@@ -94,7 +94,6 @@ class Unwritten:
     def __init__(self, tracker: WriteTracker | None = None, armed: Sequence[Range] = ()) -> None:
         """Begin an epoch. ``armed``: the memory that was just armed, sorted and disjoint. Without a
         tracker, nothing is known."""
-        self._tracker = tracker
         self._before = self.epoch = Epoch()
         self._clean: list[Range] = []
         if tracker is None:
@@ -115,19 +114,17 @@ class Unwritten:
         """Return whether anything is known about changes since ``attempt``."""
         return self.may_know and self._before.attempt == attempt
 
-    def proven(self, places: Places, start: int, stop: int) -> list[Range]:
-        """Return which parts of bytes [start, stop) of the image are unchanged: sorted, disjoint.
-
-        The answer holds for the moment at which the memory was armed, and until now.
-        """
+    def proven(self, places: Places) -> list[Range]:
+        """Return which bytes of the image were unchanged when the memory was armed: sorted,
+        disjoint. Later writes do not matter: nobody has to read these bytes."""
         before = self._before.places
-        if before is None or self._tracker is None:
+        if before is None:
             return []
         found: list[Range] = []
-        for low, high, shift in places.parts(start, stop, places.same(before)):
-            for clean in overlaps(self._clean, [_pages(low + shift, high + shift)]):
-                for begin, end in self._tracker.clean(*clean):
-                    found.append((max(begin - shift, low), min(end - shift, high)))
+        parts = places.parts(0, int(places.stop.max(initial=0)), places.same(before))
+        for low, high, shift in parts:
+            for begin, end in overlaps(self._clean, [_pages(low + shift, high + shift)]):
+                found.append((max(begin - shift, low), min(end - shift, high)))
         return merged(found)
 
 
