@@ -121,7 +121,7 @@ COMMANDS: tuple[Command, ...] = (
             argument(
                 "--base",
                 "URI",
-                "an earlier checkpoint on the storage of DST, which copies equal bytes from there",
+                "an earlier checkpoint on the storage of DST, which copies or links equal bytes",
             ),
             JSON,
         ),

@@ -109,5 +109,5 @@ def _figures(what: CopiedCheckpoint | CopyReport) -> str:
     if before:
         size += f", {size_text(before)} of it were there"
     if what.borrowed_nbytes:
-        size += f", {size_text(what.borrowed_nbytes)} of it copied there from the base"
+        size += f", {size_text(what.borrowed_nbytes)} of it borrowed there"
     return f"{size}, {what.sent_nbytes / what.seconds / 1e9:.2f} GB/s"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ...drivers.contract import Driver
 from ...errors import HoldfastError, NotACheckpointError
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, ImageLayout
-from ..format.manifest import image_key
+from ..format.manifest import Manifest, image_key
 from ..protocol.current import read_manifest
 from .borrowing import BaseImage, Incremental, copied_image
 from .linking import linked_image
@@ -54,21 +54,38 @@ async def chosen(base: Base | None, driver: Driver) -> ChosenBase:
         return ChosenBase(why_whole=NO_SHARING)
     try:
         async with base.opened(key) as source:
-            if not (driver.copies_from(source) or driver.links_from(source)):
-                return ChosenBase(why_whole=f"this storage cannot copy from {source.uri}")
-            manifest, _ = await read_manifest(source)
-    except NotACheckpointError:
-        return ChosenBase(why_whole="the earlier checkpoint is gone")
+            found = await borrowable(source, driver, base.limits, (CHUNK_NBYTES, BLOCK_NBYTES))
     except HoldfastError as error:
-        return ChosenBase(why_whole=f"the earlier checkpoint cannot be read: {error}")
+        found = _unreadable(error)
+    if isinstance(found, str):
+        return ChosenBase(why_whole=found)
+    return ChosenBase(found.attempt, key, increments=found.increments + 1)
+
+
+async def borrowable(
+    source: Driver, driver: Driver, limits: Incremental, sizes: tuple[int, int]
+) -> Manifest | str:
+    """Return the checkpoint at ``source`` if one at ``driver`` may borrow from it; otherwise the
+    reason. ``sizes``: of the chunks and blocks of the borrower."""
+    if not (driver.copies_from(source) or driver.links_from(source)):
+        return f"this storage cannot copy from {source.uri}"
+    try:
+        manifest, _ = await read_manifest(source)
+    except NotACheckpointError:
+        return "the earlier checkpoint is gone"
+    except HoldfastError as error:
+        return _unreadable(error)
     if manifest.compression is not None:
-        return ChosenBase(why_whole="the earlier checkpoint is compressed")
-    if (manifest.chunk_nbytes, manifest.block_nbytes) != (CHUNK_NBYTES, BLOCK_NBYTES):
-        return ChosenBase(why_whole="the earlier checkpoint has blocks of another size")
-    increments = manifest.increments + 1
-    if increments >= base.limits.anchor:
-        return ChosenBase(why_whole=f"one in {base.limits.anchor} saves is whole")
-    return ChosenBase(manifest.attempt, key, increments=increments)
+        return "the earlier checkpoint is compressed"
+    if (manifest.chunk_nbytes, manifest.block_nbytes) != sizes:
+        return "the earlier checkpoint has blocks of another size"
+    if manifest.increments + 1 >= limits.anchor:
+        return f"one in {limits.anchor} saves is whole"
+    return manifest
+
+
+def _unreadable(error: HoldfastError) -> str:
+    return f"the earlier checkpoint cannot be read: {error}"
 
 
 @dataclass(eq=False)
@@ -104,7 +121,7 @@ class Borrowing:
                 limits = self.base.limits
                 found = await linked_image(source, choice.attempt, rank, layout, limits)
         except HoldfastError as error:
-            self.why_whole = f"the earlier checkpoint cannot be read: {error}"
+            self.why_whole = _unreadable(error)
             return None
         if found is None:
             self.why_whole = f"the image of rank {rank} had another layout, or there was none"

@@ -4,8 +4,8 @@ Every byte is verified against the manifest before it is written: data by the di
 the pages at the end of an image are recomputed. So a complete copy equals the saved image, whatever
 the source returned.
 
-With a :class:`.lender.Lender`, the destination copies equal bytes from another checkpoint there:
-they are neither read nor sent.
+With a :class:`.lender.Lender`, the destination copies equal bytes from another checkpoint there, or
+shares its files: they are neither read nor sent.
 
 Compressed images are copied in stored form and unpacked only for verification, so all copies of a
 checkpoint are identical. Images that share files with other checkpoints are copied as whole files.
@@ -180,6 +180,7 @@ class _Copies:
             self._stored[chunk] = await self._reader.read_stored(chunk, buffer.view)
             return
         self._stored[chunk] = Stored(chunk.start, chunk.stop - chunk.start)
+        await self._upload(chunk.image)  # links come first: they decide which blocks are lent
         self._runs[chunk] = runs = lent.runs(chunk)
         for start, stop, is_lent in runs:
             if not is_lent:
@@ -282,8 +283,13 @@ class _Copies:
         if image not in self._uploads:
             key = self._copier.target.image_key(image)
             destination = self._copier.destination
-            create = destination.create if self._copier.lender is None else destination.compose
-            self._uploads[image] = Opening(create(key, self._copier.sizes[image]))
+            nbytes = self._copier.sizes[image]
+            lent = self._lent.get(image)
+            if lent is None:
+                opened = destination.create(key, nbytes)
+            else:
+                opened = lent.base.open(destination, key, nbytes)
+            self._uploads[image] = Opening(opened)
         return await self._uploads[image].upload()
 
     async def _finish(self, image: int, upload: Upload, buffer: HostBuffer) -> None:
@@ -295,5 +301,7 @@ class _Copies:
         await write_pages(upload, trailer, self._copier.sizes[image] - len(trailer), buffer)
         self._copier.sent(len(trailer))
         await upload.commit()
+        if self._copier.lender is not None:
+            self._copier.lender.committed(image, upload)
         del self._uploads[image]
         self._lent.pop(image, None)

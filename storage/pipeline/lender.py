@@ -1,109 +1,120 @@
-"""The base of a copy: a checkpoint at the destination, from which equal bytes are copied there.
+"""The base of a copy: a checkpoint at the destination, from which it borrows equal bytes.
 
 Bytes are equal if their blocks have the same digests, at the same place of the same rank's image.
+They are copied there, or, in format version 3, stay in files that get hard links.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from ...drivers.contract import CopyTraits, Driver, Upload
+from ...drivers.contract import Driver, Upload
 from ...errors import HoldfastError
-from ...planner.image import DIGEST_NBYTES
+from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.chunks import Chunk, chunks_of
-from ..format.manifest import Manifest
-from .borrowing import copied_runs, equal_blocks
+from ..format.extents import Extents
+from ..format.manifest import Manifest, image_key
+from ..format.tables import ImageTable
+from .borrowing import BaseImage, Incremental, copied_image
 from .image_reader import ImageReader
+from .linking import LinkedUpload, linked_image
+
+LIMITS = Incremental()
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LentImage:
-    """An image of the base. ``blocks``: (B, 16) digests of its blocks. ``pages``: digests of the
-    blocks of the image to copy, by the start of their chunk."""
+    """An image of the base. ``pages``: digests of the blocks of the image to copy, by the start of
+    their chunk."""
 
-    key: str
-    blocks: npt.NDArray[np.uint8]
+    base: BaseImage
     pages: dict[int, bytes]
-    block_nbytes: int
-    copies: CopyTraits
 
     def runs(self, chunk: Chunk) -> list[tuple[int, int, bool]]:
         """Return (start, stop, lent) of all runs of a chunk, as bytes of the image."""
-        first = chunk.start // self.block_nbytes
-        equal = equal_blocks(self.pages[chunk.start], self.blocks, first)
-        return copied_runs(equal, chunk.start, chunk.stop, self.block_nbytes, self.copies)
+        number = chunk.start // self.base.layout.chunk_nbytes
+        return self.base.runs(number, self.pages[chunk.start])
 
 
 class Lender:
     """Finds the equal bytes that the images of one copy can borrow, and counts them."""
 
-    def __init__(self, source: ImageReader, base: ImageReader, destination: Driver) -> None:
-        """``source`` reads the images to copy, ``base`` those to borrow from."""
+    def __init__(
+        self, source: ImageReader, base: Driver, manifest: Manifest, destination: Driver
+    ) -> None:
+        """``source`` reads the images to copy; ``manifest``: the checkpoint at ``base``."""
         self._source = source
         self._base = base
-        self._copies = destination.traits.copies
-        self._sizes = _sizes(source.manifest)
-        self._base_sizes = _sizes(base.manifest)
-        self._rows = {rank: row for row, rank in enumerate(base.manifest.images.rank.tolist())}
+        self._manifest = manifest
+        self._destination = destination
+        copies = destination.copies_from(base) and manifest.extents is None
+        self.links = not copies and destination.links_from(base)
+        """True if images share files of the base, so that their places in files depend on what
+        this process finds there."""
+        self._extents: dict[int, Extents] = {}
         self._is_over = False
         self.borrowed_nbytes = 0
         self.why_whole = ""
         """Why bytes were sent that the base may have; "" if there is no reason."""
-        if why := self._refusal(destination):
-            self._end(why)
-
-    def _refusal(self, destination: Driver) -> str:
-        ours, theirs = self._source.manifest, self._base.manifest
-        copies = self._copies
-        if copies is None or not destination.copies_from(self._base.driver):
-            return "the destination cannot copy from it"
-        if ours.compression is not None or not theirs.is_plain:
-            return "one of the checkpoints is compressed, or shares files"
-        if (ours.chunk_nbytes, ours.block_nbytes) != (theirs.chunk_nbytes, theirs.block_nbytes):
-            return "its blocks have another size"
-        if ours.block_nbytes % copies.align_nbytes:
-            return "the destination cannot copy single blocks"
-        return ""
 
     async def image(self, image: int) -> LentImage | None:
         """Return the base of an image; None if it borrows nothing. Raises DamagedError and
         StorageError only for the source."""
-        copies = self._copies
-        row = self._rows.get(int(self._source.manifest.images.rank[image]))
-        if self._is_over or copies is None:
+        if self._is_over:
             return None
-        nbytes = self._sizes[image]
-        if row is None or self._base_sizes[row] != nbytes:
-            self._say("it has another layout")
-            return None
-        if copies.object_max_nbytes is not None and nbytes > copies.object_max_nbytes:
-            self._say("an image is too large to be copied in parts")
-            return None
-        pages = await _pages(self._source, image)
+        m = self._source.manifest
+        rank = int(m.images.rank[image])
+        layout = _layout(m, image)
+        base, manifest = self._base, self._manifest
+        found: BaseImage | None
         try:
-            blocks = b"".join((await _pages(self._base, row)).values())
+            if self.links:
+                found = await linked_image(base, manifest.attempt, rank, layout, LIMITS, manifest)
+            else:
+                key = image_key(manifest.attempt, rank)
+                found = await copied_image(self._destination, base, key, layout)
         except HoldfastError as error:
             self._end(str(error))
             return None
-        table = np.frombuffer(blocks, np.uint8).reshape(-1, DIGEST_NBYTES)
-        m = self._base.manifest
-        return LentImage(m.image_key(row), table, pages, m.block_nbytes, copies)
+        if found is None:
+            self._say("it has another layout, or its images cannot be copied in parts")
+            return None
+        starts = [chunk.start for chunk in chunks_of(m, image)]
+        pages = await self._source.read_pages(image, starts)
+        return LentImage(found, {start: pages[image, start] for start in starts})
 
     async def copy(self, upload: Upload, lent: LentImage, start: int, stop: int) -> bool:
         """Copy bytes of the base, and return whether that worked. It may have been deleted."""
         try:
-            await upload.copy(start, self._base.driver, lent.key, start, stop - start)
+            await upload.copy(start, self._base, lent.base.key, start, stop - start)
         except HoldfastError as error:
             self._end(str(error))
             return False
         self.borrowed_nbytes += stop - start
         return True
+
+    def committed(self, image: int, upload: Upload) -> None:
+        """Note where the blocks of an image lie."""
+        if isinstance(upload, LinkedUpload) and upload.extents is not None:
+            self._extents[image] = upload.extents
+            if upload.why_whole:
+                self._say(upload.why_whole)
+
+    def placed(self, copy: Manifest) -> Manifest:
+        """Return the manifest of the ``copy`` with the places of its blocks."""
+        increments = self._manifest.increments + 1
+        if not self._extents:
+            return replace(copy, increments=increments)
+        parts = [
+            self._extents.get(image) or _own_extents(copy, image)
+            for image in range(len(copy.images))
+        ]
+        return replace(copy, increments=increments, extents=Extents.joined(parts))
 
     def _end(self, why: str) -> None:
         """Borrow nothing more."""
@@ -113,16 +124,19 @@ class Lender:
     def _say(self, why: str) -> None:
         if not self.why_whole:
             self.why_whole = why
-            _log.warning("bytes that %s may have are sent: %s", self._base.driver.uri, why)
+            _log.warning("bytes that %s may have are sent: %s", self._base.uri, why)
 
 
-def _sizes(m: Manifest) -> list[int]:
-    sizes: list[int] = m.images.file_nbytes(m.block_nbytes).tolist()
-    return sizes
+def _layout(m: Manifest, image: int) -> ImageLayout:
+    """Return the layout of an image, without its shards."""
+    end = int(m.images.hashed_nbytes[image])
+    nbytes = int(m.images.nbytes(m.block_nbytes)[image])
+    none = np.empty(0, np.int64)
+    return ImageLayout(b"", none, none, end, end, nbytes, m.chunk_nbytes, m.block_nbytes)
 
 
-async def _pages(reader: ImageReader, image: int) -> dict[int, bytes]:
-    """Return the verified pages of an image, by the start of their chunk."""
-    starts = [chunk.start for chunk in chunks_of(reader.manifest, image)]
-    pages = await reader.read_pages(image, starts)
-    return {start: pages[image, start] for start in starts}
+def _own_extents(m: Manifest, image: int) -> Extents:
+    """Return the extents of an image that is a file of its own."""
+    rank, hashed_nbytes = int(m.images.rank[image]), int(m.images.hashed_nbytes[image])
+    table = ImageTable.of(rank, hashed_nbytes, np.empty((1, DIGEST_NBYTES), np.uint8))
+    return Extents.of_images(table, m.chunk_nbytes, m.block_nbytes)

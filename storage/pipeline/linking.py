@@ -104,10 +104,15 @@ class LinkedImage(BaseImage):
 
 
 async def linked_image(
-    source: Driver, attempt: str, rank: int, layout: ImageLayout, limits: Incremental
+    source: Driver,
+    attempt: str,
+    rank: int,
+    layout: ImageLayout,
+    limits: Incremental,
+    manifest: Manifest | None = None,
 ) -> LinkedImage | None:
     """Return the image of ``rank`` in the checkpoint ``attempt`` at ``source``, if it has this
-    layout. Raises HoldfastError."""
+    layout. ``manifest``: the checkpoint's, read if needed. Raises HoldfastError."""
     key = image_key(attempt, rank)
     pages = await pages_of(source, key, layout)
     if pages is not None:
@@ -115,7 +120,8 @@ async def linked_image(
         extents = Extents.of_images(images, layout.chunk_nbytes, layout.block_nbytes)
         stored = _Stored(attempt, images, extents, [key], 0)
     else:
-        manifest, _ = await read_manifest(source)
+        if manifest is None:
+            manifest, _ = await read_manifest(source)
         found = np.flatnonzero(manifest.images.rank == rank)
         if manifest.extents is None or manifest.attempt != attempt or not len(found):
             return None
@@ -250,6 +256,8 @@ class LinkedUpload(Upload):
         self._linked: set[int] = set()
         self.extents: Extents | None = None
         self.written_nbytes = 0
+        self.why_whole = ""
+        """Why a file could not be linked; "" if all could."""
 
     async def link(self) -> None:
         """Link all usable files. A file whose link fails becomes unusable."""
@@ -262,6 +270,7 @@ class LinkedUpload(Upload):
             await self._driver.link(self._key(file), self._base.source, file.key)
         except HoldfastError as error:
             self._base.usable[row] = False
+            self.why_whole = str(error)
             _log.warning("blocks that have not changed are written again: %s", error)
             return
         self._linked.add(row)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,13 @@ from support.aftermath import some
 from support.bits import difference
 from support.disks import new_disk, run, take
 from support.inside import after_grace
-from support.victims import save_increment_and_die_at, spawned, tapped, tuned_state
+from support.victims import (
+    copy_run_and_die_at,
+    save_increment_and_die_at,
+    spawned,
+    tapped,
+    tuned_state,
+)
 
 import holdfast
 
@@ -132,6 +140,45 @@ def test_a_base_removed_by_hand_at_any_moment_harms_no_save(
     for at in some(range(1, calls + 1), POINTS, seed):
         borrowed.append(saved(at).borrowed_nbytes)
     assert borrowed[-1] > 0  # in the last call, everything was copied already
+
+
+@pytest.mark.nightly(16)
+def test_a_copy_of_a_run_that_is_killed_is_resumed(folder: Path, seed: int) -> None:
+    """Wherever it was killed, all checkpoints there are whole, and the same command completes the
+    run: what they share is sent once. Then all but one are deleted, in any order."""
+    chance, source = random.Random(seed), folder / "source"
+    with holdfast.Checkpointer(source, every=1, incremental=True, lazy=False) as run_:
+        run_.resume({})
+        for step in (1, 2, 3):
+            run_.step(step, tuned_state(step))
+            run_.wait()
+    process, pipe = spawned(copy_run_and_die_at, str(source), str(folder / "0"), 0)
+    process.join(WAIT_S)
+    found = set()
+    for at in some(range(1, pipe.recv() + 1), POINTS, seed):
+        uri = folder / str(at)
+        process, _ = spawned(copy_run_and_die_at, str(source), str(uri), at)
+        process.join(WAIT_S)
+        if process.exitcode == 0:  # fewer calls than were counted
+            continue
+        assert process.exitcode == -9
+        there = steps(uri)
+        with pytest.MonkeyPatch.context() as patch:
+            after_grace(patch)
+            report = holdfast.copy(source, uri, recursive=True)
+        for copy in report.checkpoints:
+            assert copy.step not in there or copy.sent_nbytes == copy.borrowed_nbytes == 0
+            assert copy.step == 1 or copy.sent_nbytes <= copy.nbytes - FROZEN_NBYTES // 2
+        assert steps(uri) == [1, 2, 3]
+        assert [len(list(path.iterdir())) for path in uri.glob("step-*/data")] == [1, 1, 1]
+        assert not [path for path in uri.rglob(".*") if "telemetry" not in path.name]
+        order = chance.sample([1, 2, 3], 3)
+        for number, left in itertools.pairwise(order):
+            shutil.rmtree(uri / f"step-{number:08}")
+            check(uri / f"step-{left:08}", left)
+        shutil.rmtree(uri)
+        found.add(len(there))
+    assert found >= {0, 1, 2}
 
 
 def used_nbytes(folder: Path) -> int:

@@ -96,6 +96,15 @@ def copy_and_die_at(pipe: Connection, kind: str, src: str, dst: str, at: int) ->
     pipe.send(count())
 
 
+def copy_run_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
+    """Copy a run, and die before the ``at``-th changing call, or send the count."""
+    import holdfast
+
+    count = count_calls(at)
+    holdfast.copy(src, dst, recursive=True)
+    pipe.send(count())
+
+
 def count_calls(
     at: int, dying: Callable[[Sequence[str]], None] = lambda before: None
 ) -> Callable[[], int]:

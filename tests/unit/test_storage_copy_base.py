@@ -1,8 +1,12 @@
-"""Copies that borrow from a base: the destination copies equal blocks, and the others are sent."""
+"""Copies that borrow from a base: the destination copies or links equal blocks; others are sent."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ from holdfast.drivers.local.driver import LocalDriver
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.storage.format.packed import Compression
 from holdfast.storage.operations.maintenance.copy import Orders, Sent, copy_checkpoint
+from holdfast.storage.pipeline.mapping import image_driver
+from holdfast.storage.pipeline.verifier import verify_images
+from holdfast.storage.protocol.current import read_manifest
 
 ELEMENTS = 12 << 20
 STATE: dict[str, Any] = {"x": torch.arange(float(ELEMENTS)), "y": torch.ones(100)}
@@ -33,11 +40,18 @@ def changed(share: float = 0.03) -> dict[str, Any]:
     return {**STATE, "x": x}
 
 
+There = Callable[[str], Driver]
+"""Opens a folder at the destination."""
+
+
 def checkpoint(
-    state: dict[str, Any], name: str = "", ranks: int = 2, packed: Compression | None = None
-) -> MemoryDriver:
-    """Return storage with a checkpoint. Storage with the same host in its ``name`` is shared."""
-    storage = MemoryDriver(name)
+    state: dict[str, Any],
+    at: Driver | None = None,
+    ranks: int = 2,
+    packed: Compression | None = None,
+) -> Any:
+    """Return storage with a checkpoint."""
+    storage = at or MemoryDriver()
     save_as_ranks(storage, [state] * ranks, packed)
     return storage
 
@@ -53,16 +67,37 @@ def copied(
     return sent
 
 
+@pytest.fixture(params=["copy", "link"])
+def operation(request: pytest.FixtureRequest) -> str:
+    """Return what the destination can do with bytes that it has."""
+    return str(request.param)
+
+
 @pytest.fixture
-def host() -> str:
-    """Return the name of storage at the destination that its drivers share."""
-    return fresh_uri().removeprefix("memory://")
+def there(operation: str) -> Iterator[There]:
+    """Yield what opens folders of one storage. Memory copies; tmpfs links, and cannot clone."""
+    if operation == "copy":
+        host = fresh_uri().removeprefix("memory://")
+        yield lambda name: MemoryDriver(f"{host}/{name}")
+        return
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    opened: list[LocalDriver] = []
+
+    def opening(name: str) -> LocalDriver:
+        opened.append(LocalDriver(folder / name))
+        return opened[-1]
+
+    yield opening
+    for driver in opened:
+        run(driver.close())
+    shutil.rmtree(folder)
 
 
-def test_only_what_differs_passes_through_this_host(host: str) -> None:
-    """If 3 % of a state changes, at most 4 % is read and sent. The copy equals its source."""
+def test_only_what_differs_passes_through_this_host(there: There, operation: str) -> None:
+    """If 3 % of a state changes, at most 4 % is read and sent. The copy equals its source, also when
+    the base is gone."""
     read = Counter[str]()
-    theirs, base = checkpoint(changed()), checkpoint(STATE, f"{host}/a")
+    theirs, base = checkpoint(changed()), checkpoint(STATE, there("a"))
 
     class Reading(MemoryDriver):
         async def read(self, key: str, start: int, into: Any) -> None:
@@ -71,22 +106,27 @@ def test_only_what_differs_passes_through_this_host(host: str) -> None:
 
     source = Reading()
     source.objects = theirs.objects
-    ours = MemoryDriver(f"{host}/b")
+    ours = there("b")
     sent = copied(source, ours, base)
     assert sent.why_whole == ""
     assert sent.nbytes <= 0.04 * NBYTES
     assert read["nbytes"] <= 0.04 * NBYTES
-    assert difference(loaded(ours), changed()) is None
     run(base.delete_all("data"))
     assert difference(loaded(ours), changed()) is None
-    for image, copy in zip(images(theirs), images(ours), strict=True):
-        assert run(theirs.get(image)) == run(ours.get(copy))
+    made, _ = run(read_manifest(ours))
+    assert (made.extents is None) == (operation == "copy")
+    assert made.increments == 1
+    for row, image in enumerate(images(theirs)):
+        expected = run(theirs.get(image))
+        data = bytearray(len(expected))
+        run(image_driver(ours, made).read(made.image_key(row), 0, memoryview(data)))
+        assert data == expected
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_nothing_and_everything_may_differ(host: str, share: float) -> None:
+def test_nothing_and_everything_may_differ(there: There, share: float) -> None:
     """An equal checkpoint is copied there; one that differs everywhere is sent."""
-    base, ours = checkpoint(STATE, f"{host}/a"), MemoryDriver(f"{host}/b")
+    base, ours = checkpoint(STATE, there("a")), there("b")
     state = changed(share * 0.8)
     if share:
         state["x"] = -STATE["x"] - 1
@@ -96,73 +136,100 @@ def test_nothing_and_everything_may_differ(host: str, share: float) -> None:
 
 
 WHOLE = {
-    "gone": "cannot be read",
-    "other storage": "cannot copy from it",
+    "gone": "is gone",
+    "other storage": "cannot copy from",
     "another layout": "another layout",
     "packed base": "compressed",
     "packed source": "compressed",
     "new layout": "layout of the images is new",
-    "damaged base": "are not what was written",
 }
 
 
 @pytest.mark.parametrize("reason", WHOLE)
 def test_everything_is_sent_if_nothing_can_be_borrowed(
-    reason: str, host: str, caplog: pytest.LogCaptureFixture
+    reason: str, there: There, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No base is an error: the report says why everything was sent, and the log says it once."""
     packed_base: Compression | None = "lz4" if reason == "packed base" else None
     packed: Compression | None = "lz4" if reason == "packed source" else None
     ranks = 3 if reason == "another layout" else 2
     theirs = checkpoint(changed(), packed=packed)
-    base = checkpoint(STATE, f"{host}/a", ranks, packed_base)
+    base = checkpoint(STATE, there("a"), ranks, packed_base)
     if reason == "gone":
         run(base.delete_all("manifest.safetensors"))
-    if reason == "damaged base":
-        for image in images(base):
-            flipped(base, image, -5)
-    ours = MemoryDriver("" if reason == "other storage" else f"{host}/b")
+    ours = MemoryDriver() if reason == "other storage" else there("b")
     sent = copied(theirs, ours, base, NBYTES if reason == "new layout" else None)
     assert sent.borrowed_nbytes == 0
     assert WHOLE[reason] in sent.why_whole
-    assert len(caplog.messages) == (reason != "new layout")
+    assert len(caplog.messages) == 1
+    assert run(read_manifest(ours))[0].extents is None
     assert difference(loaded(ours), changed()) is None
 
 
-@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_a_rank_with_another_layout_is_sent_as_a_whole(there: There) -> None:
+    """The other ranks borrow."""
+    base, ours, theirs = there("a"), there("b"), MemoryDriver()
+    own = [{"own": torch.arange(1 << 18) + rank} for rank in range(3)]
+    save_as_ranks(base, own)
+    own[1]["own"] = torch.arange(1 << 17)
+    save_as_ranks(theirs, own)
+    sent = copied(theirs, ours, base)
+    assert 1 << 20 < sent.nbytes < 1.1 * (1 << 20)
+    assert "another layout" in sent.why_whole
+    run(base.delete_all("data"))
+    made, _ = run(read_manifest(ours))
+    assert run(verify_images(image_driver(ours, made), made, BUDGET_NBYTES, lambda *_: None)).ok
+
+
+def test_damaged_digests_of_a_base_only_cost_bytes(there: There) -> None:
+    """The blocks that they belong to are sent."""
+    base, ours = checkpoint(STATE, there("a")), there("b")
+    for image in images(base):
+        flipped(base, image, -5)
+    assert copied(checkpoint(STATE), ours, base).nbytes <= 0.01 * NBYTES
+    assert difference(loaded(ours), STATE) is None
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
 def test_a_base_that_disappears_meanwhile_is_done_without(
-    copies: int, host: str, caplog: pytest.LogCaptureFixture
+    times: int, there: There, operation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After any number of copies, the rest is sent, and the copy is whole."""
-    theirs, base = checkpoint(changed()), checkpoint(STATE, f"{host}/a")
+    """After any number of copies or links, the rest is sent, and the copy is whole."""
+    theirs, base, turn = checkpoint(changed()), checkpoint(STATE, there("a")), asyncio.Lock()
     made = 0
 
-    async def remove(operation: str, key: str) -> None:
-        nonlocal made
-        if operation == "copy" and made == copies:
-            await base.delete_all("data")
-        made += operation == "copy"
+    async def remove(called: str, key: str) -> None:
+        async with turn:
+            if called == operation and made == times:
+                await base.delete_all("data")
 
-    ours = MemoryDriver(f"{host}/b")
-    sent = copied(theirs, HookedDriver(ours, before=remove), base)
-    assert "no such object" in sent.why_whole
-    assert len(caplog.messages) == 1
-    assert (sent.borrowed_nbytes > 0) == (copies > 0)
+    async def count(called: str, key: str) -> None:
+        nonlocal made
+        made += called == operation
+        await remove(called, key)
+
+    ours = there("b")
+    sent = copied(theirs, HookedDriver(ours, remove, count), base)
+    assert (sent.why_whole == "") == (caplog.messages == [])
+    if times == 0 or operation == "copy":  # else the other link may be made already
+        assert "no such" in sent.why_whole.lower()
+    assert (sent.borrowed_nbytes > 0) == (times > 0)
+    run(base.delete_all("data"))
     assert difference(loaded(ours), changed()) is None
 
 
-def test_what_is_sent_is_verified(host: str) -> None:
+def test_what_is_sent_is_verified(there: There, operation: str) -> None:
     """Damage of the source where it differs from the base is an error, before and after a failed
     copy; nothing is then visible."""
-    base = checkpoint(STATE, f"{host}/a")
-    for copies in (True, False):
+    base = checkpoint(STATE, there("a"))
+    for borrows in (True, False):
         theirs = checkpoint(changed())
-        at = 4 * (ELEMENTS // 5) + 200_000 if copies else 100_000
+        at = 4 * (ELEMENTS // 5) + 200_000 if borrows else 100_000
         flipped(theirs, images(theirs)[0], at)
-        ours = MemoryDriver(f"{host}/b")
+        ours = there("b")
 
-        async def remove(operation: str, key: str, copies: bool = copies) -> None:
-            if operation == "copy" and not copies:
+        async def remove(called: str, key: str, borrows: bool = borrows) -> None:
+            if called == operation and not borrows:
                 await base.delete_all("data")
 
         with pytest.raises(holdfast.DamagedError, match="'x'"):
@@ -171,31 +238,40 @@ def test_what_is_sent_is_verified(host: str) -> None:
             loaded(ours)
 
 
-def test_each_checkpoint_of_a_run_borrows_from_the_one_before() -> None:
-    """With ``recursive``, the first checkpoint of a folder borrows from the base, and each later one
-    from its predecessor. A repeated copy continues after the last one."""
-    root, there = fresh_uri(), fresh_uri()
-    state = {"x": torch.arange(1 << 20)}
-    for step in (1, 2, 3):
-        state["x"][step << 18] = 0
-        holdfast.save(f"{root}/run/step-{step}", state | {"step": step})
-    assert holdfast.copy(f"{root}/run/step-1", f"{there}/first").borrowed_nbytes == 0
-    report = holdfast.copy(root, there, recursive=True, base=f"{there}/first")
-    assert all(c.sent_nbytes < 0.1 * c.nbytes for c in report.checkpoints)
-    holdfast.save(f"{root}/run/step-4", state | {"step": 4})
-    report = holdfast.copy(root, there, recursive=True, base=f"{there}/first")
-    assert [c.borrowed_nbytes > 0 for c in report.checkpoints] == [False, False, False, True]
-    assert report.borrowed_nbytes + report.sent_nbytes == report.checkpoints[3].nbytes
+@pytest.mark.parametrize("is_given", [True, False])
+def test_each_checkpoint_of_a_run_borrows_from_the_one_before(
+    is_given: bool, operation: str, there: There
+) -> None:
+    """With ``recursive``, the first checkpoint of a folder borrows from the base, if one is given,
+    and each later one from its predecessor: all of them, or those that were saved incrementally. A
+    repeated copy continues after the last one. Each step can be deleted."""
+    to = there("x").uri.removesuffix("/x")
+    root = fresh_uri()
+    base = f"{to}/first" if is_given else None
+    states: list[dict[str, Any]] = [{"x": torch.arange(2 << 20)}]
 
+    def saved(step: int) -> None:
+        x = states[-1]["x"].clone()
+        x[step << 18 :][:9] = 0
+        states.append({"x": x, "step": step})
+        earlier = None if step in (1, 3) else f"{root}/run/step-{step - 1}"
+        holdfast.save(f"{root}/run/step-{step}", states[-1], base=earlier, step=step)
 
-def test_a_storage_without_copies_is_sent_everything(tmp_path: Path) -> None:
-    """A base on a file system that cannot copy is as good as none."""
-    driver = LocalDriver(tmp_path / "b")
-    if driver.traits.copies is not None:
-        pytest.skip("this file system copies")
-    base = LocalDriver(tmp_path / "a")
-    save_as_ranks(base, [STATE])
-    sent = copied(checkpoint(changed(), ranks=1), driver, base)
-    assert sent.why_whole == "the destination cannot copy from it"
-    for used in (base, driver):
-        run(used.close())
+    for step in (1, 2, 3, 4):
+        saved(step)
+    if is_given:
+        assert holdfast.copy(f"{root}/run/step-1", f"{to}/first").borrowed_nbytes == 0
+    report = holdfast.copy(root, to, recursive=True, base=base)
+    assert [c.step for c in report.checkpoints] == [1, 2, 3, 4]
+    borrows = [c.sent_nbytes < 0.1 * c.nbytes for c in report.checkpoints]
+    assert borrows == [is_given, True, is_given, True]
+    assert [c.borrowed_nbytes > 0 for c in report.checkpoints] == borrows
+    saved(5)
+    report = holdfast.copy(root, to, recursive=True, base=base)
+    assert [c.borrowed_nbytes > 0 for c in report.checkpoints] == [False] * 4 + [True]
+    assert report.borrowed_nbytes + report.sent_nbytes == report.checkpoints[4].nbytes
+    there_again = holdfast.copy(root, to, recursive=True, overwrite=True)  # verifies all
+    assert there_again.sent_nbytes == 0
+    for step in (1, 4, 3, 2):
+        run(there(f"run/step-{step}").delete_all("data"))
+        assert difference(holdfast.load(f"{to}/run/step-5"), states[5]) is None

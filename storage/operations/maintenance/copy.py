@@ -1,9 +1,10 @@
 """Copies committed checkpoints between storages: verified, atomic at the destination, resumable.
 
 The destination gets a new attempt (``commit.begin_copy``), the images under its name, and then the
-manifest, in which only the attempt changes. So a copy of a copy still is the same checkpoint. The
-save's telemetry is copied unchanged if possible. With ``image_nbytes``, new images with whole
-tensors are written instead, and the manifest describes these.
+manifest, in which only the attempt changes, and where blocks lie if images share files with a base.
+So a copy of a copy still is the same checkpoint. The save's telemetry is copied unchanged if
+possible. With ``image_nbytes``, new images with whole tensors are written instead, and the manifest
+describes these.
 
 Scope: whole checkpoints.
 """
@@ -24,7 +25,6 @@ from ....errors import (
     CheckpointError,
     DamagedError,
     ExistsError,
-    HoldfastError,
     NotACheckpointError,
     NotFoundError,
     ReplacedError,
@@ -34,14 +34,15 @@ from ....errors import (
 from ...format.digest import digest
 from ...format.lineage import LINEAGE_KEY
 from ...format.manifest import MANIFEST_KEY, Manifest
+from ...pipeline.base import borrowable
 from ...pipeline.image_copier import ImageCopier
 from ...pipeline.image_reader import ImageReader
 from ...pipeline.image_rewriter import ImageRewriter, NewImages, lay_out_whole, without_digests
-from ...pipeline.lender import Lender
+from ...pipeline.lender import LIMITS, Lender
 from ...pipeline.mapping import image_driver
 from ...pipeline.verifier import verify_images
-from ...protocol.attempt import delete_attempt
-from ...protocol.commit import abandon, abandon_failed, begin_copy, commit, settle
+from ...protocol.attempt import Attempt, delete_attempt
+from ...protocol.commit import abandon, abandon_failed, begin, begin_copy, commit, settle
 from ...protocol.current import is_current, read_manifest
 from ...protocol.telemetry import get_telemetry, put_telemetry
 from ...runtime.engine import offload, run
@@ -64,7 +65,8 @@ class CopiedCheckpoint:
 
     ``nbytes``: size of its ``files`` images. ``sent_nbytes``: bytes sent now; the rest was already
     there, from an earlier, interrupted copy, or, if nothing was sent, because the destination has
-    the same checkpoint. ``borrowed_nbytes``: bytes that the destination copied from ``base``.
+    the same checkpoint. ``borrowed_nbytes``: bytes that the destination copied from its base, or
+    that stay in files of the base.
     ``problem``: why it was not copied; nothing of it is then visible at the destination.
     ``why_whole``: why more bytes were sent than differ from the base; "" otherwise.
     """
@@ -106,7 +108,7 @@ class CopyReport:
 
     @property
     def borrowed_nbytes(self) -> int:
-        """Bytes of images that the destination copied from the base."""
+        """Bytes of images that were borrowed from other checkpoints at the destination."""
         return sum(c.borrowed_nbytes for c in self.copied)
 
     @property
@@ -132,7 +134,9 @@ def copy(
     """Copy the checkpoint ``src`` to ``dst``. Returns when it is committed there.
 
     With ``recursive``, copy each checkpoint at and below ``src`` to the same path below ``dst``,
-    along with the lineage that records which are abandoned.
+    along with the lineage that records which are abandoned. If the storage of ``dst`` can copy or
+    link, a checkpoint that was saved incrementally borrows from its predecessor in the same folder:
+    bytes that checkpoints share are sent once.
 
     With ``image_nbytes``, rewrite the images for readers of large sequential files: tensors are
     whole, in the order of the state, in images of about ``image_nbytes``. Images are larger if
@@ -140,15 +144,18 @@ def copy(
     stays the same, with the values and tensors of each rank.
 
     With ``base``, a checkpoint on the storage of ``dst``, opened with ``dst_options``, the
-    destination copies blocks from there that are equal, and only the others are read and sent. With
-    ``recursive``, the base of each later checkpoint is its predecessor in the same folder. If
-    nothing can be copied, everything is sent, and the report says why: if the storage cannot copy,
-    the base is gone, a rank's image has another size, an image is compressed, or with
-    ``image_nbytes``.
+    destination copies blocks from there that are equal, and only the others are read and sent.
+    Where the storage has hard links but no copies, equal blocks stay in files that get a link
+    (format version 3). Either way, the base may be deleted afterwards. With ``recursive``, the base
+    of each later checkpoint is its predecessor in the same folder. If nothing can be borrowed,
+    everything is sent, and the report says why: if the storage can neither copy nor link, the base
+    is gone, a rank's image has another size, an image is compressed, every 50th time in a row, or
+    with ``image_nbytes``.
 
     Every byte that is sent is verified. Atomic: ``dst`` has the complete new checkpoint or its
     previous contents. An interrupted copy resumes when called again: images already complete at the
-    destination are not sent again. Extra host memory stays within ``budget_nbytes``.
+    destination are not sent again, unless the checkpoint links files. Extra host memory stays
+    within ``budget_nbytes``.
 
     A destination that already has the same checkpoint is left alone; with ``overwrite``, only if
     every byte of it is undamaged. With ``image_nbytes``, the same save in the same layout counts as
@@ -167,7 +174,7 @@ def copy(
         raise UsageError(f"image_nbytes is {image_nbytes:,}, and must be at least 1")
     source = Place.of(src, src_options)
     target = Place.of(dst, dst_options)
-    orders = Orders(overwrite, budget_nbytes, image_nbytes)
+    orders = Orders(overwrite, budget_nbytes, image_nbytes, as_saved=base is None)
     lending = None if base is None else Place.of(base, dst_options)
     with ProgressReporter(progress) as reporter:
         copied = run(_copy(source, target, orders, recursive, reporter, lending))
@@ -202,12 +209,14 @@ def compact(
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Options of a copy; see :func:`copy`. ``compact``: only replace images that share files."""
+    """Options of a copy; see :func:`copy`. ``compact``: only replace images that share files.
+    ``as_saved``: borrow only if the save did too."""
 
     overwrite: bool
     budget_nbytes: int
     image_nbytes: int | None = None
     compact: bool = False
+    as_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +259,7 @@ async def _copy(
         await _copy_lineages(source, target, {path.rpartition("/")[0] for path in paths if path})
     sum_up = _Sum(reporter, sum(c.nbytes for c in looked))
     copied = []
-    last: dict[str, str] = {}  # path of the last checkpoint copied, by folder
+    bases: dict[str, tuple[Place, str]] = {}  # the last checkpoint copied, by folder
     for known in looked:
         folder = known.path.rpartition("/")[0]
         try:
@@ -258,12 +267,11 @@ async def _copy(
             if known.problem is None:
                 async with AsyncExitStack() as stack:
                     lending = None
-                    if base is not None:
-                        place = target if folder in last else base
-                        opened = place.opened(last.get(folder, ""))
-                        lending = await stack.enter_async_context(opened)
+                    place, path = bases.get(folder, (base, ""))
+                    if place is not None:
+                        lending = await stack.enter_async_context(place.opened(path))
                     done = await _copy_path(source, target, known, orders, sum_up.add, lending)
-                last[folder] = known.path
+                bases[folder] = target, known.path
         except CheckpointError as error:
             if not recursive:
                 raise
@@ -457,14 +465,11 @@ async def _send(
     base: Driver | None,
 ) -> Sent:
     """Send the missing images and commit. Resumes an interrupted copy."""
-    identity = pair.identity
-    if pair.new is not None:  # the source's digests tell which bytes the new images have
-        identity += await offload(_identity, pair.manifest)
-    attempt, resumed = await begin_copy(ours, identity)
     budget_nbytes = orders.budget_nbytes
     reader = ImageReader(image_driver(theirs, pair.manifest), pair.manifest, budget_nbytes)
     copier: ImageCopier | ImageRewriter
-    lender, why_whole = await _lender(reader, ours, pair, base)
+    lender, why_whole = await _lender(reader, ours, pair, orders, base)
+    attempt, resumed = await _begin(ours, pair, lender)
     if pair.new is None:
         copier = ImageCopier(reader, ours, attempt.id, budget_nbytes, sent, lender)
     else:
@@ -478,7 +483,8 @@ async def _send(
         if pair.same is None and await _same(ours, pair, orders) is not None:
             await abandon(ours, attempt)  # another copy finished first
             return done
-        obsolete = await commit(ours, attempt, copier.target)
+        manifest = copier.target if lender is None else lender.placed(copier.target)
+        obsolete = await commit(ours, attempt, manifest)
     except DamagedError as error:
         await abandon(ours, attempt)
         if not await is_current(theirs, pair.manifest.attempt):
@@ -504,17 +510,34 @@ def _sent(nbytes: int, lender: Lender | None, why_whole: str) -> Sent:
     return Sent(nbytes - lender.borrowed_nbytes, lender.borrowed_nbytes, lender.why_whole)
 
 
+async def _begin(ours: Driver, pair: Pair, lender: Lender | None) -> tuple[Attempt, bool]:
+    """Begin the attempt; return whether it resumes another one."""
+    if lender is not None and lender.links:
+        # The order of blocks in files differs between processes, which so cannot share an attempt.
+        return await begin(ours), False
+    identity = pair.identity
+    if pair.new is not None:  # the source's digests tell which bytes the new images have
+        identity += await offload(_identity, pair.manifest)
+    return await begin_copy(ours, identity)
+
+
 async def _lender(
-    source: ImageReader, ours: Driver, pair: Pair, base: Driver | None
+    source: ImageReader, ours: Driver, pair: Pair, orders: Orders, base: Driver | None
 ) -> tuple[Lender | None, str]:
-    """Return the lender; or None, and the reason if there is a base."""
-    if base is None:
+    """Return the lender; or None, and the reason if there is a base that it may borrow from."""
+    m = pair.manifest
+    shares = ours.traits.copies is not None or ours.traits.links
+    can_follow = m.increments > 0 and pair.new is None and shares
+    if base is None or (orders.as_saved and not can_follow):
         return None, ""
+    found: Manifest | str
     if pair.new is not None:
-        return None, "the layout of the images is new"
-    try:
-        manifest, _ = await read_manifest(base)
-    except HoldfastError as error:
-        _log.warning("everything is sent, because the base cannot be read: %s", error)
-        return None, f"the base cannot be read: {error}"
-    return Lender(source, ImageReader(base, manifest, source.budget_nbytes), ours), ""
+        found = "the layout of the images is new"
+    elif m.compression is not None:
+        found = "the checkpoint is compressed"
+    else:
+        found = await borrowable(base, ours, LIMITS, (m.chunk_nbytes, m.block_nbytes))
+    if isinstance(found, Manifest):
+        return Lender(source, base, found, ours), ""
+    _log.warning("everything is sent, and nothing borrowed from %s: %s", base.uri, found)
+    return None, found
