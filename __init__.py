@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from .storage.training.resume import Resumed
     from .storage.training.retention import Keep
     from .storage.training.stats import Counters
+    from .storage.weights.api import publish, subscribe
+    from .storage.weights.publisher import Publisher
+    from .storage.weights.subscriber import Subscriber, Update
 
 _NAMES = {
     ".core.spans": ["SlowOperation", "StageReport"],
@@ -67,6 +70,9 @@ _NAMES = {
     ".storage.training.resume": ["Resumed"],
     ".storage.training.retention": ["Keep"],
     ".storage.training.stats": ["Counters"],
+    ".storage.weights.api": ["publish", "subscribe"],
+    ".storage.weights.publisher": ["Publisher"],
+    ".storage.weights.subscriber": ["Subscriber", "Update"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 """The module of each public name; the others are errors."""
@@ -87,6 +93,7 @@ __all__ = [
     "Outcome",
     "PerRank",
     "PruneReport",
+    "Publisher",
     "RNGState",
     "RankTelemetry",
     "Resumed",
@@ -96,7 +103,9 @@ __all__ = [
     "Shard",
     "SlowOperation",
     "StageReport",
+    "Subscriber",
     "TensorInfo",
+    "Update",
     "async_save",
     "compact",
     "copy",
@@ -110,8 +119,10 @@ __all__ = [
     "mark_part",
     "open",
     "prune",
+    "publish",
     "release_memory",
     "save",
+    "subscribe",
 ]
 __all__ += _errors.__all__
 

@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from .columns import Columns, decode_columns, encode_columns, narrowed, parse_co
 from .extents import Extents, FileMap, FileRange, extent_conditions, extents_of
 from .lineage import ROOT, is_branch
 from .packed import COMPRESSIONS, Compression, index_nbytes
+from .patches import PatchBases, patch_index_nbytes
 from .tables import (
     NDIM_MAX,
     SHARD_COLUMNS,
@@ -47,19 +49,25 @@ ATTEMPT_PATTERN = r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}"
 _PLAIN = 1
 _COMPRESSED = 2
 _BORROWED = 3
+_PATCHED = 4
+PATCH: Literal["patch"] = "patch"
+"""Suffix of an image that is stored as a patch."""
+
+Packing = Compression | Literal["patch"]
+"""Form of a stored image that is no plain file."""
 _ATTEMPT = re.compile(ATTEMPT_PATTERN)
 _INDEX = re.compile(r"[0-9]{1,10}")
 _CHUNK_NBYTES_MAX = 256 << 20
 _BLOCKS_PER_CHUNK_MAX = 1 << 12
 
 
-def image_key(attempt: str, rank: int, compression: Compression | None = None) -> str:
+def image_key(attempt: str, rank: int, packing: Packing | None = None) -> str:
     """Return the key of the image of ``rank``.
 
-    A compressed image is not a safetensors file, so its name does not end like one.
+    A packed image is not a safetensors file, so its name does not end like one.
     """
-    if compression:
-        suffix = f".{compression}"
+    if packing:
+        suffix = f".{packing}"
     else:
         suffix = ""
     return f"data/{attempt}/{rank}.safetensors{suffix}"
@@ -101,15 +109,30 @@ class Manifest:
     None."""
     increments: int = 0
     """Number of saves since the last whole one that have borrowed from each other."""
+    bases: PatchBases | None = None
+    """For a version of a weight channel: what its patches apply to. Unless it is stored whole too,
+    the images are patches, and ``compression`` and ``extents`` are None."""
 
     @property
     def version(self) -> int:
-        """Format version: 3 with extents, 2 if compressed, else 1."""
+        """Format version: 4 if images are patches, 3 with extents, 2 if compressed, else 1."""
+        if self.is_patched:
+            return _PATCHED
         if self.extents is not None:
             return _BORROWED
         if self.compression is None:
             return _PLAIN
         return _COMPRESSED
+
+    @property
+    def packing(self) -> Packing | None:
+        """Form of the stored images; None if they are plain files."""
+        return PATCH if self.is_patched else self.compression
+
+    @property
+    def is_patched(self) -> bool:
+        """True if the images are stored as patches only."""
+        return self.bases is not None and not self.bases.whole
 
     @property
     def is_plain(self) -> bool:
@@ -138,7 +161,7 @@ class Manifest:
     def image_key(self, image: int) -> str:
         """Return the key of the image in row ``image``, for the driver for images
         (``image_driver``)."""
-        return image_key(self.attempt, int(self.images.rank[image]), self.compression)
+        return image_key(self.attempt, int(self.images.rank[image]), self.packing)
 
     @cached_property
     def files(self) -> list[StoredFile]:
@@ -207,6 +230,8 @@ class Manifest:
         }
         if self.compression is not None:
             head["compression"] = self.compression
+        if self.bases is not None:
+            head["patches"] = self.bases.to_json()
         if self.extents is not None:
             head["lenders"] = self.extents.lenders
         if self.increments:
@@ -268,10 +293,10 @@ def _head(metadata: Mapping[str, str], what: str) -> dict[str, Json]:
     version = head.get("version")
     if version is None:
         raise DamagedError(f"{what} does not say its version")
-    if type(version) is not int or version not in (_PLAIN, _COMPRESSED, _BORROWED):
+    if type(version) is not int or not _PLAIN <= version <= _PATCHED:
         raise UnsupportedFormatError(
             f"{what} is of format version {version!r}; this release reads versions {_PLAIN} to "
-            f"{_BORROWED}",
+            f"{_PATCHED}",
             advice="Read it with a newer release.",
         )
     return head
@@ -301,6 +326,16 @@ def _extents(columns: Columns, head: Mapping[str, Json]) -> Extents | None:
     return extents_of(columns, head["lenders"])
 
 
+def _bases(head: Mapping[str, Json]) -> PatchBases | None:
+    """Return what patches apply to. Raises KeyError, TypeError and ValueError."""
+    if head["version"] not in (_PLAIN, _PATCHED) or "patches" not in head:
+        return None
+    bases = PatchBases.from_json(head["patches"])
+    if bases.whole != (head["version"] == _PLAIN):
+        raise ValueError("the version does not say how the images are stored")
+    return bases
+
+
 def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
     tensors = tensor_table(columns, head["dtypes"])
     counts = ints_of(columns, "tensor.shards")
@@ -310,7 +345,7 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
         raise ValueError("numbers of shards disagree")
     shards = shard_table(columns, np.repeat(np.arange(len(counts)), counts))
     compression = _compression(head)
-    images = image_table(columns, compressed=compression is not None)
+    images = image_table(columns, compressed=head["version"] in (_COMPRESSED, _PATCHED))
     return Manifest(
         attempt=str_in(head["attempt"], "attempt"),
         step=None if head["step"] is None else json_integer(head["step"], "step"),
@@ -331,6 +366,7 @@ def _from_columns(columns: Columns, head: Mapping[str, Json]) -> Manifest:
         },
         extents=_extents(columns, head),
         increments=json_integer(head.get("increments", 0), "increments"),
+        bases=_bases(head),
     )
 
 
@@ -366,6 +402,10 @@ def _header_conditions(m: Manifest) -> Iterator[tuple[bool, str]]:
     yield is_branch(m.branch), "the branch's name"
     what = "numbers of the header"
     yield m.world > 0 and math.isfinite(m.created_s) and m.increments >= 0, what
+    if m.bases is not None:
+        refs = (m.bases.previous, m.bases.anchor)
+        named = all(_ATTEMPT.fullmatch(ref.attempt) and ref.sequence > 0 for ref in refs)
+        yield named and m.extents is None, "versions that it is a patch of"
     yield 0 < m.block_nbytes <= m.chunk_nbytes <= _CHUNK_NBYTES_MAX, what
     yield m.chunk_nbytes <= m.block_nbytes * _BLOCKS_PER_CHUNK_MAX, what
     yield m.chunk_nbytes % m.block_nbytes == m.block_nbytes % PAGE_NBYTES == 0, what
@@ -485,15 +525,19 @@ def _check_disjoint(m: Manifest, what: str) -> None:
 
 
 def _files_fit(m: Manifest) -> bool:
-    """Return whether every compressed image has a possible size.
+    """Return whether every packed image has a possible size.
 
-    The minimum is its uncompressed parts; the maximum is reached if no block is compressed.
+    The minimum is its unpacked parts; the maximum is reached if no block is packed.
     """
     i = m.images
-    if m.compression is None or i.stored_nbytes is None:
-        return m.compression is None and i.stored_nbytes is None
+    if m.packing is None or i.stored_nbytes is None:
+        return m.packing is None and i.stored_nbytes is None
     pages_nbytes = i.nbytes(m.block_nbytes) - i.hashed_nbytes
-    least = pages_nbytes + index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
+    if m.bases is None or m.bases.whole:
+        index = index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.block_nbytes)
+    else:
+        index = patch_index_nbytes(i.hashed_nbytes, m.chunk_nbytes, m.bases.count)
+    least = pages_nbytes + index
     if i.stored_nbytes.shape != least.shape:
         return False
     packed = i.stored_nbytes - least

@@ -18,16 +18,22 @@ from ...planner.table import ShardTable, TensorTable, coverage_errors
 from .fragment import Fragment, Group, join, joined_extents
 from .manifest import Manifest, check
 from .packed import Compression
+from .patches import PatchBases
 from .tables import ImageTable
 from .tree import Tree, Value, merge_trees
 
 
-def merge(fragments: Sequence[Fragment], compression: Compression | None = None) -> Manifest:
+def merge(
+    fragments: Sequence[Fragment],
+    compression: Compression | None = None,
+    bases: PatchBases | None = None,
+) -> Manifest:
     """Merge the fragments of a job's ranks or hosts, in order of their first ranks, into a
     manifest.
 
-    ``compression`` is the compression of all images. Raises SaveError if ranks disagree on a
-    tensor, CoverageError if an element is stored twice or not at all.
+    ``compression`` is the compression of all images; ``bases`` are given if they are patches.
+    Raises SaveError if ranks disagree on a tensor, CoverageError if an element is stored twice or
+    not at all.
     """
     whole = join(fragments)
     tree, containers = merge_trees([_tree(group) for group in whole.groups])
@@ -63,6 +69,7 @@ def merge(fragments: Sequence[Fragment], compression: Compression | None = None)
         images=images,
         compression=compression,
         extents=None if extents is None or extents.is_plain else extents,
+        bases=bases,
     )
     try:
         check(manifest, "the manifest")

@@ -8,6 +8,7 @@ A save:
     digests     ranks send digests of the compared tensors; the leader makes the global plan
     keep        with keepers: ranks state whether they have a slot; the leader decides whether all
                 use their keepers, and returns the branch of the run
+    patch       of a weight channel: ranks state whether they have the bytes of the last version
     begin       the leader announces the attempt
     written     ranks send their fragments and telemetry to the first rank of their host
     commit      the first ranks of hosts, and the ranks of the leader's, send these to the leader
@@ -132,6 +133,13 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class CanPatch:
+    """Readiness of a rank, or of all, to store images as patches of the last version."""
+
+    can: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """The attempt that the leader has begun, and what ranks may borrow from."""
 
@@ -222,6 +230,7 @@ HOLDS = Round.of("holds", HeldStatement, Comparison)
 DIGESTS = Round.of("digests", Findings, PlanDecision)
 MEET = Round.of("meet", Nothing, Nothing)
 KEEP = Round.of("keep", Keepable, Kept)
+PATCH_ROUND = Round.of("patch", CanPatch, CanPatch)
 BEGIN = Round.of("begin", Nothing, Begun)
 DIVIDE = Round.of("divide", Boxes, Division)
 HOSTS = Round.of("hosts", OnHost, Hosts)

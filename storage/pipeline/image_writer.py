@@ -19,7 +19,9 @@ from ...errors import HoldfastError, StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
 from ..format.digest import digest, page_of
 from ..format.extents import Extents
+from ..format.manifest import PATCH
 from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
+from ..format.patches import PatchBases
 from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
@@ -27,6 +29,7 @@ from ..runtime.scheduler import Budget
 from .borrowing import BaseImage, pages_of
 from .chunks import ChunkSource, chunks_to_write
 from .linking import LinkedUpload
+from .patching import PatchPacking, PublishedImage
 
 RUN_CHUNKS_MAX = 64
 """Most chunks copied at a time: a server that does not clone should show progress."""
@@ -101,7 +104,12 @@ class ImageWriter:
         self._chunks = chunks
         self._budget_nbytes = budget_nbytes
         self._callbacks = callbacks
-        self._packing = None if compression is None else Packing(layout)
+        self._published: PublishedImage | None = None
+        self._patching: PatchPacking | None = None
+        """Set if patches are written: instead of the image, or beside it."""
+        self._packing: Packing | PatchPacking | None = None
+        if compression is not None:
+            self._packing = Packing(layout)
         check_image_size(driver, layout.nbytes)
         self._buffers: dict[int, HostBuffer] = {}
         count = chunks_to_write(layout)
@@ -117,6 +125,19 @@ class ImageWriter:
         self._unchanged: set[tuple[int, int]] = set()
         self._extents: Extents | None = None
         self._key = ""
+        self._beside: Opening | None = None
+
+    def publish(self, image: PublishedImage, bases: PatchBases | None) -> None:
+        """Store the image whole, as a patch of ``image``, or both, as ``bases`` says; it replaces
+        ``image``. Call it before :meth:`write`."""
+        image.begin(self._chunks.pool, self._layout, bases)
+        self._published = image
+        if bases is None:
+            return
+        self._keeps_buffers = False
+        self._patching = PatchPacking(self._layout, image, bases)
+        if not bases.whole:
+            self._packing = self._patching
 
     async def write(self, key: Callable[[], Awaitable[str]]) -> WrittenImage:
         """Write the image to ``key()``, which may become known while chunks are being captured.
@@ -137,9 +158,8 @@ class ImageWriter:
             stored_nbytes = await self._write_image(key)
         finally:
             self._chunks.close()
-            for buffer in self._buffers.values():
-                self._chunks.pool.give(buffer)
-            self._buffers.clear()
+            for chunk in list(self._buffers):
+                self._put_away(chunk)
         digests = b"".join(map(digest, self._pages))
         table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         return WrittenImage(
@@ -149,6 +169,9 @@ class ImageWriter:
     async def _write_image(self, key: Callable[[], Awaitable[str]]) -> int:
         """Write the image in one upload; return the size of its file."""
         opening = Opening(self._open(key))
+        beside = None
+        if self._writes_both:
+            beside = self._beside = Opening(self._open_beside(opening))
         self._written_nbytes = self._borrowed_nbytes = 0
         try:
             left_out = await self._left_out(opening) if self.awaits_base else set[int]()
@@ -157,10 +180,21 @@ class ImageWriter:
             await self._pipeline(opening).run(order, sizes)
             upload = await opening.upload()
             with span("upload_commit", Where(self._key)):
-                return await self._finish(upload)
+                if beside is not None:
+                    await self._finish(await beside.upload(), self._patching)
+                return await self._finish(upload, self._packing)
         except BaseException:
             await opening.drop()
+            if beside is not None:
+                await beside.drop()
             raise
+
+    async def _open_beside(self, opening: Opening) -> Upload:
+        """Open the file for the patches of an image that is stored whole."""
+        assert self._patching is not None
+        await opening.upload()
+        nbytes = AtMost(self._patching.nbytes_max)
+        return await self._driver.create(f"{self._key}.{PATCH}", nbytes)
 
     async def _open(self, key: Callable[[], Awaitable[str]]) -> Upload:
         nbytes = AtMost(self._packing.nbytes_max) if self._packing else self._layout.nbytes
@@ -172,8 +206,13 @@ class ImageWriter:
                 return await self._base.open(self._driver, self._key, nbytes)
             return await self._driver.create(self._key, nbytes)
 
+    @property
+    def _writes_both(self) -> bool:
+        """Whether the image is stored whole, with patches beside it."""
+        return self._patching is not None and self._packing is None
+
     def _order(self) -> list[int]:
-        if self._packing:  # a packed chunk's position depends on all earlier ones
+        if self._packing or self._patching:  # a packed chunk's position depends on all earlier ones
             return list(range(len(self._pages)))
         layout = self._layout
         return writing_order(
@@ -181,9 +220,9 @@ class ImageWriter:
         )
 
     def _pipeline(self, opening: Opening) -> Pipeline[int]:
-        in_order = self._packing is not None or self._driver.traits.part_order != "any"
+        in_order = bool(self._packing or self._patching) or self._driver.traits.part_order != "any"
         capturing = "cpu" if self._chunks.reads is None else "source"
-        packing = [Stage("pack", "cpu", self._pack)] if self._packing else []
+        packing = [Stage("pack", "cpu", self._pack)] if self._packing or self._patching else []
         return Pipeline(
             [
                 Stage("capture", capturing, self._capture),
@@ -269,23 +308,42 @@ class ImageWriter:
             self._callbacks.sealed()
 
     async def _pack(self, chunk: int) -> None:
-        assert self._packing is not None
+        if self._patching is not None:
+            new = self._buffers[chunk]
+            self._buffers[chunk] = await offload(self._patching.exchange, chunk, new)
+            return
+        assert isinstance(self._packing, Packing)
         await offload(self._packing.pack, chunk, self._bytes(chunk))
 
     async def _write(self, opening: Opening, chunk: int) -> None:
         # Placed before the first await: packed chunks must be placed in order.
         start, nbytes = self._place(chunk)
+        if self._writes_both:
+            await self._write_both(opening, chunk)
+            nbytes = 0
         upload = await opening.upload()
         data = self._buffers[chunk].view[:nbytes]
-        if self._base is None:
-            await upload.write(start, data)
-        else:
+        if self._base is not None:
             await self._write_runs(upload, self._base, chunk, start, data)
+        elif nbytes:
+            await upload.write(start, data)
         self._wrote(len(range(*self._layout.chunk_range(chunk))))
 
     def _wrote(self, nbytes: int) -> None:
         self._written_nbytes += nbytes
         self._callbacks.wrote(self._written_nbytes, self._layout.hashed_end)
+
+    async def _write_both(self, opening: Opening, chunk: int) -> None:
+        """Write a chunk as it is, and its patches to the file beside it."""
+        assert self._patching is not None
+        assert self._published is not None
+        assert self._beside is not None
+        place, nbytes = self._patching.place(chunk)
+        start, stop = self._layout.chunk_range(chunk)
+        whole = self._published.chunks[chunk].view[: stop - start]
+        await (await opening.upload()).write(start, whole)
+        if nbytes:
+            await (await self._beside.upload()).write(place, self._buffers[chunk].view[:nbytes])
 
     async def _write_runs(
         self, upload: Upload, base: BaseImage, chunk: int, start: int, data: memoryview
@@ -320,25 +378,29 @@ class ImageWriter:
         return self._buffers[chunk].view[: stop - start]
 
     def _release(self, chunk: int) -> None:
-        if self._keeps_buffers:
-            return
-        buffer = self._buffers.pop(chunk, None)
-        if buffer is not None:
+        if not self._keeps_buffers and chunk in self._buffers:
+            self._put_away(chunk)
+
+    def _put_away(self, chunk: int) -> None:
+        buffer = self._buffers.pop(chunk)
+        if self._published is not None and self._patching is None:
+            self._published.chunks[chunk] = buffer
+        else:
             self._chunks.pool.give(buffer)
 
     def _end_capture(self) -> None:
         self._chunks.close()  # first: the trainer may free its tensors after the next line
         self._callbacks.captured()
 
-    async def _finish(self, upload: Upload) -> int:
+    async def _finish(self, upload: Upload, packing: Packing | PatchPacking | None) -> int:
         """Write the pages of all chunks, and the index of a compressed image; then commit.
 
         Returns the size of the file.
         """
         trailer = b"".join(self._pages)
-        if self._packing:
-            start = self._packing.end
-            trailer += self._packing.index()
+        if packing:
+            start = packing.end
+            trailer += packing.index()
             final_nbytes = start + len(trailer)
         else:
             start = self._layout.hashed_end

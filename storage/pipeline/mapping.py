@@ -10,7 +10,7 @@ import asyncio
 from ...core.aio import all_or_none
 from ...drivers.contract import Buffer, Driver, TakePiece, Traits
 from ...drivers.layers.layer import Layer
-from ...errors import DamagedError, NotFoundError
+from ...errors import DamagedError, NotFoundError, UsageError
 from ..format.extents import FileRange
 from ..format.manifest import Manifest
 from ..format.packed import checked_compression
@@ -20,8 +20,15 @@ from .unpacking import Unpacked, copying
 def image_driver(driver: Driver, manifest: Manifest) -> Driver:
     """Return the driver for reading images: ``driver`` itself if each of them is a file.
 
-    Raises UsageError if they are compressed and lz4 is not installed.
+    Raises UsageError if they are compressed and lz4 is not installed, or patches.
     """
+    if manifest.is_patched:
+        raise UsageError(
+            "this is a version of a weight channel, stored as a patch of an earlier one",
+            uri=driver.uri,
+            advice="Follow the channel with holdfast.subscribe, or copy a version out of it with "
+            "holdfast weights pull.",
+        )
     if manifest.extents is not None:
         return Mapped(driver, manifest)
     if manifest.compression is None:

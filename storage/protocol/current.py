@@ -16,7 +16,7 @@ async def read_manifest(driver: Driver) -> tuple[Manifest, bytes]:
     """Return the current manifest and its bytes. Raises NotACheckpointError and DamagedError."""
     with span("manifest", Where(MANIFEST_KEY)):
         data = await _get_manifest(driver)
-        return await _decode_manifest(driver, data), data
+        return await decoded_manifest(driver.uri, MANIFEST_KEY, data), data
 
 
 async def current_attempt(driver: Driver) -> str | None:
@@ -30,14 +30,14 @@ async def current_attempt(driver: Driver) -> str | None:
         data = await _get_manifest(driver)
     except NotACheckpointError:
         return None
-    with _location_added(driver):
+    with _location_added(driver.uri):
         return await offload(attempt_in, data)
 
 
 async def is_current(driver: Driver, attempt: str) -> bool:
     """Return whether the current manifest is of this attempt, without decoding the tables."""
     data = await _get_manifest(driver)
-    with _location_added(driver):
+    with _location_added(driver.uri):
         return await offload(attempt_in, data) == attempt
 
 
@@ -53,18 +53,19 @@ async def _get_manifest(driver: Driver) -> bytes:
         ) from error
 
 
-async def _decode_manifest(driver: Driver, data: bytes) -> Manifest:
-    with _location_added(driver):
+async def decoded_manifest(uri: str, key: str, data: bytes) -> Manifest:
+    """Decode and check the manifest ``key``. Raises DamagedError and UnsupportedFormatError."""
+    with _location_added(uri, key):
         manifest = await offload(Manifest.decode, data)
         check_complete(manifest, "the manifest")
         return manifest
 
 
 @contextmanager
-def _location_added(driver: Driver) -> Iterator[None]:
+def _location_added(uri: str, key: str = MANIFEST_KEY) -> Iterator[None]:
     try:
         yield
     except (DamagedError, UnsupportedFormatError) as error:
-        error.uri = driver.uri
-        error.key = MANIFEST_KEY
+        error.uri = uri
+        error.key = key
         raise

@@ -19,10 +19,12 @@ from ....errors import (
     NotFoundError,
     StorageError,
 )
+from ....planner.image import ImageLayout
 from ...format.fragment import Fragment, fragment_of, join
 from ...format.lineage import ROOT
 from ...format.manifest import MANIFEST_KEY, image_key
 from ...format.merge import merge
+from ...format.patches import PatchBases
 from ...format.save_telemetry import encode_record
 from ...format.tables import ImageTable
 from ...pipeline.base import Borrowing, ChosenBase, chosen
@@ -42,7 +44,7 @@ from ...runtime.engine import offload
 from ...state.capture.unwritten import Unwritten
 from ...state.plan import ImagePlan
 from ..driver_progress import with_progress
-from ..rounds import BEGIN, Begun, FragmentCodec, commit_round
+from ..rounds import BEGIN, PATCH_ROUND, Begun, CanPatch, FragmentCodec, commit_round
 from ..telemetry import Wrote, encoded_telemetry, rank_telemetry
 from .global_plan import GlobalPlan
 from .keeper_save import global_plan_of, keep, planned
@@ -91,12 +93,28 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> Saved | None:
         return saved
 
 
+async def _patch_bases(team: Team, job: SaveJob, layout: ImageLayout) -> PatchBases | None:
+    """Return the versions to make patches of, if all ranks still have their bytes."""
+    publication = job.publication
+    if publication is None or publication.bases is None:
+        return None
+    bases = publication.bases
+    mine = CanPatch(publication.image.is_base_of(layout, bases.previous))
+    verdict = await team.round(PATCH_ROUND, mine, _all_can_patch)
+    return bases if verdict.can else None
+
+
+async def _all_can_patch(statements: Sequence[CanPatch]) -> CanPatch:
+    return CanPatch(all(statement.can for statement in statements))
+
+
 async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Saved | None:
     global_plan = await global_plan_of(team, driver.uri, job)
     if job.keeping is not None and await keep(team, job, global_plan):
         return None
     plan = await planned(job, team.rank, global_plan)
     check_image_size(driver, plan.layout.nbytes)  # before anything is put
+    job.bases = await _patch_bases(team, job, plan.layout)
     # Copying starts before the storage answers, because trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
     borrowing = Borrowing(job.base, ChosenBase())
@@ -118,6 +136,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
             *(driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression),
             base=None if job.base is None else base,
         )
+        job.publish_with(writer)
         # Not behind an earlier save: the trainer would wait for its writes.
         writer.awaits_base = unwritten.may_know and job.after is None
         async with opened:
@@ -142,7 +161,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
         await _commit(team, fragment, global_plan, leader)
     except InvisibleFilesError:
         # No other rank sees this file, so no other rank can collect it.
-        await _drop(driver, image_key(attempt.id, team.rank, job.compression))
+        await _drop(driver, image_key(attempt.id, team.rank, job.packing))
         raise
     except CoordinationError as error:
         may_be_committed = team.rank != LEADER and team.store_is_lost
@@ -150,6 +169,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
     unwritten.epoch.commit(attempt.id, written.unchanged)
+    job.published(attempt.id)
     return Saved(
         *(attempt.id, nbytes, written.stored_nbytes, written.borrowed_nbytes),
         *(borrowing.uri, borrowing.why_whole),
@@ -242,7 +262,7 @@ class _Leader:
         """Merge ``fragments``, one from each speaker, into a manifest and commit it."""
         assert self._attempt is not None
         with span("merge"):
-            manifest = await offload(merge, fragments, self._job.compression)
+            manifest = await offload(merge, fragments, self._job.compression, self._job.bases)
         manifest = replace(manifest, branch=self._branch, increments=self._increments)
         self._head = fragments[0].head
         self._world = manifest.world
@@ -305,7 +325,7 @@ async def _written(
         if job.after is not None:
             await team.progress_with(asyncio.wrap_future(job.after))
         begun = await asyncio.shield(beginning)
-        return image_key(begun.attempt, team.rank, job.compression)
+        return image_key(begun.attempt, team.rank, job.packing)
 
     try:
         return await writer.write(key)
@@ -328,7 +348,7 @@ def written_fragment(
     attempt: Attempt, job: SaveJob, plan: ImagePlan, written: WrittenImage, rank: int
 ) -> Fragment:
     """Return the fragment of this rank's image, for the leader."""
-    stored_nbytes = None if job.compression is None else written.stored_nbytes
+    stored_nbytes = None if job.packing is None else written.stored_nbytes
     images = ImageTable.of(rank, plan.layout.hashed_end, written.digests, stored_nbytes)
     head = (attempt.id, job.step, job.created_s)
     tables = (plan.reported, plan.shards, images)

@@ -12,9 +12,12 @@ from typing import TypeAlias
 
 from ....core.lru import LruCache
 from ....errors import DeadlineError, UsageError
+from ...format.manifest import PATCH, Packing
 from ...format.packed import Compression
+from ...format.patches import PatchBases
 from ...pipeline.base import Base
-from ...pipeline.image_writer import Callbacks
+from ...pipeline.image_writer import Callbacks, ImageWriter
+from ...pipeline.patching import Publication
 from ...state.capture.lazy import LazyCapture
 from ...state.flat_state import FlatState
 from .global_plan import Digest, GlobalPlans
@@ -93,11 +96,30 @@ class SaveJob:
     admit: Admit | None = None
     base: Base | None = None
     """Where to borrow equal bytes; on all ranks or none."""
+    publication: Publication | None = None
+    """Set if this save publishes a version of a weight channel."""
+    bases: PatchBases | None = None
+    """The bases of the images, if these are stored as patches; agreed upon during the save."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """Form of the stored images; None if they are plain files."""
+        return self.compression if self.bases is None or self.bases.whole else PATCH
 
     @property
     def fenced_s(self) -> float:
         """Seconds that training has waited for a lazy capture."""
         return 0.0 if self.lazy is None else self.lazy.waited_s
+
+    def publish_with(self, writer: ImageWriter) -> None:
+        """Let ``writer`` store a patch, if this save publishes a version."""
+        if self.publication is not None:
+            writer.publish(self.publication.image, self.bases)
+
+    def published(self, attempt: str) -> None:
+        """Note that a version is committed, if this save publishes one."""
+        if self.publication is not None:
+            self.publication.image.commit(attempt)
 
     def release_state(self) -> None:
         """Drop all references to the state. Frames of a failed save may keep the job alive."""

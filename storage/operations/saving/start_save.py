@@ -27,6 +27,7 @@ from ....errors import CoordinationError, DeadlineError, SaveError, UsageError
 from ...arenas.messages import FlushEnd
 from ...pipeline.base import Base
 from ...pipeline.image_writer import Callbacks
+from ...pipeline.patching import Publication
 from ...ranks.calls import Call
 from ...ranks.messages import Nothing
 from ...ranks.process_group import current_rank, current_team, current_world
@@ -70,7 +71,8 @@ _in_flight_lock = new_rlock()  # reentrant: a signal handler may save meanwhile
 
 class Destination:
     """The driver of a save, closed at its end. ``by``: through keepers, if all have room.
-    ``base``: where to borrow equal bytes."""
+    ``base``: where to borrow equal bytes. ``publication``: set for a version of a weight
+    channel."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Destination:
         known: str = "",
         by: ByKeeper | None = None,
         base: Base | None = None,
+        publication: Publication | None = None,
     ) -> None:
         """Open the destination, or prepare to. ``below``: the checkpoint's key below ``uri``.
 
@@ -93,6 +96,7 @@ class Destination:
         self.uri = known
         self.by = by
         self.base = base
+        self.publication = publication
         if not known:
             self._driver = self._open()
             self.uri = self._driver.uri
@@ -135,6 +139,7 @@ def begin_save(
         save.job.after = after
         save.job.admit = admit
         save.job.base = to.base
+        save.job.publication = to.publication
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))

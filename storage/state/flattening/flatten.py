@@ -46,7 +46,7 @@ def flatten(
     one of ``known_states`` (by default, those of this process) is not walked again. Raises
     StateError, naming the path, for anything that cannot be saved.
     """
-    modules = functools.cache(lambda: [Walked(module) for module in _modules(state)])
+    modules = functools.cache(lambda: [Walked(module) for module in modules_in(state)])
     scan = SignatureScan(modules)
     signature = None if loading else _signature(scan, state)
     if signature is not None:
@@ -89,7 +89,7 @@ def _refuse_stale(flat: FlatState) -> None:
             refuse_stale(subtree.owner, owners, format_path(keys) if keys else "the state")
 
 
-def _modules(state: object) -> Iterator[torch.nn.Module]:
+def modules_in(state: object) -> Iterator[torch.nn.Module]:
     """Yield the outermost modules in ``state``, in the order of a walk."""
     seen = set[int]()
     left: list[tuple[object, int]] = [(state, 0)]

@@ -1,0 +1,1 @@
+"""Weight channels: trainers publish versions of their weights, and inference follows."""

@@ -1,0 +1,317 @@
+"""Publishes versions of a model's weights. Every rank of the job has a publisher."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from ...drivers.contract import Driver
+from ...drivers.registry import open_driver
+from ...errors import ExistsError, HoldfastError, SupersededError, UsageError
+from ..format.manifest import MANIFEST_KEY
+from ..format.patches import PatchBases, VersionRef, zstandard
+from ..operations.call_errors import announcing_errors, closing, printed_step, printed_uri
+from ..operations.location import UriLike
+from ..operations.options import DEADLINE_S, Lazy, SaveOptions
+from ..operations.saving.handle import SaveHandle
+from ..operations.saving.start_save import Destination, begin_save
+from ..pipeline.patching import Publication, PublishedImage
+from ..ranks.calls import Call
+from ..ranks.member import LEADER
+from ..ranks.messages import Nothing, Round
+from ..ranks.process_group import Group, acting_in, current_rank, current_team, current_world
+from ..ranks.team import Team
+from ..runtime.engine import check_may_wait, run, start
+from .cast import cast_weights, checked_dtype
+from .channel import (
+    HEAD_KEY,
+    PATCHES_TO_ANCHOR,
+    Head,
+    has_version,
+    leased,
+    newest_after,
+    read_head,
+    read_version,
+    version_key,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The newest version of a channel: its ``sequence``, 0 for none; the ``version`` that its
+    publisher gave it, -1 for none; its ``attempt``, and the id of its ``publisher``."""
+
+    sequence: int = 0
+    version: int = -1
+    attempt: str = ""
+    publisher: str = ""
+
+
+_MEET = Round.of("publish", Nothing, Published)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """Options of :func:`holdfast.publish`."""
+
+    keep: int = 8
+    anchor: int = 16
+    dtype: str | torch.dtype | None = None
+    lazy: Lazy = True
+    budget_nbytes: int | None = None
+    deadline_s: float = DEADLINE_S
+    storage_options: Mapping[str, object] | None = None
+    process_group: Group = None
+
+    def checked(self) -> SaveOptions:
+        """Return the options of each save. Raises UsageError for invalid values."""
+        if self.keep < PATCHES_TO_ANCHOR or self.anchor < 1:
+            raise UsageError(
+                f"keep={self.keep}, anchor={self.anchor}",
+                advice=f"Keep at least {PATCHES_TO_ANCHOR} versions; one in anchor >= 1 is whole.",
+            )
+        checked_dtype(self.dtype)
+        options = SaveOptions(
+            lazy=self.lazy,
+            budget_nbytes=self.budget_nbytes,
+            deadline_s=self.deadline_s,
+            overwrite=False,
+        )
+        options.check()
+        return options
+
+
+class Publisher:
+    """Publishes versions to the channel ``uri``; made by :func:`holdfast.publish`."""
+
+    def __init__(self, uri: UriLike, options: PublishOptions) -> None:
+        zstandard()
+        self._uri = os.fspath(uri)
+        self._options = options
+        self._save_options = options.checked()
+        with acting_in(options.process_group):
+            self._leads = current_rank() == LEADER
+        self._id = secrets.token_hex(8)
+        self._image = PublishedImage()
+        self._head: Head | None = None
+        self._anchor: VersionRef | None = None
+        self._push: Future[None] | None = None
+        self._superseded: HoldfastError | None = None
+        with acting_in(options.process_group):
+            self._newest: Published | None = self._meet()
+
+    @property
+    def newest(self) -> int | None:
+        """The newest published version, as far as this process knows; None without any."""
+        newest = self._newest
+        return None if newest is None or newest.version < 0 else newest.version
+
+    def push(self, version: int, state: object) -> SaveHandle:
+        """Start publishing ``state`` as ``version``; return once training may go on.
+
+        ``state`` is a nested dict of tensors and modules, as for :func:`holdfast.async_save`, in
+        any layout. Every rank calls this. The version becomes visible as a whole, once the parts of
+        all ranks are durable; the handle's ``wait()`` returns then, or raises the error. A push
+        that fails publishes nothing. The next one stores all weights, since nobody may have the
+        bytes that it would be a patch of. A push first waits for the previous one.
+
+        ``version`` must be greater than all published ones: after a restart from an older
+        checkpoint, versions continue above the newest. Raises UsageError if it is not,
+        SupersededError once another publisher has published to this channel, StateError, and the
+        errors of :func:`holdfast.async_save`.
+        """
+        check_may_wait()
+        with acting_in(self._options.process_group):
+            self._settle()
+            newest = self._newest = self._newest or self._meet()
+            self._check(newest, version)
+            sequence = newest.sequence + 1
+            bases = self._bases(newest)
+            publication = Publication(self._image, bases)
+            to = Destination(
+                *(self._uri, self._options.storage_options, version_key(sequence)),
+                publication=publication,
+            )
+            try:
+                weights = cast_weights(state, checked_dtype(self._options.dtype))
+                handle, future = begin_save(
+                    to, weights, version, self._save_options, admit=lambda: self._admitted(sequence)
+                )
+            except BaseException:
+                self._forget()
+                raise
+        self._push = start(self._finish(handle, future, sequence, version))
+        return handle
+
+    def close(self) -> None:
+        """Wait for the push in flight, and free the copy of the weights. The error of a push is
+        raised by its handle, not here."""
+        self._settle()
+        self._image = PublishedImage()
+        self._newest = None
+        if self._superseded is None:
+            self._superseded = UsageError("this publisher is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _settle(self) -> None:
+        """Wait for the end of the previous push."""
+        if self._push is not None:
+            with suppress(HoldfastError):
+                self._push.result()
+            self._push = None
+
+    def _forget(self) -> None:
+        """Forget all that a failed push leaves uncertain, as all other ranks do."""
+        self._anchor = None
+        self._image = PublishedImage()
+        self._newest = None
+
+    def _check(self, newest: Published, version: int) -> None:
+        if self._superseded is not None:
+            raise self._superseded
+        if printed_step(version) != version or version < 0:
+            raise UsageError(f"version is {version!r}, which is no whole number from 0")
+        if version <= newest.version:
+            raise UsageError(
+                f"version {version} is not newer than {newest.version}, which is published",
+                uri=printed_uri(self._uri),
+                advice=f"Go on with versions from {newest.version + 1}: subscribers may have the "
+                "others, so a number is never used twice.",
+            )
+
+    def _bases(self, newest: Published) -> PatchBases | None:
+        anchor = self._anchor
+        if anchor is None:
+            return None
+        previous = VersionRef(newest.sequence, newest.attempt)
+        distance = newest.sequence + 1 - anchor.sequence
+        if distance >= self._options.anchor:
+            return PatchBases(previous, anchor, whole=True)
+        return PatchBases(previous, anchor, to_anchor=distance % PATCHES_TO_ANCHOR == 0)
+
+    def _meet(self) -> Published:
+        """Return the newest version, as the leader finds it."""
+        call = Call("publish", printed_uri(self._uri))
+        team = current_team(call, self._options.deadline_s, saving=True)
+        with announcing_errors(team):
+            driver = self._open()
+        return run(self._find_newest(driver, team))
+
+    def _open(self) -> Driver:
+        return open_driver(self._uri, current_world(), **(self._options.storage_options or {}))
+
+    async def _find_newest(self, driver: Driver, team: Team) -> Published:
+        async def find(statements: object) -> Published:
+            head = await read_head(driver)
+            sequence = head.sequence
+            if not await has_version(driver, sequence):
+                sequence = max([0, *await _listed(driver)])
+            sequence = await newest_after(driver, sequence)
+            if not sequence:
+                return Published()
+            manifest, _ = await read_version(driver, sequence)
+            version = -1 if manifest.step is None else manifest.step
+            return Published(sequence, version, manifest.attempt, manifest.branch)
+
+        async with closing(driver), team.session():
+            try:
+                found = await team.round(_MEET, Nothing(), find)
+            except BaseException as error:
+                await team.fail(error)
+                raise
+        if self._head is not None and found.publisher not in ("", self._id):
+            self._superseded = self._told(found.sequence)
+        return found
+
+    async def _admitted(self, sequence: int) -> str:
+        """Raise SupersededError if the next version exists; return what marks it as ours."""
+        async with closing(self._open()) as driver:
+            if await has_version(driver, sequence):
+                raise self._told(sequence)
+        return self._id
+
+    def _told(self, sequence: int) -> SupersededError:
+        return SupersededError(
+            "another publisher has published to this channel meanwhile",
+            uri=printed_uri(self._uri),
+            key=version_key(sequence, MANIFEST_KEY),
+            advice="One trainer at a time can publish to a channel. Stop one of them, or give each "
+            "a channel of its own.",
+        )
+
+    async def _finish(
+        self, handle: SaveHandle, future: Future[None], sequence: int, version: int
+    ) -> None:
+        """Take over the outcome of a push."""
+        self._newest = None
+        try:
+            await handle.durable.reached()
+        except HoldfastError as error:
+            self._forget()
+            if isinstance(error, SupersededError | ExistsError):
+                self._superseded = self._told(sequence)
+            return
+        finally:
+            await asyncio.wait([asyncio.wrap_future(future)])
+        assert handle.report is not None
+        is_anchor = self._image.is_whole
+        if is_anchor:
+            self._anchor = VersionRef(sequence, handle.report.attempt)
+        self._newest = Published(sequence, version, handle.report.attempt, self._id)
+        if not self._leads:
+            return
+        try:
+            async with closing(self._open()) as driver:
+                await self._advance(driver, sequence, is_anchor=is_anchor)
+        except HoldfastError as error:
+            _log.warning("version %d is published, but not announced: %s", version, error)
+
+    async def _advance(self, driver: Driver, sequence: int, *, is_anchor: bool) -> None:
+        """Announce a version in the head; delete versions that no subscriber needs.
+
+        Versions stay for one push after the head has withdrawn them: a storage may be late to list
+        a lease.
+        """
+        before = self._head or await _head_before(driver, sequence)
+        self._head = None  # until the put has succeeded
+        head = before.with_next(anchor=is_anchor, keep=self._options.keep)
+        await driver.put(HEAD_KEY, head.encode())
+        now_s = (await driver.stat(HEAD_KEY)).modified_s
+        deleted = before.unneeded(await leased(driver, now_s))
+        for old in deleted:
+            await driver.delete(version_key(old, MANIFEST_KEY))
+            await driver.delete_all(version_key(old))
+        self._head = head.without(deleted)
+
+
+async def _head_before(driver: Driver, sequence: int) -> Head:
+    """Return the head for the version before ``sequence``, with all versions since it was put."""
+    head = await read_head(driver)
+    for missing in range(head.sequence + 1, sequence):
+        manifest, _ = await read_version(driver, missing)
+        head = head.with_next(anchor=not manifest.is_patched, keep=missing)
+    return head
+
+
+async def _listed(driver: Driver) -> set[int]:
+    """Return the numbers of all versions with a manifest, by listing: if there is no head."""
+    suffix = f"/{MANIFEST_KEY}"
+    keys = [info.key async for info in driver.list()]
+    folders = [key.removesuffix(suffix) for key in keys if key.endswith(suffix)]
+    return {int(folder) for folder in folders if folder.isdecimal()}

@@ -1,0 +1,367 @@
+"""Follows a weight channel. Every rank of the engine has a subscriber."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import torch
+
+from ...core.aio import wait_out
+from ...drivers.contract import Driver
+from ...drivers.registry import open_driver
+from ...errors import (
+    DamagedError,
+    NotFoundError,
+    RankFailedError,
+    ReplacedError,
+    StorageError,
+    UsageError,
+)
+from ..format.patches import zstandard
+from ..format.tree import Key, dotted
+from ..operations.call_errors import announcing_errors, printed_uri
+from ..operations.loading.differences import Strict
+from ..operations.loading.load import LoadJob, run_build, run_load
+from ..operations.location import UriLike
+from ..operations.options import BUDGET_NBYTES, DEADLINE_S, check_budget
+from ..ranks.calls import Call
+from ..ranks.messages import Nothing, Round
+from ..ranks.process_group import Group, acting_in, current_rank, current_team
+from ..ranks.team import Team
+from ..runtime.engine import check_may_wait, run
+from ..state.flattening.flatten import flatten
+from .channel import (
+    LEASE_S,
+    encoded_lease,
+    lease_key,
+    newest_after,
+    read_head,
+)
+from .mirror import Mirror, Version
+from .staging import Staging
+
+_TRIES = 3
+_POLL_S = 0.5
+"""Pause between two looks for a newer version."""
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An update of one subscriber to ``version``.
+
+    ``received_nbytes``: bytes read from the channel; ``prepare_s``: seconds to fetch, apply and
+    verify, while the engine works; ``pause_s``: seconds to swap the weights; ``sequence``: number
+    of the version in its channel; ``anchored_chunks``: chunks that were read whole.
+    """
+
+    version: int
+    sequence: int
+    received_nbytes: int
+    anchored_chunks: int
+    prepare_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Has:
+    """The sequence of the version that a rank uses, 0 for none."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The version that all ranks update to; ``sequence`` 0 if there is no newer one."""
+
+    sequence: int = 0
+    attempt: str = ""
+
+
+_CHOOSE = Round.of("choose", _Has, _Target)
+_READY = Round.of("ready", Nothing, Nothing)
+
+
+class Prepared:
+    """A verified version, on all ranks, that the engine does not use yet."""
+
+    def __init__(self, subscriber: Subscriber, version: Version, built: object = None) -> None:
+        self._subscriber = subscriber
+        self._version = version
+        self._built = built
+        self.prepare_s = 0.0
+        self.received_nbytes = 0
+        self.anchored_chunks = 0
+
+    @property
+    def version(self) -> int:
+        """The version, as its publisher numbered it."""
+        step = self._version.manifest.step
+        return -1 if step is None else step
+
+    def commit(self) -> Update:
+        """Make the engine use this version; return a report. The engine must not compute meanwhile.
+        Every rank that has prepared the version calls this."""
+        return self._subscriber._commit(self, self._version, self._built)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubscribeOptions:
+    """Options of :func:`holdfast.subscribe`."""
+
+    strict: Strict = True
+    cast: bool = False
+    in_place: bool = False
+    budget_nbytes: int = BUDGET_NBYTES
+    deadline_s: float = DEADLINE_S
+    storage_options: Mapping[str, object] | None = None
+    process_group: Group = None
+
+
+class Subscriber:
+    """Updates the weights of an engine from the channel ``uri``; made by
+    :func:`holdfast.subscribe`."""
+
+    def __init__(self, uri: UriLike, into: object, options: SubscribeOptions) -> None:
+        zstandard()
+        check_budget(options.budget_nbytes)
+        self._uri = os.fspath(uri)
+        self._into = into
+        self._options = options
+        self._id = secrets.token_hex(8)
+        self._driver: Driver = open_driver(self._uri, **(options.storage_options or {}))
+        self._mirror = Mirror(self._driver)
+        self._used: Version | None = None
+        self._staging = Staging(in_place=options.in_place)
+        self._built: object = None
+        self._prepared_last: Prepared | None = None
+        self._leased_sequence = 0
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine uses; None before the first update."""
+        return None if self._used is None else self._used.manifest.step
+
+    @property
+    def state(self) -> object:
+        """The weights as nested dicts of whole tensors, if there is no ``into``."""
+        if self._into is not None:
+            raise UsageError("this subscriber fills the engine's own weights")
+        return self._built
+
+    def newest(self) -> int | None:
+        """Return the newest published version, or None. Does not involve other
+        ranks. Raises StorageError, DamagedError."""
+        check_may_wait()
+        return run(self._newest())
+
+    def update(self, timeout_s: float = 0.0) -> Update | None:
+        """Update to the newest version; wait up to ``timeout_s`` for one that is newer than the
+        version in use. Return a report, or None without such a version.
+
+        Every rank calls this; all end on the same version. The bytes of a version are verified
+        before the first of them is used. After an error the engine still uses the old version, on
+        every rank. Raises MismatchError if the weights do not fit the engine, DamagedError,
+        StorageError, RankFailedError and DeadlineError.
+        """
+        prepared = self.prepare(timeout_s)
+        return None if prepared is None else prepared.commit()
+
+    def prepare(self, timeout_s: float = 0.0) -> Prepared | None:
+        """Fetch and verify the newest version, while the engine uses the old one; see
+        :meth:`update`. Its ``commit()`` swaps them."""
+        check_may_wait()
+        began_s = time.perf_counter()
+        with acting_in(self._options.process_group):
+            for left in reversed(range(_TRIES)):
+                before = self._mirror.received_nbytes, self._mirror.anchored
+                call = Call("choose version", printed_uri(self._uri))
+                chooser = current_team(call, self._options.deadline_s, saving=False)
+                version = run(self._chosen(chooser, timeout_s))
+                if version is None:
+                    return None
+                try:
+                    prepared = self._prepared(version)
+                    break
+                except (DamagedError, NotFoundError, RankFailedError, ReplacedError) as error:
+                    if not left:
+                        raise
+                    _log.warning("an update is repeated from an anchor: %s", error)
+                    self._mirror.forget()
+        prepared.received_nbytes = self._mirror.received_nbytes - before[0]
+        prepared.anchored_chunks = self._mirror.anchored - before[1]
+        prepared.prepare_s = time.perf_counter() - began_s
+        return prepared
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) for each whole tensor of the version in use, as inference engines
+        take them in ``load_weights``. Only without ``into``. Names leave out the top key of the
+        state, such as ``"model"``."""
+        yield from _named(self.state, ())
+
+    def close(self) -> None:
+        """Free the memory of the subscriber; the engine keeps its weights."""
+        self._mirror.forget()
+        self._staging.clear()
+        run(self._driver.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _newest(self) -> int | None:
+        head = await read_head(self._driver)
+        sequence = await newest_after(self._driver, head.sequence)
+        if not sequence:
+            return None
+        return (await self._mirror.version(sequence)).manifest.step
+
+    async def _chosen(self, team: Team, timeout_s: float) -> Version | None:
+        """Return the version that all ranks update to."""
+
+        async def choose(statements: Sequence[_Has]) -> _Target:
+            used = min(statement.sequence for statement in statements)
+            until_s = time.monotonic() + timeout_s
+            while True:
+                head = await read_head(self._driver)
+                newest = await newest_after(self._driver, head.sequence)
+                if newest > used:
+                    return await self._leased(newest)
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return _Target()
+                team.report_progress()
+                await asyncio.sleep(min(_POLL_S, left_s))
+
+        used = 0 if self._used is None else self._used.sequence
+        async with team.session():
+            try:
+                target = await team.round(_CHOOSE, _Has(used), choose)
+                if not target.sequence:
+                    return None
+                return await self._mirror.version(target.sequence, target.attempt)
+            except BaseException as error:
+                await team.fail(error)
+                raise
+
+    async def _leased(self, sequence: int) -> _Target:
+        """Put a lease of a version, and return it, or a newer one if it is not offered any more."""
+        while True:
+            await self._driver.put(lease_key(self._id), encoded_lease(sequence))
+            self._leased_sequence = sequence
+            head = await read_head(self._driver)
+            if sequence >= head.offered:
+                break
+            sequence = await newest_after(self._driver, head.sequence)
+        return _Target(sequence, (await self._mirror.version(sequence)).manifest.attempt)
+
+    def _prepared(self, version: Version) -> Prepared:
+        call = Call("update", printed_uri(self._uri), version.sequence)
+        team = current_team(call, self._options.deadline_s, saving=False)
+        if self._into is None:
+            rank = current_rank()
+            return self._ready(
+                version, run(self._leasing(version, self._build(team, version, rank)))
+            )
+        with announcing_errors(team):
+            flat = flatten(self._into, loading=True)
+            staged = self._staging.stage(flat, self._into)
+        options = self._options
+        job = LoadJob(
+            staged,
+            strict=options.strict,
+            cast=options.cast,
+            budget_nbytes=options.budget_nbytes,
+        )
+        run(self._leasing(version, run_load(self._mirror.at(version), team, job)))
+        self._staging.filled = job.match.filled
+        return self._ready(version)
+
+    def _ready(self, version: Version, built: object = None) -> Prepared:
+        self._prepared_last = Prepared(self, version, built)
+        return self._prepared_last
+
+    async def _build(self, team: Team, version: Version, rank: int) -> object:
+        """Build the state of a version on every rank; return it once all have done so."""
+
+        async def all_ready(statements: Sequence[Nothing]) -> Nothing:
+            return Nothing()
+
+        async with team.session():
+            try:
+                driver = self._mirror.at(version)
+                built, _, _ = await run_build(driver, rank, self._options.budget_nbytes)
+                await team.round(_READY, Nothing(), all_ready)
+            except BaseException as error:
+                await team.fail(error)
+                raise
+        return built
+
+    async def _leasing(self, version: Version, work: Coroutine[object, object, T]) -> T:
+        """Do ``work`` while a lease of the version is renewed, if this rank has put one."""
+        if self._leased_sequence != version.sequence:
+            return await work
+        renewing = asyncio.ensure_future(self._renew(version.sequence))
+        try:
+            return await work
+        finally:
+            renewing.cancel()
+            await wait_out([renewing])
+            self._leased_sequence = 0
+            with suppress(StorageError):
+                await self._driver.delete(lease_key(self._id))
+
+    async def _renew(self, sequence: int) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            with suppress(StorageError):
+                await self._driver.put(lease_key(self._id), encoded_lease(sequence))
+
+    def _commit(self, prepared: Prepared, version: Version, built: object) -> Update:
+        if prepared is not self._prepared_last:
+            raise UsageError(
+                f"version {prepared.version} is not the one that was prepared last",
+                advice="Commit each prepared version once, before preparing the next.",
+            )
+        began_s = time.perf_counter()
+        if self._into is None:
+            self._built = built
+        else:
+            self._staging.swap()
+        self._used = version
+        self._prepared_last = None
+        pause_s = time.perf_counter() - began_s
+        _log.info("version %d is in use", prepared.version)
+        return Update(
+            prepared.version,
+            version.sequence,
+            prepared.received_nbytes,
+            prepared.anchored_chunks,
+            prepared.prepare_s,
+            pause_s,
+        )
+
+
+def _named(node: object, keys: tuple[Key, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors below ``node`` by the dotted path from the second key on."""
+    if isinstance(node, torch.Tensor):
+        yield dotted(keys[1:] or keys), node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _named(value, (*keys, key))
+    elif isinstance(node, list | tuple):
+        for number, value in enumerate(node):
+            yield from _named(value, (*keys, number))

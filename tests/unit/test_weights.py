@@ -1,0 +1,293 @@
+"""Weight channels in one process: updates, lag, failures, retention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import difference, fresh_uri
+
+import holdfast
+from holdfast.drivers.memory import STORES
+from holdfast.storage.weights.channel import Head
+
+SIZE = 3_000_000
+"""Elements of the largest tensor: its image has two chunks."""
+
+
+class Model(torch.nn.Module):
+    """A model with tensors of several dtypes, a tied one and a buffer."""
+
+    def __init__(self, seed: int, size: int = 10_000) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
+            values = torch.randn(*shape, generator=generator) * 0.02
+            return torch.nn.Parameter(values.to(dtype), requires_grad=False)
+
+        self.big = parameter(3, size)
+        self.tied = self.big
+        self.norm = parameter(1000, dtype=torch.float32)
+        self.small = parameter(77, 3, dtype=torch.float16)
+        self.scales = parameter(5, dtype=torch.float8_e4m3fn)
+        self.register_buffer("count", torch.tensor([seed]))
+
+
+def train(model: Model, share: float, seed: int) -> None:
+    """Change a ``share`` of all elements a little."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in model.state_dict().values():
+        raw = tensor.view(-1).view(torch.uint8)
+        chosen = torch.rand(raw.shape, generator=generator) < share
+        raw[chosen] += 1
+
+
+def weights(model: Model) -> dict[str, Any]:
+    """Return a copy of the weights."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def follow(subscriber: holdfast.Subscriber, engine: Model, model: Model) -> holdfast.Update:
+    """Update, and compare the engine with the trainer."""
+    update = subscriber.update()
+    assert update is not None
+    assert difference(weights(engine), weights(model)) is None
+    return update
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_version_arrives_bit_for_bit(in_place: bool) -> None:
+    """A subscriber has exactly the newest version after each update, with little read for it."""
+    uri = fresh_uri()
+    model, engine = Model(1, SIZE), Model(2, SIZE)
+    held = engine.norm.data.data_ptr()
+    with (
+        holdfast.publish(uri, anchor=6) as publisher,
+        holdfast.subscribe(uri, {"model": engine}, in_place=in_place) as subscriber,
+    ):
+        assert subscriber.update() is None
+        for version in range(0, 24, 3):
+            publisher.push(version, {"model": model}).wait()
+            update = follow(subscriber, engine, model)
+            assert update.version == subscriber.version == subscriber.newest() == version
+            assert (update.anchored_chunks > 0) == (version == 0), "anchors are not read again"
+            assert subscriber.update() is None
+            if version == 0:
+                assert (held == engine.norm.data_ptr()) == in_place
+            train(model, 0.01, version)
+    assert engine.big.data_ptr() == engine.tied.data_ptr()
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3, 5, 11, 25])
+def test_a_subscriber_that_lags_arrives_at_the_newest_version(behind: int) -> None:
+    """However far behind a subscriber is, one update brings it to the newest version."""
+    uri = fresh_uri()
+    model, engine = Model(1), Model(2)
+    with (
+        holdfast.publish(uri, keep=4, anchor=9) as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        publisher.push(0, {"model": model}).wait()
+        follow(subscriber, engine, model)
+        for version in range(1, behind + 1):
+            train(model, 0.002, version)
+            publisher.push(version, {"model": model}).wait()
+        follow(subscriber, engine, model)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.003, 0.2, 1.0])
+def test_any_share_of_changes_arrives(share: float) -> None:
+    """Patches of few, many or all bytes give the published weights; unchanged ones take nothing."""
+    uri = fresh_uri()
+    model, engine = Model(1), Model(2)
+    with (
+        holdfast.publish(uri) as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        for version in range(3):
+            report = publisher.push(version, {"model": model}).wait()
+            assert report is not None
+            follow(subscriber, engine, model)
+            if version and not share:
+                assert report.stored_nbytes < 32 << 10
+            assert report.stored_nbytes <= report.nbytes + 4096
+            train(model, share, version)
+
+
+def test_versions_are_never_used_twice() -> None:
+    """A trainer that restarts from an older checkpoint continues above the newest version."""
+    uri = fresh_uri()
+    with holdfast.publish(uri) as publisher:
+        publisher.push(40, {"w": torch.ones(10)}).wait()
+    with holdfast.publish(uri) as publisher:
+        assert publisher.newest == 40
+        with pytest.raises(holdfast.UsageError, match="not newer than 40"):
+            publisher.push(31, {"w": torch.zeros(10)})
+        publisher.push(41, {"w": torch.zeros(10)}).wait()
+        subscriber = holdfast.subscribe(uri)
+        subscriber.update()
+        assert subscriber.state == {"w": pytest.approx(torch.zeros(10))}
+
+
+def test_of_two_publishers_one_is_told() -> None:
+    """A second publisher takes over; the first is told at its next push and publishes nothing."""
+    uri = fresh_uri()
+    first = holdfast.publish(uri)
+    first.push(1, {"w": torch.ones(10)}).wait()
+    second = holdfast.publish(uri)
+    second.push(2, {"w": torch.full((10,), 2.0)}).wait()
+    with pytest.raises(holdfast.SupersededError, match="another publisher"):
+        first.push(3, {"w": torch.full((10,), 3.0)}).wait()
+    with pytest.raises(holdfast.SupersededError, match="another publisher"):
+        first.push(4, {"w": torch.full((10,), 3.0)})
+    second.push(3, {"w": torch.full((10,), 4.0)}).wait()
+    with holdfast.subscribe(uri) as subscriber:
+        assert subscriber.update() is not None
+        assert dict(subscriber.weights())["w"].tolist() == [4.0] * 10
+
+
+def test_an_anchor_is_a_checkpoint_of_safetensors(tmp_path: Path) -> None:
+    """Anyone can load an anchor; a version of patches is refused with the way to read it."""
+    model = Model(1)
+    with holdfast.publish(tmp_path) as publisher:
+        publisher.push(7, {"model": model}).wait()
+        train(model, 0.01, 1)
+        publisher.push(8, {"model": model}).wait()
+    loaded = holdfast.load(tmp_path / "00000001")
+    assert difference(loaded["model"], weights(Model(1))) is None
+    with pytest.raises(holdfast.UsageError, match="version of a weight channel"):
+        holdfast.load(tmp_path / "00000002")
+
+
+def test_old_versions_are_deleted_unless_they_are_read() -> None:
+    """Versions that no offered one needs are deleted one push later, unless they are leased."""
+    uri = fresh_uri()
+    store = STORES.setdefault(uri.removeprefix("memory://"), {})
+
+    def kept() -> set[int]:
+        return {int(key.split("/")[0]) for key in store if key[0] == "0"}
+
+    with holdfast.publish(uri, keep=4, anchor=8) as publisher:
+        for version in range(1, 25):
+            publisher.push(version, {"w": torch.full((10,), float(version))}).wait()
+            if version == 12:
+                store["leases/reader.json"] = (b'{"sequence": 10}', store["newest.json"][1])
+            if version > 12:
+                assert {9, 10} <= kept(), "version 10 and its anchor are being read"
+        publisher.push(25, {"w": torch.zeros(10)}).wait()
+    head = Head.decode(store["newest.json"][0])
+    assert head.sequence == 25
+    assert kept() - {9, 10} == set(range(17, 26))
+
+
+@pytest.mark.parametrize("place", ["index", "patch", "missing"])
+def test_damage_leaves_the_old_version_in_use(place: str) -> None:
+    """An engine never gets a version whose bytes are damaged; the next version repairs it."""
+    uri = fresh_uri()
+    store = STORES.setdefault(uri.removeprefix("memory://"), {})
+    model, engine = Model(1), Model(2)
+    with (
+        holdfast.publish(uri) as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        publisher.push(1, {"model": model}).wait()
+        follow(subscriber, engine, model)
+        before = weights(engine)
+        train(model, 0.01, 1)
+        publisher.push(2, {"model": model}).wait()
+        (key,) = [key for key in store if key.endswith(".patch")]
+        data = bytearray(store[key][0])
+        if place == "missing":
+            del store[key]
+        else:
+            data[-20 if place == "index" else 100] ^= 1
+            store[key] = (bytes(data), store[key][1])
+        with pytest.raises((holdfast.DamagedError, holdfast.NotFoundError)):
+            subscriber.update()
+        assert subscriber.version == 1
+        assert difference(weights(engine), before) is None
+    with holdfast.publish(uri) as publisher:
+        publisher.push(3, {"model": model}).wait()
+        subscriber = holdfast.subscribe(uri, {"model": engine})
+        follow(subscriber, engine, model)
+
+
+def test_weights_that_were_changed_locally_are_replaced() -> None:
+    """An engine that changed its weights has the published ones after the next update."""
+    uri = fresh_uri()
+    model, engine = Model(1), Model(2)
+    with (
+        holdfast.publish(uri) as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        for version in range(4):
+            publisher.push(version, {"model": model}).wait()
+            follow(subscriber, engine, model)
+            engine.big.data[0, 5] = 3
+            engine.norm.data = torch.zeros(1000)
+            train(model, 0.01, version)
+
+
+def test_a_failed_push_publishes_nothing_and_the_next_is_an_anchor() -> None:
+    """After a failure the sender's copy counts for nothing, so no receiver can drift."""
+    uri = fresh_uri()
+    model, engine = Model(1), Model(2)
+    with (
+        holdfast.publish(uri) as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        publisher.push(1, {"model": model}).wait()
+        follow(subscriber, engine, model)
+        train(model, 0.01, 1)
+        with pytest.raises(holdfast.StateError):
+            publisher.push(2, {"model": model, "what": object()})
+        publisher.push(2, {"model": model}).wait()
+        assert follow(subscriber, engine, model).anchored_chunks > 0
+
+
+def test_the_newest_version_is_found_without_its_head() -> None:
+    """A publisher that died before it announced a version has still published it."""
+    uri = fresh_uri()
+    store = STORES.setdefault(uri.removeprefix("memory://"), {})
+    publisher = holdfast.publish(uri)
+    for version in (1, 2, 3):
+        publisher.push(version, {"w": torch.full((4,), float(version))}).wait()
+        publisher.close() if version == 3 else None
+        if version == 1:
+            head = store["newest.json"]
+    store["newest.json"] = head
+    subscriber = holdfast.subscribe(uri)
+    assert subscriber.newest() == 3
+    subscriber.update()
+    assert dict(subscriber.weights())["w"].tolist() == [3.0] * 4
+    with holdfast.publish(uri) as publisher:
+        assert publisher.newest == 3
+        publisher.push(9, {"w": torch.zeros(4)}).wait()
+    assert json.loads(store["newest.json"][0])["kept"] == [1, 2, 3, 4]
+
+
+def test_a_cast_publishes_the_chosen_dtype() -> None:
+    """fp32 weights are published as bf16; integers and their own dtypes stay."""
+    uri = fresh_uri()
+    given = {"w": torch.randn(100), "n": torch.arange(5)}
+    with holdfast.publish(uri, dtype="bf16") as publisher:
+        publisher.push(1, given).wait()
+    with holdfast.subscribe(uri) as subscriber:
+        subscriber.update()
+        found = dict(subscriber.weights())
+    assert torch.equal(found["w"], given["w"].bfloat16())
+    assert torch.equal(found["n"], given["n"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"keep": 3}, "keep=3"), ({"anchor": 0}, "anchor=0"), ({"dtype": "int8"}, "dtype='int8'")],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    """Bad options are errors before any I/O."""
+    with pytest.raises(holdfast.UsageError, match=message):
+        holdfast.publish("memory://never", **options)
