@@ -15,7 +15,7 @@ from ..state.bits import writable
 from ..state.flat_state import FlatState
 from ..state.flattening.flatten import modules_in
 
-_Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+_Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 @dataclass(eq=False)
@@ -57,12 +57,13 @@ class Staging:
             raise StateError(
                 f"{name} has no memory yet", advice="Give the module memory first: to_empty()."
             )
+        self.drop()
         owners = {} if self.in_place else _owners(into)
         pairs: dict[_Key, _Pair] = {}
         self._names = list(flat.names)
         self._pairs = []
         for name, live in zip(flat.names, flat.locals, strict=True):
-            key = (live.data_ptr(), live.shape, live.stride(), live.dtype)
+            key = _key(live)
             if key not in pairs:
                 pairs[key] = _Pair(live, self._second(name, live), owners.get(key, []))
             self._pairs.append(pairs[key])
@@ -97,17 +98,19 @@ class Staging:
                     pair.live.copy_(pair.staged)
                 self._spare[name] = pair.staged
         _finish_copies(pair.live for pair in self._pairs)
-        self._pairs.clear()
+        self._names = []
+        self._pairs = []
 
     def drop(self) -> None:
-        """Forget an update that is not used; its memory serves the next one."""
+        """Forget an update that is not used. Its memory serves the next one."""
         for name, pair in zip(self._names, self._pairs, strict=True):
             self._spare.setdefault(name, pair.staged)
-        self._pairs.clear()
+        self._names = []
+        self._pairs = []
 
     def clear(self) -> None:
         """Free all memory."""
-        self._pairs.clear()
+        self.drop()
         self._spare.clear()
 
 
@@ -119,9 +122,12 @@ def _owners(into: object) -> dict[_Key, list[torch.Tensor]]:
         for tensor in each:
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
             if plain and tensor.device.type == "cpu" and tensor.is_contiguous():
-                key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-                found.setdefault(key, []).append(tensor)
+                found.setdefault(_key(tensor), []).append(tensor)
     return found
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _part_shared(pairs: Collection[_Pair]) -> None:
