@@ -18,12 +18,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, NoReturn
 
 from ..core.aio import to_the_end
 from ..core.units import ceil_div
 from ..errors import DamagedError, StorageDownError, StorageError, UriError
 from .pieces import cut
+from .watching import news, poll
 
 __all__ = [
     "SMALL_NBYTES_MAX",
@@ -319,6 +321,18 @@ class Driver(ABC):
     async def get(self, key: str) -> bytes:
         """Return the whole content of a small object. Raises NotFoundError; raises DamagedError
         before reading if the object is not small (:func:`check_small`)."""
+
+    async def watch(self, key: str, known: bytes | None, timeout_s: float) -> bytes | None:
+        """Wait until the content of a small object differs from ``known``, and return it. ``known``
+        is None if the caller knows of no such object. An object that is deleted counts as
+        unchanged until it is there again.
+
+        Returns None if there is nothing new ``timeout_s`` seconds later, or a little later: the
+        last look is not cut short. A timeout of 0 looks once. Raises the errors of :meth:`get`
+        except NotFoundError. Cancelling it is as prompt as cancelling a :meth:`get`. The default
+        polls; override it if the storage can send less for an object that has not changed.
+        """
+        return await poll(lambda: news(partial(self.get, key), known), timeout_s)
 
     @abstractmethod
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import tracemalloc
@@ -121,6 +122,34 @@ async def test_a_replaced_or_deleted_object_is_not_read_again(place: Place, driv
         assert await other.get("x") == content
     await driver.delete("x")
     await refused(NotFoundError, other.read("x", 0, into), other.stat("x"))
+
+
+@trial()
+async def test_a_watch_returns_what_is_new(place: Place, driver: Driver) -> None:
+    """A watch returns an object that appears, and content that another driver put, but not known
+    content that was put again. It ends without news at its timeout, also after a delete, and soon
+    when it is cancelled."""
+    other = place.open()
+    assert await driver.watch("a/x", None, 0) is None
+    appearing = asyncio.create_task(driver.watch("a/x", None, 60))
+    await asyncio.sleep(0.2)
+    await other.put("a/x", b"first")
+    assert await appearing == b"first"
+    changing = asyncio.create_task(driver.watch("a/x", b"first", 60))
+    await asyncio.sleep(0.2)
+    await other.put("a/x", b"first")
+    await other.put("a/x", b"second")
+    assert await changing == b"second"
+    assert await driver.watch("a/x", b"first", 0) == b"second"
+    assert await driver.watch("a/x", b"second", 0.3) is None
+    await other.delete("a/x")
+    cancelled = asyncio.create_task(driver.watch("a/x", b"second", 60))
+    await asyncio.sleep(0.2)
+    began_s = time.monotonic()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert cancelled.cancelled()
+    assert time.monotonic() - began_s < 5
 
 
 @trial()

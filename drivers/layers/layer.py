@@ -135,6 +135,10 @@ class Layer(Driver):
     async def get(self, key: str) -> bytes:
         return await self.around(Operation("get", key), partial(self.inner.get, key))
 
+    async def watch(self, key: str, known: bytes | None, timeout_s: float) -> bytes | None:
+        call = partial(self.inner.watch, key, known, timeout_s)
+        return await self.around(Operation("watch", key), call)
+
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         call = partial(self.inner.put, key, data, exclusive=exclusive)
         await self.around(Operation("put", key, len(data)), call)

@@ -7,6 +7,7 @@ Only an error's ``temporary`` flag decides. Which operations are retried, and wh
 - put: likewise. An exclusive put may find the object of its own earlier attempt, and checks for
   that (:meth:`RetryLayer.put`).
 - create: the remains of a failed attempt are invisible, harmless, and swept later.
+- watch: until its own timeout.
 - write: never. Clients of object stores retry the request of a failed part themselves; for a
   half-written part of a file, only the driver could know where to continue.
 - commit: never. A repeated fsync can succeed although the first one lost the data.
@@ -21,7 +22,8 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar, cast
 
 from ...core.spans import count_retry, count_throttled
@@ -110,6 +112,29 @@ class RetryLayer(Layer):
                 raise
 
         await self._tried(Operation("put", key, len(data)), once)
+
+    async def watch(self, key: str, known: bytes | None, timeout_s: float) -> bytes | None:
+        """See :meth:`Driver.watch`. Repeats it after temporary failures, whatever their number. If
+        the storage has not recovered at the timeout, raises the failure of a last look."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        policy = self._policy
+        tries = 0
+        while True:
+            tries += 1
+            left_s = max(0.0, end_s - loop.time())
+            most_s = None if policy.op_timeout_s is None else policy.op_timeout_s + left_s
+            once = RetryLayer(self.inner, replace(policy, retries=0, op_timeout_s=most_s))
+            call = partial(self.inner.watch, key, known, left_s)
+            try:
+                return await once._tried(Operation("watch", key), call)
+            except HoldfastError as error:
+                if not (error.temporary and policy.retries and loop.time() < end_s):
+                    raise
+                wait_s = pause_s(policy, tries, error, self._chance)
+                _log.info("looking again in %.2f s: %s", wait_s, error)
+            count_retry()
+            await asyncio.sleep(max(0.0, min(wait_s, end_s - loop.time())))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """See :meth:`Driver.list`. A failed listing restarts and skips the entries already yielded,

@@ -95,7 +95,7 @@ class LimitLayer(Layer):
     order.
 
     The traits report the limit, so a scheduler does not start more. Aborts never wait, because they
-    release resources that others may be waiting for.
+    release resources that others may be waiting for. Nor do watches, which are mostly idle.
     """
 
     def __init__(self, inner: Driver, concurrency: int) -> None:
@@ -110,7 +110,7 @@ class LimitLayer(Layer):
         return replace(traits, concurrency=min(traits.concurrency, self._concurrency))
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
-        if operation.name == "abort":
+        if operation.name in ("abort", "watch"):
             return await call()
         with waiting_for_a_turn():
             await self._slots.acquire()

@@ -52,9 +52,10 @@ from ..pieces import PieceJoiner, Rooms
 from ..schemes import check_installed
 from ..threads import Threads
 from ..uri import Uri
+from ..watching import news, poll
 from .compose import ComposedUpload, part_min_nbytes
 from .connections import Connections, Held
-from .errors import failures, missing_container, no_store, states_code
+from .errors import failures, is_unchanged, missing_container, no_store, states_code
 from .known_stores import KNOWN
 from .names import encoded, split_location
 from .options import COMMON_OPTIONS, Requests, settings_of
@@ -321,12 +322,38 @@ class ObjectDriver(Driver):
         )
 
     async def get(self, key: str) -> bytes:
-        path = self._path(key)
-        with self._connections.hold(await self._call("get", key, "get_async", path)) as answer:
-            check_small(answer.response.meta["size"], self.uri, key)
+        content, _ = await self._get(key)
+        return content
+
+    async def _get(self, key: str, **options: str) -> tuple[bytes, str | None]:
+        """Return the content and the entity tag of a small object. ``options`` are obstore's."""
+        call = self._call("get", key, "get_async", self._path(key), options=options)
+        with self._connections.hold(await call) as answer:
+            meta = answer.response.meta
+            check_small(meta["size"], self.uri, key)
             if answer.response.attributes.get("Content-Type", "").startswith("text/html"):
                 raise no_store(self.uri, key)  # such as a login page in place of the object
-            return bytes(await self._timed("get", key, answer.response.bytes_async()))
+            content = await self._timed("get", key, answer.response.bytes_async())
+            return bytes(content), meta["e_tag"]
+
+    async def watch(self, key: str, known: bytes | None, timeout_s: float) -> bytes | None:
+        """See :meth:`Driver.watch`. Requests after the first one are conditional, so an object that
+        has not changed is not sent again."""
+        options: dict[str, str] = {}
+
+        async def get() -> bytes:
+            try:
+                content, tag = await self._get(key, **options)
+            except StorageError as error:
+                if known is None or not is_unchanged(error):
+                    raise
+                return known
+            options.clear()
+            if tag is not None:
+                options["if_none_match"] = tag
+            return content
+
+        return await poll(lambda: news(get, known), timeout_s)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         """See :meth:`Driver.put`. ``exclusive`` sends one conditional request, which obstore does

@@ -189,6 +189,11 @@ def translated(error: BaseException, doing: str, uri: str, key: str) -> StorageE
     )
 
 
+def is_unchanged(error: StorageError) -> bool:
+    """Return whether a conditional request failed only because the object has not changed."""
+    return type(error.__cause__).__name__ == "NotModifiedError"
+
+
 def _answer(text: str) -> tuple[str, int]:
     """Return the code and status of the store's response; "" and 0 if not stated."""
     code = ""

@@ -376,7 +376,12 @@ LAYERS = {
 EVERYTHING = "faults=seed:1&metrics=on&max_concurrency=4&max_bytes_per_s=1TB&retries=3&op_timeout_s=60&hedge_percent=5"
 
 
-RESULTS = {"fetch": memoryview(b"fe"), "get": b"got", "stat": ObjectInfo("s", 3, 4.0)}
+RESULTS = {
+    "fetch": memoryview(b"fe"),
+    "get": b"got",
+    "watch": b"new",
+    "stat": ObjectInfo("s", 3, 4.0),
+}
 
 
 def recorded(name: str) -> Any:
@@ -444,7 +449,7 @@ async def use(driver: Driver) -> list[Any]:
     returned = [
         driver.copies_from(SOURCE), driver.links_from(SOURCE), await driver.link("li", SOURCE, "from"),
         await upload.commit(2), await upload.abort(), await driver.read("r", 5, memoryview(bytearray(2))),
-        await driver.fetch("f", 5, 2), await driver.read_pieces("rp", 5, 2, taken.append), taken, await driver.get("g"),
+        await driver.watch("w", b"known", 0.0), await driver.fetch("f", 5, 2), await driver.read_pieces("rp", 5, 2, taken.append), taken, await driver.get("g"),
         await driver.put("p", b"1", exclusive=True), await driver.stat("s"), [info async for info in driver.list("l")],
         await driver.delete("d"), await driver.delete_all("da"), await driver.sweep("sw"),
     ]  # fmt: skip

@@ -265,3 +265,35 @@ def test_cancelling_is_not_a_failure() -> None:
 
     assert run_virtual(run([HANG], 5.0)) == 1
     assert run_virtual(run([DOWN("x")], 0.5)) == 1
+
+
+# watch
+
+
+def test_a_watch_outlasts_temporary_failures() -> None:
+    """More failures than retries do not end a watch, nor does a storage that hangs for a while."""
+    script = [DOWN("x")] * 8
+    below, result, at_s = outcome(lambda d: d.watch("k", b"old", 100.0), [*script, None])
+    assert (result, len(below.tried)) == (b"abc", 9)
+    assert at_s == 0.5 + 1 + 2 + 4 + 5 * 4
+
+
+@pytest.mark.parametrize(
+    ("script", "policy", "kind", "end_s"),
+    [
+        ([DOWN("x")] * 99, POLICY, StorageDownError, 12.0),
+        ([DOWN("x")] * 99, replace(POLICY, retries=0), StorageDownError, 0.0),
+        ([AccessError("x")], POLICY, AccessError, 0.0),
+        ([HANG], HASTY, StorageDownError, 42.0),
+        ([DOWN("x"), None], POLICY, type(None), 12.0),
+    ],
+)
+def test_a_watch_ends_at_its_timeout(
+    script: list[Step], policy: RetryPolicy, kind: type, end_s: float
+) -> None:
+    """At the timeout of 12 s, a storage that has not recovered is an error, and an unchanged object
+    is None. Permanent failures are raised at once, without retries all are. A look that hangs has
+    the time limit of any operation."""
+    _, result, at_s = outcome(lambda d: d.watch("k", b"abc", 12.0), script, policy)
+    assert type(result) is kind
+    assert at_s == end_s
