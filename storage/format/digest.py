@@ -11,9 +11,12 @@ xxh3 is not a cryptographic hash: it detects damage, not forgery.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import xxhash
+
+from ...planner.image import DIGEST_NBYTES
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -31,3 +34,16 @@ def page_of(data: memoryview, block_nbytes: int) -> bytes:
     xxh3 = xxhash.xxh3_128_digest
     cuts = [*range(0, len(data), block_nbytes), len(data)]
     return b"".join([xxh3(data[begin:end]) for begin, end in pairwise(cuts)])
+
+
+def page_with(
+    page: bytes, ranges: Sequence[tuple[int, int]], data: memoryview, block_nbytes: int
+) -> bytes:
+    """Return ``page`` with the digests of the blocks in these ranges of ``data`` instead of those
+    that it has."""
+    found = bytearray(page)
+    for start, stop in ranges:
+        digests = page_of(data[start:stop], block_nbytes)
+        at = start // block_nbytes * DIGEST_NBYTES
+        found[at : at + len(digests)] = digests
+    return bytes(found)

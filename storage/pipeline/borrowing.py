@@ -55,14 +55,15 @@ class Incremental:
 @dataclass(eq=False)
 class BaseImage(ABC):
     """An image of this layout in an earlier checkpoint at ``source``, whose equal blocks an upload
-    can copy. ``key``: its key; ``blocks``: (B, 16) digests of its blocks. ``held(pages)``: which
-    chunks of the image to write have these digests. They are borrowed without being taken."""
+    can copy. ``key``: its key; ``blocks``: (B, 16) digests of its blocks. ``known(pages)``: digests
+    of chunks of the image to write, if the base has the digests ``pages``. Their equal blocks are
+    borrowed and not taken."""
 
     source: Driver
     key: str
     layout: ImageLayout
     blocks: npt.NDArray[np.uint8]
-    held: Callable[[Mapping[int, bytes]], Awaitable[set[int]]] | None = field(
+    known: Callable[[Mapping[int, bytes]], Awaitable[dict[int, bytes]]] | None = field(
         default=None, kw_only=True
     )
 
@@ -71,10 +72,6 @@ class BaseImage(ABC):
         start, stop = self.layout.chunk_range(chunk)
         block = self.layout.block_nbytes
         return self.blocks[start // block : ceil_div(stop, block)].tobytes()
-
-    def lends(self, chunk: int, page: bytes) -> bool:
-        """Return whether all of a chunk with these digests is borrowed."""
-        return self.runs(chunk, page) == [(*self.layout.chunk_range(chunk), True)]
 
     @abstractmethod
     async def open(self, driver: Driver, key: str, nbytes: int) -> Upload:

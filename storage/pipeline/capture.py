@@ -19,7 +19,7 @@ from ..runtime.scheduler import Budget
 from ..state.capture.switch_interval import short_switch_interval
 from ..state.capture.write_tracking import overlaps, without
 from ..state.source import ImageSource
-from .chunks import chunks_to_write
+from .chunks import Parts, chunks_to_write
 
 PIECE_NBYTES = 64 << 20
 """Most bytes of an image copied by one call."""
@@ -39,19 +39,24 @@ class TensorChunks:
         self._on_device = source.allocate is not None
         self._counted = counting("device_copy")
 
-    async def take(self, chunk: int) -> HostBuffer:
-        """Copy a chunk into a new buffer; see :class:`.chunks.ChunkSource`."""
+    async def take(self, chunk: int, parts: Parts | None = None) -> HostBuffer:
+        """Copy a chunk, or its ``parts``, into a new buffer; see :class:`.chunks.ChunkSource`."""
         buffer = self.pool.take()
+        whole = self._layout.chunk_range(chunk)
         try:
-            await self.copy_range(*self._layout.chunk_range(chunk), buffer)
+            await offload(self._copy_parts, parts or [whole], whole[0], buffer)
         except BaseException:
             self.pool.give(buffer)
             raise
         return buffer
 
-    async def held(self, pages: Mapping[int, bytes]) -> set[int]:
-        """Return the chunks that are as in the save before, where their digests were ``pages``,
-        except where finding out would take long. Only blocks in doubt are read."""
+    def _copy_parts(self, parts: Parts, start: int, buffer: HostBuffer) -> None:
+        for begin, end in parts:
+            self._copy(begin, end, buffer.part(begin - start, end - start))
+
+    async def known(self, pages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return the digests of chunks that had the digests ``pages`` in the save before, except
+        where finding out would take long. Only blocks in doubt are read."""
         source = self._source
         assert source is not None
         proven = source.proven()
@@ -60,16 +65,16 @@ class TensorChunks:
         half_nbytes = self._layout.chunk_nbytes // 2
         asked = [chunk for chunk in pages if _nbytes_of(doubts[chunk]) <= half_nbytes]
 
-        def same(chunks: Sequence[int]) -> list[int]:
+        def found(chunks: Sequence[int]) -> dict[int, bytes]:
             spare = self.pool.take()
             try:
-                return [c for c in chunks if source.have(doubts[c], ranges[c][0], pages[c], spare)]
+                return {c: source.page(pages[c], ranges[c][0], doubts[c], spare) for c in chunks}
             finally:
                 self.pool.give(spare)
 
         shares = (asked[thread::CPU_THREADS] for thread in range(CPU_THREADS))
-        found = await side_by_side(*(offload(same, share) for share in shares))
-        return {chunk for share in found for chunk in share}
+        answers = await side_by_side(*(offload(found, share) for share in shares))
+        return dict(sorted(item for answer in answers for item in answer.items()))
 
     async def copy_range(self, start: int, stop: int, buffer: HostBuffer) -> None:
         """Copy bytes [start, stop) of the image to the beginning of ``buffer``."""
@@ -122,7 +127,7 @@ async def capture_into(
         chunks.close()
 
 
-def _nbytes_of(ranges: Sequence[tuple[int, int]]) -> int:
+def _nbytes_of(ranges: Parts) -> int:
     return sum(stop - start for start, stop in ranges)
 
 

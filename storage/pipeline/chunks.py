@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ...planner.image import ImageLayout
 from ..arenas.memory import Memory
 from ..runtime.buffers import HostBuffer, HostPool
+
+Parts = Sequence[tuple[int, int]]
+"""Ranges [start, stop) of bytes of an image."""
 
 
 class ChunkSource(Protocol):
@@ -22,9 +26,9 @@ class ChunkSource(Protocol):
     def pool(self) -> HostPool:
         """The pool that the chunks' buffers come from and return to."""
 
-    async def take(self, chunk: int) -> HostBuffer:
+    async def take(self, chunk: int, parts: Parts | None = None) -> HostBuffer:
         """Return a buffer that begins with the bytes of ``chunk``. The caller returns it to the
-        pool."""
+        pool. ``parts``: the only bytes needed, as ranges of the image; a source may ignore it."""
 
     def close(self) -> None:
         """Release everything that was not taken. Idempotent."""
@@ -48,7 +52,7 @@ class MemoryChunks:
         self._layout = layout
         self._memory: Memory | None = memory
 
-    async def take(self, chunk: int) -> HostBuffer:
+    async def take(self, chunk: int, parts: Parts | None = None) -> HostBuffer:
         """Return the chunk's memory; see :class:`ChunkSource`."""
         assert self._memory is not None
         start, stop = self._layout.chunk_range(chunk)

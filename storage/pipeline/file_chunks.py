@@ -17,7 +17,7 @@ from ...drivers.contract import Driver
 from ...planner.image import ImageLayout
 from ..runtime.buffers import HostBuffer, host_pool
 from ..runtime.engine import offload
-from .chunks import fill_frame
+from .chunks import Parts, fill_frame
 
 ENCLOSED_NBYTES_MAX = 1 << 20
 """Largest range that is read to locate bytes in it."""
@@ -150,7 +150,7 @@ class FileChunks:
         self._check = check
         self._untaken = layout.chunks
 
-    async def take(self, chunk: int) -> HostBuffer:
+    async def take(self, chunk: int, parts: Parts | None = None) -> HostBuffer:
         """Read a chunk; see :class:`.chunks.ChunkSource`. Raises errors of ``driver.read`` and
         of ``find``."""
         start, stop = self._layout.chunk_range(chunk)

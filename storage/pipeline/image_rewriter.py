@@ -19,7 +19,7 @@ from ...planner.table import ShardTable
 from ..format.manifest import Manifest
 from ..format.tables import ImageTable
 from ..runtime.buffers import HostBuffer, host_pool
-from .chunks import fill_frame
+from .chunks import Parts, fill_frame
 from .flat_reader import FlatRanges, read_ranges
 from .image_reader import ImageReader
 from .image_writer import Callbacks, ImageWriter, WrittenImage, stored_image
@@ -177,7 +177,7 @@ class _TensorChunks:
         self._start = layout.start[layout.order]
         self._stop = self._start + source.manifest.tensors.nbytes[self._row]
 
-    async def take(self, chunk: int) -> HostBuffer:
+    async def take(self, chunk: int, parts: Parts | None = None) -> HostBuffer:
         """Read a chunk; see :class:`.chunks.ChunkSource`. Raises like
         :func:`.flat_reader.read_ranges`."""
         start, stop = self._layout.chunk_range(chunk)

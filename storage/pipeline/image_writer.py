@@ -17,7 +17,7 @@ from ...core.spans import Where, span
 from ...drivers.contract import AtMost, Driver, Traits, Upload, UploadLostError, segments
 from ...errors import HoldfastError, StorageError
 from ...planner.image import DIGEST_NBYTES, ImageLayout
-from ..format.digest import digest, page_of
+from ..format.digest import digest, page_of, page_with
 from ..format.extents import Extents
 from ..format.manifest import PATCH
 from ..format.packed import Compression, Index, PackedChunk, index_nbytes, pack
@@ -26,13 +26,14 @@ from ..runtime.buffers import HostBuffer
 from ..runtime.engine import CPU_THREADS, offload
 from ..runtime.executor import Pipeline, Stage
 from ..runtime.scheduler import Budget
+from ..state.capture.write_tracking import merged, overlaps, without
 from .borrowing import BaseImage, pages_of
 from .chunks import ChunkSource, chunks_to_write
 from .linking import LinkedUpload
 from .patching import PatchPacking, PublishedImage
 
-RUN_CHUNKS_MAX = 64
-"""Most chunks copied at a time: a server that does not clone should show progress."""
+COPY_NBYTES_MAX = 1 << 30
+"""Most bytes of the base copied by one call. Storage that does not clone should show progress."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class ImageWriter:
         """Whether to keep buffers until the image is durable, so that a lost upload can be
         repeated. Only if the whole image fits in memory anyway. Packing modifies buffers."""
         self._pages = [b""] * count
+        self._left: dict[int, list[tuple[int, int]]] = {}
+        """Bytes that are left to take of chunks with borrowed blocks, as ranges of the image."""
         self._uncaptured = count
         self._unhashed = count
         self._written_nbytes = 0
@@ -254,39 +257,50 @@ class ImageWriter:
         return chunks_nbytes(count, self._layout.chunk_nbytes, traits, self._budget_nbytes, reads)
 
     async def _left_out(self, opening: Opening) -> set[int]:
-        """Borrow the chunks that are equal to the base's as a whole without taking them, and return
-        them. If the base vanishes, the capture has not ended, and their bytes can be taken."""
+        """Borrow all blocks that are known to be equal to the base's without taking them, and
+        return the chunks that are borrowed entirely. If the base vanishes, the capture has not
+        ended, and all bytes can be taken."""
         upload = await opening.upload()
         base = self._base
-        # A skipped chunk cannot be sent again, and the trainer should not wait for a network.
-        if base is None or base.held is None or self._driver.remote:
+        # A skipped block cannot be sent again, and the trainer should not wait for a network.
+        if base is None or base.known is None or self._driver.remote:
             return set()
         if self._driver.traits.part_order != "any":
             return set()
-        pages = {chunk: base.page(chunk) for chunk in range(len(self._pages))}
-        whole = {chunk: page for chunk, page in pages.items() if base.lends(chunk, page)}
-        runs = runs_of_chunks(sorted(await base.held(whole)))
-        limit = self._driver.traits.concurrency
-        copied = await at_most(limit, (self._borrowed_run(upload, base, run) for run in runs))
-        left_out = {chunk for run in copied for chunk in run}
-        for chunk in left_out:
-            self._pages[chunk] = pages[chunk]
+        pages = await base.known({chunk: base.page(chunk) for chunk in range(len(self._pages))})
+        runs = [run for chunk, page in pages.items() for run in base.runs(chunk, page)]
+        borrowed = await self._borrowed_runs(upload, base, runs)
+        for chunk, page in pages.items():
+            whole = [self._layout.chunk_range(chunk)]
+            left = without(whole, overlaps(borrowed, whole))
+            if left != whole:
+                self._left[chunk] = left
+                self._pages[chunk] = page
+        left_out = {chunk for chunk, left in self._left.items() if not left}
         self._note_captured(len(left_out))
         self._note_hashed(len(left_out))
+        self._wrote(sum(len(range(*self._layout.chunk_range(chunk))) for chunk in left_out))
         return left_out
 
-    async def _borrowed_run(self, upload: Upload, base: BaseImage, run: range) -> range:
-        """Copy adjacent chunks of the base, and return the copied ones."""
-        start, stop = self._layout.chunk_range(run[0])[0], self._layout.chunk_range(run[-1])[1]
-        if not await self._borrowed(upload, base, start, stop):
-            return range(0)
-        self._wrote(stop - start)
-        return run
+    async def _borrowed_runs(
+        self, upload: Upload, base: BaseImage, runs: Sequence[tuple[int, int, bool]]
+    ) -> list[tuple[int, int]]:
+        """Copy all runs that are to be borrowed, adjacent ones together. Return the copied ranges:
+        sorted, disjoint."""
+        lent = merged((start, stop) for start, stop, borrowed in runs if borrowed)
+        pieces = [
+            (begin, min(begin + COPY_NBYTES_MAX, stop))
+            for start, stop in lent
+            for begin in range(start, stop, COPY_NBYTES_MAX)
+        ]
+        limit = self._driver.traits.concurrency
+        copied = await at_most(limit, (self._borrowed(upload, base, *piece) for piece in pieces))
+        return merged(piece for piece, is_copied in zip(pieces, copied, strict=True) if is_copied)
 
     async def _capture(self, chunk: int) -> None:
         if chunk in self._buffers:
             return
-        self._buffers[chunk] = await self._chunks.take(chunk)
+        self._buffers[chunk] = await self._chunks.take(chunk, self._left.get(chunk))
         self._note_captured(1)
 
     def _note_captured(self, chunks: int) -> None:
@@ -296,9 +310,18 @@ class ImageWriter:
             self._end_capture()
 
     async def _hash(self, chunk: int) -> None:
-        if self._pages[chunk]:
+        block_nbytes = self._layout.block_nbytes
+        if chunk in self._left:
+            start, _ = self._layout.chunk_range(chunk)
+            left = [(begin - start, end - start) for begin, end in self._left[chunk]]
+            page = await offload(
+                page_with, self._pages[chunk], left, self._bytes(chunk), block_nbytes
+            )
+        elif not self._pages[chunk]:
+            page = await offload(page_of, self._bytes(chunk), block_nbytes)
+        else:
             return
-        self._pages[chunk] = await offload(page_of, self._bytes(chunk), self._layout.block_nbytes)
+        self._pages[chunk] = page
         self._note_hashed(1)
 
     def _note_hashed(self, chunks: int) -> None:
@@ -323,7 +346,10 @@ class ImageWriter:
             nbytes = 0
         upload = await opening.upload()
         data = self._buffers[chunk].view[:nbytes]
-        if self._base is not None:
+        if chunk in self._left:
+            for begin, end in self._left[chunk]:
+                await upload.write(begin, data[begin - start : end - start])
+        elif self._base is not None:
             await self._write_runs(upload, self._base, chunk, start, data)
         elif nbytes:
             await upload.write(start, data)
@@ -416,17 +442,6 @@ class ImageWriter:
             self._extents = upload.extents
             self._borrowed_nbytes = max(nbytes - upload.written_nbytes, 0)
         return nbytes
-
-
-def runs_of_chunks(chunks: Sequence[int]) -> list[range]:
-    """Return runs of adjacent numbers in ascending ``chunks``, of at most ``RUN_CHUNKS_MAX``."""
-    runs: list[range] = []
-    for chunk in chunks:
-        if runs and runs[-1].stop == chunk and len(runs[-1]) < RUN_CHUNKS_MAX:
-            runs[-1] = range(runs[-1].start, chunk + 1)
-        else:
-            runs.append(range(chunk, chunk + 1))
-    return runs
 
 
 def check_image_size(driver: Driver, nbytes: int) -> None:

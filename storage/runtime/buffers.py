@@ -53,6 +53,10 @@ class HostBuffer:
         memory = (ctypes.c_ubyte * len(data)).from_address(address)
         return cls(memoryview(memory).cast("B"), address, data)
 
+    def part(self, start: int, stop: int) -> HostBuffer:
+        """Return bytes [start, stop) of this buffer."""
+        return HostBuffer(self.view[start:stop], self.address + start, self.owner)
+
 
 @dataclass
 class HostPool:

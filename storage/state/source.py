@@ -11,9 +11,9 @@ import torch
 from ...core.units import round_up
 from ...planner.box import Box, flat_to_boxes
 from ...planner.columns import contiguous
-from ...planner.image import BLOCK_NBYTES, DIGEST_NBYTES, ImageLayout
+from ...planner.image import BLOCK_NBYTES, ImageLayout
 from ...planner.saving import Holdings
-from ..format.digest import page_of
+from ..format.digest import page_with
 from ..runtime.buffers import HostBuffer
 from .bits import Place, address_of, copy_memory, pack, typed
 from .capture.device_snapshot import Doubt
@@ -128,21 +128,19 @@ class ImageSource:
         ]
         return [(begin, end) for begin, end in whole if begin < end]
 
-    def have(
-        self, ranges: Sequence[tuple[int, int]], start: int, page: bytes, spare: HostBuffer
-    ) -> bool:
-        """Return whether the blocks in these ranges have their digests in ``page``, which is that
-        of the chunk at ``start``. Copies them to ``spare``; they can be copied again. Raises as
+    def page(
+        self, page: bytes, start: int, ranges: Sequence[tuple[int, int]], spare: HostBuffer
+    ) -> bytes:
+        """Return ``page`` of the chunk at ``start`` with the present digests of the blocks in
+        these ranges. Copies them to ``spare``; they can be copied again. Raises as
         :meth:`copy`."""
         for first, stop in ranges:
             for begin in range(first, stop, WINDOW_NBYTES):
                 end = min(begin + WINDOW_NBYTES, stop)
-                self.copy(begin, end, spare)
-                found = page_of(spare.view[: end - begin], BLOCK_NBYTES)
-                at = (begin - start) // BLOCK_NBYTES * DIGEST_NBYTES
-                if page[at : at + len(found)] != found:
-                    return False
-        return True
+                window = spare.part(begin - start, end - start)
+                self.copy(begin, end, window)
+        inner = [(first - start, stop - start) for first, stop in ranges]
+        return page_with(page, inner, spare.view, BLOCK_NBYTES)
 
     def _copy_parts(
         self, first: int, last: int, start: int, stop: int, into: HostBuffer

@@ -116,7 +116,7 @@ def test_packed_chunks_wait_for_those_before_them() -> None:
 
         another_is_packed = asyncio.Event()
 
-        async def take(self, chunk: int) -> HostBuffer:
+        async def take(self, chunk: int, parts: object = None) -> HostBuffer:
             if chunk == 0:
                 async with asyncio.timeout(60):
                     await self.another_is_packed.wait()

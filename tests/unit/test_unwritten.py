@@ -16,7 +16,7 @@ from support.bits import difference, fresh_uri
 from support.forked import in_a_fork
 
 import holdfast
-from holdfast.drivers.memory import STORES
+from holdfast.drivers.memory import STORES, _MemoryUpload
 from holdfast.planner.image import BLOCK_NBYTES, CHUNK_NBYTES
 from holdfast.storage.state.capture import unwritten
 from holdfast.storage.state.capture.write_tracking import write_tracker
@@ -103,11 +103,13 @@ def read_by(run: Run, copied: list[int]) -> int:
 
 
 def test_unwritten_memory_is_not_read(run: Run, copied: list[int]) -> None:
-    """Only blocks that lie on other pages in part, and chunks with changes."""
-    assert read_by(run, copied) < 20 * BLOCK_NBYTES
-    run.state["x"][5] += 1
-    assert read_by(run, copied) >= CHUNK_NBYTES
-    assert read_by(run, copied) < 20 * BLOCK_NBYTES
+    """Only blocks that lie on other pages in part, and blocks with changes."""
+    least = read_by(run, copied)
+    assert least < 20 * BLOCK_NBYTES
+    run.state["x"][NUMEL // 2] += 1
+    assert least < read_by(run, copied) < least + 20 * BLOCK_NBYTES
+    run.state["x"][: NUMEL // 4] += 1
+    assert read_by(run, copied) >= NUMEL // 4 * 4
 
 
 def test_a_dense_state_is_not_tracked(run: Run) -> None:
@@ -221,6 +223,29 @@ def test_every_change_between_two_saves_is_stored(run: Run, write: Callable[[Run
     for _ in range(3):
         run.save()
         assert difference(run.state, holdfast.load(run.uri(run.done))) is None
+
+
+@pytest.mark.parametrize("works", [0, 1, 2])
+def test_a_base_that_vanishes_during_the_copies_costs_nothing(
+    run: Run, works: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were to be borrowed are taken after all: next to changed ones, too."""
+    element(run)
+    by_numpy(run)
+    left = works
+    plain = _MemoryUpload.copy
+
+    async def copy(self: _MemoryUpload, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise holdfast.StorageError("it is gone")
+        await plain(self, *arguments)
+
+    monkeypatch.setattr(_MemoryUpload, "copy", copy)
+    run.save()
+    assert left < 0
+    assert difference(run.state, holdfast.load(run.uri(run.done))) is None
 
 
 @pytest.mark.parametrize("base", [1, STEPS])

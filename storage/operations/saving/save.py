@@ -126,7 +126,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
         borrowing = Borrowing(job.base, (await asyncio.shield(beginning)).base)
         found = await borrowing.image(driver, team.rank, plan.layout, opened)
         if found is not None and unwritten.since(borrowing.choice.attempt):
-            found.held = chunks.held
+            found.known = chunks.known
         return found
 
     try:
