@@ -116,6 +116,11 @@ async def read_head(driver: Driver) -> Head:
         data = await driver.get(HEAD_KEY)
     except NotFoundError:
         return Head()
+    return decoded_head(driver, data)
+
+
+def decoded_head(driver: Driver, data: bytes) -> Head:
+    """Decode the head. Raises DamagedError and UnsupportedFormatError."""
     try:
         return Head.decode(data)
     except (DamagedError, UnsupportedFormatError) as error:

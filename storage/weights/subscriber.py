@@ -39,7 +39,10 @@ from ..ranks.team import Team
 from ..runtime.engine import check_may_wait, run
 from ..state.flattening.flatten import flatten
 from .channel import (
+    HEAD_KEY,
     LEASE_S,
+    Head,
+    decoded_head,
     encoded_lease,
     lease_key,
     newest_after,
@@ -49,8 +52,8 @@ from .mirror import Mirror, Version
 from .staging import Staging
 
 _TRIES = 3
-_POLL_S = 0.5
-"""Pause between two looks for a newer version."""
+_LOOK_S = 5.0
+"""Interval of looks for a version whose publisher died before it changed the head."""
 
 T = TypeVar("T")
 
@@ -235,16 +238,18 @@ class Subscriber:
         async def choose(statements: Sequence[_Has]) -> _Target:
             used = min(statement.sequence for statement in statements)
             until_s = time.monotonic() + timeout_s
+            known = await self._driver.watch(HEAD_KEY, None, 0.0)
             while True:
-                head = await read_head(self._driver)
-                newest = await newest_after(self._driver, head.sequence)
+                head = Head() if known is None else decoded_head(self._driver, known)
+                newest = await newest_after(self._driver, max(used, head.sequence))
                 if newest > used:
                     return await self._leased(newest)
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     return _Target()
                 team.report_progress()
-                await asyncio.sleep(min(_POLL_S, left_s))
+                changed = await self._driver.watch(HEAD_KEY, known, min(_LOOK_S, left_s))
+                known = changed or known
 
         used = 0 if self._used is None else self._used.sequence
         async with team.session():

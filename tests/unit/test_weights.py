@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,18 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
     """Bad options are errors before any I/O."""
     with pytest.raises(holdfast.UsageError, match=message):
         holdfast.publish("memory://never", **options)
+
+
+def test_a_subscriber_waits_for_the_next_version() -> None:
+    """An update with a timeout returns soon after the next version is published, or None."""
+    uri = fresh_uri()
+    with holdfast.publish(uri) as publisher, holdfast.subscribe(uri) as subscriber:
+        publisher.push(1, {"w": torch.ones(4)}).wait()
+        assert subscriber.update(timeout_s=30) is not None
+        assert subscriber.update(timeout_s=0.2) is None
+        later = threading.Timer(0.3, lambda: publisher.push(2, {"w": torch.zeros(4)}))
+        later.start()
+        update = subscriber.update(timeout_s=30)
+        later.join()
+        assert update is not None
+        assert update.version == 2
