@@ -147,9 +147,8 @@ class Checkpointer:
             telemetry=telemetry,
         )
         self._decisions = Decisions(deadline_s, self._printed)
-        self._stats = Stats()
-        newest = self._stats.newest_name
-        self._base = self._save_options.base_at(self._root, newest, incremental)
+        self._stats = stats = Stats()
+        self._base = self._save_options.base_at(self._root, lambda: stats.newest, incremental)
         self._lineage = RunLineage(self._root)
         option = checked_keeper(keeper)
         self._memory = None if option is None else MemoryLevel(option, self._printed)
@@ -251,6 +250,7 @@ class Checkpointer:
         self._newest = found
         self._at = found or 0
         self._stats.durable_step = self._at
+        self._stats.newest = self.resumed.stored
         if found is None:
             _log.info("step 0: nothing is saved in %s", self._root.uri.redacted)
         else:

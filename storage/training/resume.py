@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from ...drivers.uri import join
@@ -106,7 +106,8 @@ class Resumed:
     (``own``) or of others (``peer``), or ``storage``; ``parity`` is the size of the images that
     this rank's keeper rebuilt. ``problem``: keepers that have not answered, so that a newer step in
     memory may have been missed; that steps are not kept in memory for now; or that repeated resumes
-    without a newer step made this one go further back; "" if all is well.
+    without a newer step made this one go further back; "" if all is well. ``stored``: name of the
+    resumed checkpoint, or of the newest one before a step in memory; None without any.
     """
 
     step: int | None
@@ -115,6 +116,7 @@ class Resumed:
     seconds: float
     tiers: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
+    stored: str | None = None
 
 
 RUN = Round.of("run", Nothing, RunId)
@@ -373,15 +375,14 @@ def resumed(
         memory.begin_at(taken.step)
         memory.begin_epoch(taken.epoch, taken.step, candidates.meeting)
     nbytes = 0 if taken.step is None else reports[-1].bytes_read
-    loaded = taken.loaded
-    if loaded is None:
-        tiers = {"storage": nbytes} if nbytes else {}
-    else:
-        tiers = {"own": loaded.own, "peer": loaded.peer, "parity": loaded.parity}
+    tiers = {"storage": nbytes} if nbytes else {}
+    if taken.loaded is not None:
+        tiers = asdict(taken.loaded)
     seconds = time.perf_counter() - began_s
     problems = [candidates.gone_back, candidates.memory.problem, candidates.meeting.problem]
     problem = "; ".join(filter(None, problems))
-    return Resumed(taken.step, taken.tier, nbytes, seconds, tiers, problem)
+    stored = candidates.tried[taken.chosen or 0].path if candidates.tried else None
+    return Resumed(taken.step, taken.tier, nbytes, seconds, tiers, problem, stored)
 
 
 def _check_allowed(candidates: Candidates, root: Place) -> None:

@@ -60,6 +60,8 @@ class Stats:
         self.counters = Counters()
         self.durable_step = 0
         """The newest step that is durable in storage."""
+        self.newest: str | None = None
+        """The name of the newest checkpoint in storage that leads to the current state."""
         self._error: BaseException | None = None
         self._first_error: BaseException | None = None
         self._unsaved: BaseException | None = None
@@ -75,10 +77,6 @@ class Stats:
             self.counters = replace(
                 now, **{name: getattr(now, name) + value for name, value in more.items()}
             )
-
-    def newest_name(self) -> str | None:
-        """Return the name of the newest checkpoint in storage, if any."""
-        return checkpoint_name(self.durable_step) if self.durable_step else None
 
     def skipped(self, step: int) -> None:
         """Count a save as skipped because another is in flight."""
@@ -118,7 +116,9 @@ class Stats:
 
     def saved(self, step: int, report: SaveReport) -> None:
         """Count a committed save. The save itself logs its success."""
-        self.durable_step = max(self.durable_step, step)
+        if step >= self.durable_step:
+            self.durable_step = step
+            self.newest = checkpoint_name(step)
         self.count(saved=1, nbytes=report.nbytes, stalled_s=report.fenced_s)
 
     def failed(self, step: int, error: BaseException) -> None:

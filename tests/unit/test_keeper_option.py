@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -435,6 +436,34 @@ def test_going_back_reaches_steps_in_memory(
             assert run_.resume(into) == step
             with pytest.raises(holdfast.UsageError, match="no checkpoint of step 5"):
                 run_.resume(into, step=5 if step != 5 else 55)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_run_never_borrows_from_what_a_resume_has_dropped(tmp_path: Path, restarts: bool) -> None:
+    """Neither from an abandoned checkpoint whose step it has only in memory, nor from a dropped
+    step. It borrows from the newest checkpoint that leads to its state."""
+    options: dict[str, Any] = {"incremental": True, "grace_s": None}
+    options["keeper"] = holdfast.Keeper(deadline_s=ANSWERS_S)
+    state = {"w": torch.rand(1 << 20)}
+    with keepers_below_a_folder(), contextlib.ExitStack() as opened:
+        run_ = opened.enter_context(holdfast.Checkpointer(tmp_path, every=2, **options))
+        for step in range(1, 5):
+            keep(run_, step, state)
+        opened.close()
+        run_ = opened.enter_context(holdfast.Checkpointer(tmp_path, every=100, **options))
+        assert run_.resume(state, step=2) == 2
+        for step in (3, 4):
+            keep(run_, step, state)
+        if restarts:
+            opened.close()
+            run_ = opened.enter_context(holdfast.Checkpointer(tmp_path, every=100, **options))
+            assert run_.resume(state) == 4
+            assert run_.resumed is not None
+            assert run_.resumed.tier == "memory"
+        report = run_.save(5, state).wait(60)
+    listed = {one.path: one.abandoned for one in holdfast.list_checkpoints(tmp_path)}
+    assert listed == {"step-00000002": False, "step-00000004": True, "step-00000005": False}
+    assert (report.base, report.why_whole) == (f"{tmp_path.as_uri()}/step-00000002", "")
 
 
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:

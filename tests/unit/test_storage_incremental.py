@@ -6,6 +6,7 @@ it has copied from.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -267,21 +268,56 @@ def test_each_rank_borrows_from_its_own_image() -> None:
     assert all(torch.equal(whole[name], one[name]) for one in mine for name in one)
 
 
-def test_a_run_borrows_from_its_newest_checkpoint() -> None:
-    """Also after a resume, and never from an abandoned one."""
-    uri, values = fresh_uri(), state()
-    bases = []
-    for resumed, steps in ((0, [1, 2, 3]), (3, [4]), (2, [3])):
-        with holdfast.Checkpointer(uri, every=1, incremental=True, lazy=False, keep=4) as run_:
-            assert run_.resume(values, step=resumed or None) == resumed
+def steps_of(uri: str, runs: list[tuple[int | None, list[int]]], *, anew: bool) -> list[str]:
+    """Save steps after each resume, by one Checkpointer or by one for each resume. Return the
+    bases, with their steps alone."""
+    values, bases = state(), []
+    with contextlib.ExitStack() as opened:
+        run_: holdfast.Checkpointer | None = None
+        for resumed, steps in runs:
+            if anew or run_ is None:
+                opened.close()
+                made = holdfast.Checkpointer(uri, every=1, incremental=True, lazy=False, keep=4)
+                run_ = opened.enter_context(made)
+            run_.resume(values, step=resumed)
             for step in steps:
                 values["w"][step * BLOCK] += 1
                 handle = run_.step(step, values)
                 assert handle is not None
-                bases.append((step, handle.wait().base.rpartition("-")[2].lstrip("0")))
+                bases.append(handle.wait().base.rpartition("/")[2].removeprefix("step-0000000"))
                 run_.wait()
-    assert bases == [(1, ""), (2, "1"), (3, "2"), (4, "3"), (3, "2")]
-    assert not difference(holdfast.load(f"{uri}/step-00000003"), values)
+                assert not difference(holdfast.load(f"{uri}/step-{step:08}"), values)
+    return bases
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_run_borrows_from_its_newest_checkpoint(anew: bool) -> None:
+    """Also after a resume, and never from an abandoned one."""
+    runs = [(None, [1, 2, 3]), (3, [4]), (2, [3]), (1, [2, 3])]
+    assert steps_of(fresh_uri(), runs, anew=anew) == ["", "1", "2", "3", "2", "1", "2"]
+
+
+def test_a_run_does_not_borrow_from_a_save_that_has_failed(tmp_path: Any) -> None:
+    """But from the checkpoint before it."""
+    values = state()
+    (tmp_path / "step-00000002").write_text("in the way")
+    with holdfast.Checkpointer(tmp_path, every=1, incremental=True) as run_:
+        run_.resume(values)
+        for step in (1, 2):
+            run_.step(step, values)
+            run_.wait()
+        assert run_.counters.failed == 1
+        handle = run_.step(3, values)
+        assert handle is not None
+        report = handle.wait()
+    assert (report.base, report.why_whole) == (f"{tmp_path.as_uri()}/step-00000001", "")
+
+
+def test_a_run_borrows_from_the_checkpoint_that_it_has_resumed(tmp_path: Any) -> None:
+    """Its name need not be that of its step."""
+    steps_of(str(tmp_path), [(None, [1, 2])], anew=True)
+    (tmp_path / "step-00000002").rename(tmp_path / "best")
+    assert steps_of(str(tmp_path), [(None, [3])], anew=True) == ["best"]
 
 
 @pytest.mark.parametrize("seed", range(30))
