@@ -50,6 +50,11 @@ SCHEDULES = {
         (ActorPlan("save", "save1", 2, 0.0, 1), ActorPlan("save", "save2", 2, 0.05, 3, base="a")),
         (Fault("pause", "copy", 1, 20.0), Fault("pause", "commit", 1, 5.0), Fault("die", "manifest", 15)), 0.02, delays={},
     ),
+    "a rank compares with what is the base's checkpoint by then, and copies from the leader's": Schedule(
+        1, "objects, copies", 8, True,
+        (ActorPlan("save", "save1", 2, 0.0, 1), ActorPlan("save", "save2", 2, 0.05, 4, base="a")),
+        (Fault("pause", "commit", 1, 5.0), Fault("pause", "manifest", 6, 20.0), Fault("die", "manifest", 8)), 0.02, delays={},
+    ),
     "the marker is deleted last, and nobody looks for the images": Schedule(
         535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={24: 0.2, 42: 0.2, 44: 0.2, 52: 1.0}
     ),
