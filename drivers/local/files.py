@@ -306,6 +306,7 @@ class NewFile:
     def _sync_name(self, file: OpenFile, *, take_back: bool) -> None:
         try:
             sync_folder(self._folder)
+            self._tree.sync_above(self._above)
         except OSError:
             if take_back and self._has_its_name():
                 self._unlink_name()
@@ -339,6 +340,7 @@ def link_file(tree: Tree, key: str, source: Tree, source_key: str, status: os.st
             if not os.path.samestat(linked, status):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
             sync_folder(folder)
+            tree.sync_above(above)
         finally:
             os.close(folder)
     except FileNotFoundError:

@@ -67,8 +67,12 @@ class Tree:
         self._root = root
         self._fd: int | None = None
         self._lock = new_lock()
+        self._made: set[str] = set()
+        """Folders that need not be made: they existed after a mkdir."""
         self._durable: set[str] = set()
         """Folders whose names in their parents are known to be durable."""
+        self._unsynced: list[str] = []
+        """Paths of folders that hold the root's name, or those above it, not durable yet."""
 
     def close(self) -> None:
         """Close the root. The next use reopens it."""
@@ -76,11 +80,16 @@ class Tree:
             if self._fd is not None:
                 os.close(self._fd)
             self._fd = None
-            self._durable.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        # New sets: other threads may still be adding folders of the tree that is gone.
+        self._made = set()
+        self._durable = set()
 
     def open_folder(self, key: str, *, make: bool = False) -> int:
         """Return a descriptor of a folder, for the caller to close. With ``make``, create missing
-        folders durably; otherwise raise ENOENT."""
+        folders, which :meth:`sync_above` makes durable; otherwise raise ENOENT."""
         reached, *below = key.split("/")
         with self._lock:
             root = self._opened_root(make)
@@ -104,7 +113,28 @@ class Tree:
         """Force the next :meth:`open_folder` to create ``key`` and the folders above it again. A
         network file system's client may open a folder from its cache although another host has
         removed it; only mkdir asks the server."""
-        self._durable -= set(itertools.accumulate(key.split("/"), "{}/{}".format))
+        doubted = set(_prefixes(key))
+        self._made = self._made - doubted
+        self._durable = self._durable - doubted
+
+    def sync_above(self, key: str) -> None:
+        """Make the names of the folder ``key`` and of all folders above it durable. Raises OSError.
+
+        The lowest is synced first: that writes the journal, so the others find nothing to do.
+        Folders of others are synced, too: another process may have just made them.
+        """
+        durable = self._durable
+        unsynced = self._unsynced
+        for prefix in reversed(_prefixes(key)):
+            if prefix not in durable:
+                with self.folder(split(prefix)[0]) as above:
+                    sync_folder(above)
+                durable.add(prefix)
+        for path in tuple(unsynced):
+            # None of our processes can have created a folder that we cannot open.
+            with contextlib.suppress(PermissionError):
+                sync_path(path)
+        unsynced.clear()
 
     @contextlib.contextmanager
     def folder(self, key: str) -> Iterator[int]:
@@ -197,7 +227,7 @@ class Tree:
         """
         above, name = split(prefix)
         with contextlib.suppress(FileNotFoundError), self.folder(above) as fd:
-            self._durable.clear()
+            self._forget()
             if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 self._remove_folder(prefix)
             else:
@@ -282,12 +312,10 @@ class Tree:
 
     def _descend(self, above: int, name: str, key: str, make: bool) -> int:
         """Open the folder ``name`` in ``above``, creating it if ``make``. ``key`` is its key."""
-        if make and key not in self._durable:
+        if make and key not in self._made:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, dir_fd=above)
-            # Even if the folder exists: another process may just have created it.
-            sync_folder(above)
-            self._durable.add(key)
+            self._made.add(key)
         try:
             return os.open(name, _FOLDER, dir_fd=above)
         except NotADirectoryError as error:
@@ -297,7 +325,8 @@ class Tree:
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from error
         except FileNotFoundError:
-            if make and key in self._durable:  # another process has removed it since
+            if make and key in self._made:  # another process has removed it since
+                self._made.discard(key)
                 self._durable.discard(key)
                 return self._descend(above, name, key, make)
             raise
@@ -308,10 +337,10 @@ class Tree:
         if self._fd is not None and not links_of(self._fd):
             os.close(self._fd)
             self._fd = None
-            self._durable.clear()
+            self._forget()
         if self._fd is None:
             if make:
-                _make_root(self._root)
+                self._unsynced = _make_root(self._root)
             self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         return self._fd
 
@@ -390,16 +419,22 @@ def _unlink(folder: int, name: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _make_root(path: str) -> None:
-    """Create a folder and any missing folders above it, each name durable in its parent."""
+def _make_root(path: str) -> list[str]:
+    """Create a folder and any missing folders above it; return the folders to sync, the lowest
+    first."""
+    above = os.path.dirname(path)
+    higher: list[str] = []
     try:
         os.mkdir(path)
     except FileNotFoundError:
-        _make_root(os.path.dirname(path))
+        higher = _make_root(above)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
     except FileExistsError:
         pass  # perhaps just created by another process, so its name may not be durable yet
-    # None of our processes can have created a folder that we cannot open.
-    with contextlib.suppress(PermissionError):
-        sync_path(os.path.dirname(path))
+    return [above, *higher]
+
+
+def _prefixes(key: str) -> list[str]:
+    """Return the keys of a folder and of all folders above it, the highest first."""
+    return list(itertools.accumulate(key.split("/"), "{}/{}".format)) if key else []
