@@ -249,14 +249,19 @@ class _Leader:
     async def _begin(self, statements: Sequence[Nothing]) -> Begun:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
+        attempt, base = await side_by_side(
+            self._begin_attempt(), chosen(self._job.base, self._driver)
+        )
+        self._increments = base.increments
+        return Begun(attempt.id, base)
+
+    async def _begin_attempt(self) -> Attempt:
         with span("begin"):
-            self._attempt = await begin(self._driver, overwrite=self._job.overwrite)
-        self._uncommitted = self._attempt
+            attempt = await begin(self._driver, overwrite=self._job.overwrite)
+        self._attempt = self._uncommitted = attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
-        base = await chosen(self._job.base, self._driver)
-        self._increments = base.increments
-        return Begun(self._attempt.id, base)
+        return attempt
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
         """Merge ``fragments``, one from each speaker, into a manifest and commit it."""
