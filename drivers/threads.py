@@ -38,12 +38,16 @@ class Threads:
         because it uses the caller's memory until it ends; its error becomes the cause of the
         CancelledError.
         """
-        if self._closed:
-            raise StorageError("the driver is closed", uri=self._uri)
+        self.check_open()
         work = self._pool.submit(call, *args, **kwargs)
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         return await to_the_end(asyncio.wrap_future(work), on_cancel=work.cancel)
+
+    def check_open(self) -> None:
+        """Raise StorageError after close()."""
+        if self._closed:
+            raise StorageError("the driver is closed", uri=self._uri)
 
     async def close(self, timeout_s: float) -> None:
         """Reject new calls and wait for running ones. Safe to call twice.

@@ -1,4 +1,4 @@
-"""HTTP connections to one keeper: reused between requests, and cut when the caller stops waiting.
+"""HTTP connections to one server: reused between requests, and cut when the caller stops waiting.
 
 Everything here blocks, and is called from threads.
 """
@@ -10,10 +10,19 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from ...core.forks.renewal import new_lock
-from ...errors import AccessError, BusyError, NotFoundError, StorageDownError, StorageError
+from ...errors import (
+    AccessError,
+    BusyError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StorageDownError,
+    StorageError,
+)
 
 CONNECT_S = 10.0
 """Timeout of connecting: a live host answers sooner."""
@@ -23,6 +32,28 @@ _PIECE_NBYTES = 1 << 20
 _REFUSAL_NBYTES_MAX = 64 << 10
 """Longest error body that is read in order to reuse the connection; with a longer one, it is
 closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Content of a request. ``data``: its body. ``once``: it must not be sent twice."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    data: memoryview | None = None
+    once: bool = False
+
+    def ask(self, connection: http.client.HTTPConnection, headers: Mapping[str, str]) -> None:
+        """Send the request, with more ``headers``."""
+        whole = {**headers, **self.headers}
+        if self.data is None:
+            connection.request(self.method, self.target, headers=whole)
+            return
+        whole["Content-Length"] = str(len(self.data))
+        starts = range(0, len(self.data), _PIECE_NBYTES)  # each has the time limit of silence
+        pieces = (self.data[start : start + _PIECE_NBYTES] for start in starts)
+        connection.request(self.method, self.target, pieces, whole)
 
 
 class Request:
@@ -93,12 +124,10 @@ class Connections:
         self._is_closed = False
 
     @contextmanager
-    def answer(
-        self, request: Request, method: str, target: str, headers: Mapping[str, str]
-    ) -> Iterator[http.client.HTTPResponse]:
+    def answer(self, request: Request, question: Question) -> Iterator[http.client.HTTPResponse]:
         """Yield the head of a response, whatever its status. If the response was not fully received
         by the end of the body, its connection is closed. Raises OSError and HTTPException."""
-        connection, response = self._asked(request, method, target, {**self._headers, **headers})
+        connection, response = self._asked(request, question)
         try:
             yield response
             request.check()
@@ -125,22 +154,35 @@ class Connections:
             connection.close()
 
     def _asked(
-        self, request: Request, method: str, target: str, headers: Mapping[str, str]
+        self, request: Request, question: Question
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send the request on an idle connection, or on a new one if the keeper has closed the idle
-        one meanwhile. Safe because every request is idempotent."""
+        """Send the request on an idle connection, or on a new one if the server has closed the idle
+        one meanwhile. A request to be sent once gets a new one."""
         kept = None
         with self._lock:
-            if self._idle:
+            if self._idle and not question.once:
                 kept = self._idle.pop()
         if kept is not None:
             try:
-                return kept, _exchange(kept, request, method, target, headers)
+                return kept, self._exchange(kept, request, question)
             except (ConnectionError, ssl.SSLEOFError, http.client.BadStatusLine):
                 request.check()
         request.check()
         connection = self._connected()
-        return connection, _exchange(connection, request, method, target, headers)
+        return connection, self._exchange(connection, request, question)
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, request: Request, question: Question
+    ) -> http.client.HTTPResponse:
+        """Send the request and return the response head. Closes the connection on failure."""
+        try:
+            request.begin(connection.sock)
+            question.ask(connection, self._headers)
+            return connection.getresponse()
+        except BaseException:
+            request.end()
+            connection.close()
+            raise
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -164,24 +206,6 @@ class Connections:
         return connection
 
 
-def _exchange(
-    connection: http.client.HTTPConnection,
-    request: Request,
-    method: str,
-    target: str,
-    headers: Mapping[str, str],
-) -> http.client.HTTPResponse:
-    """Send the request and return the response head. Closes the connection on failure."""
-    try:
-        request.begin(connection.sock)
-        connection.request(method, target, headers=dict(headers))
-        return connection.getresponse()
-    except BaseException:
-        request.end()
-        connection.close()
-        raise
-
-
 def _finish(response: http.client.HTTPResponse) -> None:
     if response.isclosed():
         return
@@ -191,9 +215,11 @@ def _finish(response: http.client.HTTPResponse) -> None:
 
 _REASON_MAX = 200
 _PAUSE_S_MAX = 60.0
-_TOKEN = "Each run has a token, which HOLDFAST_PEER_TOKEN holds. It changes when the run restarts."
-_TRUST = "Name the file of the authority that signed the keeper's certificate: ?ca=/path/ca.pem."
-_ANOTHER = "Does a keeper listen there? With TLS it takes ?tls=on, without it ?tls=off."
+_TOKEN = "Each run or store has a token, which HOLDFAST_PEER_TOKEN holds. It changes at a restart."
+_TRUST = "Name the file of the authority that signed the server's certificate: ?ca=/path/ca.pem."
+_NO_STORE = "With ?store=on, the address has to be that of a MemoryStore."
+_FULL = "Raise its budget_nbytes, or delete objects."
+_ANOTHER = "Does a keeper or a store listen there? With TLS it takes ?tls=on, without it ?tls=off."
 
 
 @contextmanager
@@ -204,33 +230,39 @@ def failures(doing: str, uri: str, key: str) -> Iterator[None]:
     except StorageError:
         raise
     except ssl.SSLCertVerificationError as error:
-        message = f"the keeper's certificate is not trusted: {error.verify_message}"
+        message = f"the server's certificate is not trusted: {error.verify_message}"
         raise StorageError(message, uri=uri, key=key, advice=_TRUST) from error
     except (ConnectionError, ssl.SSLEOFError, http.client.IncompleteRead) as error:
-        message = f"{doing}: the connection to the keeper is lost: {_said(error)}"
+        message = f"{doing}: the connection to the server is lost: {_said(error)}"
         raise StorageDownError(message, uri=uri, key=key) from error
     except ssl.SSLError as error:
         reason = error.reason or type(error).__name__
         message = f"{doing}: no TLS connection: {reason}"
         raise StorageError(message, uri=uri, key=key, advice=_ANOTHER) from error
     except TimeoutError as error:
-        message = f"{doing}: the keeper does not answer"
+        message = f"{doing}: the server does not answer"
         raise StorageDownError(message, uri=uri, key=key) from error
     except http.client.HTTPException as error:
         message = f"{doing}: the answer is not HTTP: {_said(error)}"
         raise StorageError(message, uri=uri, key=key, advice=_ANOTHER) from error
     except OSError as error:
-        message = f"{doing}: the keeper cannot be reached: {_said(error)}"
+        message = f"{doing}: the server cannot be reached: {_said(error)}"
         raise StorageDownError(message, uri=uri, key=key) from error
 
 
 def refusal(status: int, retry_after: str | None, doing: str, uri: str, key: str) -> StorageError:
     """Return the error for an unsuccessful response."""
-    message = f"{doing}: the keeper answers {status}"
+    message = f"{doing}: the server answers {status}"
     if status in (401, 403):
         return AccessError(message, uri=uri, key=key, advice=_TOKEN)
     if status == 404:
         return NotFoundError("no such object", uri=uri, key=key)
+    if status == 405:
+        return StorageError("keepers are read-only", uri=uri, key=key, advice=_NO_STORE)
+    if status == 412:
+        return ExistsError("the object already exists", uri=uri, key=key)
+    if status == 507:
+        return FullError(f"{doing}: the store has no room", uri=uri, key=key, advice=_FULL)
     if status in (429, 503):
         return BusyError(message, retry_after_s=_seconds(retry_after), uri=uri, key=key)
     if status >= 500:

@@ -1,0 +1,1 @@
+"""Memory of this process, served to other hosts as a storage."""
