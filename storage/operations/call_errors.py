@@ -46,7 +46,7 @@ async def _give_up(team: Team, error: BaseException, opened: Closable | None) ->
 
 @contextlib.contextmanager
 def announcing_errors_of_call(
-    kind: str, uri: UriLike, step: object, deadline_s: float
+    kind: str, uri: UriLike | Uri, step: object, deadline_s: float
 ) -> Iterator[None]:
     """Announce errors like :func:`announcing_errors`, before the call has a team: no rank waits."""
     try:

@@ -303,15 +303,16 @@ class ImageReader:
         """Count a read, and yield the key to read from. Errors for missing bytes name them."""
         self.bytes_read += nbytes
         where = (self.manifest, self.driver.uri, image, start, start + nbytes)
+        key = self.manifest.image_key(image)
         try:
-            yield self.manifest.image_key(image)
+            yield key
         except DamagedError as error:
-            if self.manifest.is_plain:
+            if self.manifest.is_plain and error.key in (None, key):
                 # The only problem that a driver can detect is that the file ends too early.
                 raise damaged(*where, "are beyond the end of the file") from error
             raise damaged(*where, error.message, error.key or "") from error
         except NotFoundError as error:
-            raise damaged(*where, "are lost with their whole file") from error
+            raise damaged(*where, "are lost with their whole file", error.key or "") from error
 
     def _verify(
         self, image: int, start: int, view: memoryview, pages: dict[tuple[int, int], bytes]

@@ -179,7 +179,7 @@ class Mirror:
             await offload(_applied, patch, into, m.block_nbytes, differences)
         except ValueError as error:
             raise DamagedError(
-                f"the patch of chunk {chunk} cannot be applied: {error}",
+                f"need a patch that cannot be applied: {error}",
                 uri=self._driver.uri,
                 key=version_key(version.sequence, key),
             ) from error
@@ -210,7 +210,7 @@ class Mirror:
                 raise ValueError("the sizes of patches do not add up to that of the file")
         except ValueError as error:
             raise DamagedError(
-                f"the index of the patches is not what was written: {error}",
+                f"need patches whose index is not what was written: {error}",
                 uri=self._driver.uri,
                 key=version_key(version.sequence, key),
             ) from error

@@ -16,10 +16,17 @@ import torch
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
+from ...drivers.uri import join
 from ...errors import ExistsError, HoldfastError, SupersededError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..format.patches import PatchBases, VersionRef, zstandard
-from ..operations.call_errors import announcing_errors, closing, printed_step, printed_uri
+from ..operations.call_errors import (
+    announcing_errors,
+    announcing_errors_of_call,
+    closing,
+    printed_step,
+    printed_uri,
+)
 from ..operations.location import UriLike
 from ..operations.options import DEADLINE_S, Lazy, SaveOptions
 from ..operations.saving.handle import SaveHandle
@@ -107,15 +114,19 @@ class Publisher:
         self._head: Head | None = None
         self._anchor: VersionRef | None = None
         self._push: Future[None] | None = None
+        self._pushed: tuple[SaveHandle, int] | None = None
+        self._before: int | None = None
         self._superseded: HoldfastError | None = None
         with acting_in(options.process_group):
             self._newest: Published | None = self._meet()
 
     @property
     def newest(self) -> int | None:
-        """The newest published version, as far as this process knows; None without any."""
-        newest = self._newest
-        return None if newest is None or newest.version < 0 else newest.version
+        """The newest published version, as far as this process knows; None without any. Includes
+        a push whose handle has been waited for."""
+        if self._pushed is not None and self._pushed[0].report is not None:
+            return self._pushed[1]
+        return self._before
 
     def push(self, version: int, state: object) -> SaveHandle:
         """Start publishing ``state`` as ``version``; return once training may go on.
@@ -132,26 +143,27 @@ class Publisher:
         errors of :func:`holdfast.async_save`.
         """
         check_may_wait()
+        if self._superseded is not None:
+            raise self._superseded
         with acting_in(self._options.process_group):
             self._settle()
             newest = self._newest = self._newest or self._meet()
-            self._check(newest, version)
             sequence = newest.sequence + 1
-            bases = self._bases(newest)
-            publication = Publication(self._image, bases)
-            to = Destination(
-                *(self._uri, self._options.storage_options, version_key(sequence)),
-                publication=publication,
-            )
+            uri = join(self._uri, version_key(sequence))
             try:
-                weights = cast_weights(state, checked_dtype(self._options.dtype))
+                with announcing_errors_of_call("save", uri, version, self._options.deadline_s):
+                    self._check(newest, version)
+                    to = self._destination(newest)
+                    weights = cast_weights(state, checked_dtype(self._options.dtype))
                 handle, future = begin_save(
                     to, weights, version, self._save_options, admit=lambda: self._admitted(sequence)
                 )
             except BaseException:
                 self._forget()
                 raise
-        self._push = start(self._finish(handle, future, sequence, version))
+            self._before = self.newest
+            self._pushed = (handle, version)
+            self._push = start(self._finish(handle, future, sequence, version))
         return handle
 
     def close(self) -> None:
@@ -183,8 +195,6 @@ class Publisher:
         self._newest = None
 
     def _check(self, newest: Published, version: int) -> None:
-        if self._superseded is not None:
-            raise self._superseded
         if printed_step(version) != version or version < 0:
             raise UsageError(f"version is {version!r}, which is no whole number from 0")
         if version <= newest.version:
@@ -194,6 +204,12 @@ class Publisher:
                 advice=f"Go on with versions from {newest.version + 1}: subscribers may have the "
                 "others, so a number is never used twice.",
             )
+
+    def _destination(self, newest: Published) -> Destination:
+        publication = Publication(self._image, self._bases(newest))
+        key = version_key(newest.sequence + 1)
+        options = self._options.storage_options
+        return Destination(self._uri, options, key, publication=publication)
 
     def _bases(self, newest: Published) -> PatchBases | None:
         anchor = self._anchor
@@ -211,7 +227,11 @@ class Publisher:
         team = current_team(call, self._options.deadline_s, saving=True)
         with announcing_errors(team):
             driver = self._open()
-        return run(self._find_newest(driver, team))
+        found = run(self._find_newest(driver, team))
+        if found.version >= 0:
+            self._pushed = None
+            self._before = found.version
+        return found
 
     def _open(self) -> Driver:
         return open_driver(self._uri, current_world(), **(self._options.storage_options or {}))
@@ -226,18 +246,17 @@ class Publisher:
             if not sequence:
                 return Published()
             manifest, _ = await read_version(driver, sequence)
+            if self._head is not None and manifest.branch != self._id:
+                raise self._told(sequence)
             version = -1 if manifest.step is None else manifest.step
             return Published(sequence, version, manifest.attempt, manifest.branch)
 
         async with closing(driver), team.session():
             try:
-                found = await team.round(_MEET, Nothing(), find)
+                return await team.round(_MEET, Nothing(), find)
             except BaseException as error:
                 await team.fail(error)
                 raise
-        if self._head is not None and found.publisher not in ("", self._id):
-            self._superseded = self._told(found.sequence)
-        return found
 
     async def _admitted(self, sequence: int) -> str:
         """Raise SupersededError if the next version exists; return what marks it as ours."""
@@ -259,7 +278,6 @@ class Publisher:
         self, handle: SaveHandle, future: Future[None], sequence: int, version: int
     ) -> None:
         """Take over the outcome of a push."""
-        self._newest = None
         try:
             await handle.durable.reached()
         except HoldfastError as error:

@@ -18,6 +18,7 @@ from ...core.aio import wait_out
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...errors import (
+    CoordinationError,
     DamagedError,
     NotFoundError,
     RankFailedError,
@@ -54,6 +55,9 @@ from .staging import Staging
 _TRIES = 3
 _LOOK_S = 5.0
 """Interval of looks for a version whose publisher died before it changed the head."""
+
+_REPEATABLE = (DamagedError, NotFoundError, RankFailedError, ReplacedError)
+"""Errors after which an update is tried again, from an anchor on the ranks that raised them."""
 
 T = TypeVar("T")
 
@@ -197,11 +201,12 @@ class Subscriber:
                 try:
                     prepared = self._prepared(version)
                     break
-                except (DamagedError, NotFoundError, RankFailedError, ReplacedError) as error:
-                    if not left:
+                except Exception as error:
+                    if not left or not self._is_repeated(version, error):
                         raise
-                    _log.warning("an update is repeated from an anchor: %s", error)
-                    self._mirror.forget()
+                    _log.warning("an update is repeated: %s", error)
+                    if not isinstance(error, RankFailedError):
+                        self._mirror.forget()
         prepared.received_nbytes = self._mirror.received_nbytes - before[0]
         prepared.anchored_chunks = self._mirror.anchored - before[1]
         prepared.prepare_s = time.perf_counter() - began_s
@@ -295,21 +300,30 @@ class Subscriber:
         self._staging.filled = job.match.filled
         return self._ready(version)
 
+    def _is_repeated(self, version: Version, error: Exception) -> bool:
+        """Return whether all ranks can repeat an update that has failed on some of them."""
+        call = Call("repeat update", printed_uri(self._uri), version.sequence)
+        team = current_team(call, self._options.deadline_s, saving=False)
+        if not isinstance(error, _REPEATABLE):
+            run(team.fail(error))
+            return False
+        try:
+            run(_met(team))
+        except CoordinationError:
+            return False
+        return True
+
     def _ready(self, version: Version, built: object = None) -> Prepared:
         self._prepared_last = Prepared(self, version, built)
         return self._prepared_last
 
     async def _build(self, team: Team, version: Version, rank: int) -> object:
         """Build the state of a version on every rank; return it once all have done so."""
-
-        async def all_ready(statements: Sequence[Nothing]) -> Nothing:
-            return Nothing()
-
         async with team.session():
             try:
                 driver = self._mirror.at(version)
                 built, _, _ = await run_build(driver, rank, self._options.budget_nbytes)
-                await team.round(_READY, Nothing(), all_ready)
+                await team.round(_READY, Nothing(), _all_here)
             except BaseException as error:
                 await team.fail(error)
                 raise
@@ -358,6 +372,16 @@ class Subscriber:
             prepared.prepare_s,
             pause_s,
         )
+
+
+async def _met(team: Team) -> None:
+    """Return once all ranks are here."""
+    async with team.session():
+        await team.round(_READY, Nothing(), _all_here)
+
+
+async def _all_here(statements: Sequence[Nothing]) -> Nothing:
+    return Nothing()
 
 
 def _named(node: object, keys: tuple[Key, ...]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -254,10 +254,9 @@ def test_the_newest_version_is_found_without_its_head() -> None:
     """A publisher that died before it announced a version has still published it."""
     uri = fresh_uri()
     store = STORES.setdefault(uri.removeprefix("memory://"), {})
-    publisher = holdfast.publish(uri)
     for version in (1, 2, 3):
-        publisher.push(version, {"w": torch.full((4,), float(version))}).wait()
-        publisher.close() if version == 3 else None
+        with holdfast.publish(uri) as publisher:
+            publisher.push(version, {"w": torch.full((4,), float(version))}).wait()
         if version == 1:
             head = store["newest.json"]
     store["newest.json"] = head
