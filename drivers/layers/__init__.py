@@ -11,6 +11,9 @@ From the caller to the storage, with the reasons for this order::
     faults      lowest: all other layers see injected faults as if they came from the storage
     driver
 
+:mod:`.host_cache` goes above all of these, and is not an option: only a caller knows which objects
+never change.
+
 The retry layer enforces the deadline of an operation. The deadline is paused while throttle or
 limit make the operation wait (:func:`.layer.waiting_for_a_turn`), because that is not the storage's
 fault.

@@ -97,6 +97,7 @@ class MemoryStore:
         self._idle_s = upload_idle_s
         self._refusals = Refusals()
         self._process = os.getpid()
+        self._sent_nbytes = 0
         self._listening: socket.socket | None = None
         self._began: Future[int] = Future()
         self._thread = threading.Thread(target=self._run, name="holdfast-store", daemon=True)
@@ -111,6 +112,11 @@ class MemoryStore:
     def used_nbytes(self) -> int:
         """Bytes of the budget in use. Only valid in the block; safe on any thread."""
         return self._memory.used_nbytes
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of objects sent so far. Safe on any thread."""
+        return self._sent_nbytes
 
     def __enter__(self) -> Self:
         """Start to listen. Raises UsageError if the address cannot be used."""
@@ -326,6 +332,7 @@ class MemoryStore:
             async with asyncio.timeout(self._options.quiet_s):
                 await response.write(piece)
                 await connection.drained()
+            self._sent_nbytes += len(piece)
 
     def leave_to_parent(self) -> None:
         """Close the sockets in a forked child. Otherwise clients would not notice the end of this

@@ -20,6 +20,7 @@ from holdfast.core.spans import Recorder, recording
 from holdfast.drivers.contract import Driver, ObjectInfo, Upload
 from holdfast.drivers.layers.faults import FaultPlan, FaultsLayer, fault_plan
 from holdfast.drivers.layers.hedge import SAMPLES_MIN, HedgeLayer, Slowness
+from holdfast.drivers.layers.host_cache import HostCache
 from holdfast.drivers.layers.layer import Layer, bottom
 from holdfast.drivers.layers.metrics import Meter, MetricsLayer, meter_of, snapshots
 from holdfast.drivers.layers.retry import RetryLayer, RetryPolicy
@@ -372,6 +373,7 @@ LAYERS = {
     "throttle": lambda d: ThrottleLayer(d, TokenBucket(1 << 40)),
     "retry": lambda d: RetryLayer(d, RetryPolicy(3, 60.0)),
     "hedge": lambda d: HedgeLayer(d, 5),
+    "host cache": lambda d: HostCache(d, "/nowhere", immutable=lambda key: False),
 }
 EVERYTHING = "faults=seed:1&metrics=on&max_concurrency=4&max_bytes_per_s=1TB&retries=3&op_timeout_s=60&hedge_percent=5"
 
