@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .storage.training.retention import Keep
     from .storage.training.stats import Counters
     from .storage.weights.api import publish, subscribe
+    from .storage.weights.memory import Serving
     from .storage.weights.publisher import Publisher
     from .storage.weights.subscriber import Subscriber, Update
 
@@ -71,6 +72,7 @@ _NAMES = {
     ".storage.training.retention": ["Keep"],
     ".storage.training.stats": ["Counters"],
     ".storage.weights.api": ["publish", "subscribe"],
+    ".storage.weights.memory": ["Serving"],
     ".storage.weights.publisher": ["Publisher"],
     ".storage.weights.subscriber": ["Subscriber", "Update"],
 }
@@ -100,6 +102,7 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "SaveTelemetry",
+    "Serving",
     "Shard",
     "SlowOperation",
     "StageReport",

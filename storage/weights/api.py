@@ -10,6 +10,7 @@ from ..operations.loading.differences import Strict
 from ..operations.location import UriLike
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy
 from ..ranks.process_group import Group
+from .memory import Serving
 from .publisher import Publisher, PublishOptions
 from .subscriber import SubscribeOptions, Subscriber
 
@@ -25,6 +26,7 @@ def publish(
     deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, object] | None = None,
     process_group: Group = None,
+    serving: Serving | None = None,
 ) -> Publisher:
     """Return a publisher of versions of a model's weights to the channel ``uri``, a folder.
 
@@ -35,6 +37,11 @@ def publish(
     ``"bf16"``; None publishes each tensor as it is. ``lazy`` and ``budget_nbytes`` as in
     :func:`holdfast.async_save`. Each rank keeps a copy of the part that it publishes, in host
     memory.
+
+    ``peer://ADDRESS:PORT/NAME`` serves the channel from the memory of rank 0's host, at an address
+    or interface of it, as long as this publisher is open; ``serving`` has its options. The token in
+    the environment variable HOLDFAST_PEER_TOKEN, the same for all, admits subscribers. A new
+    publisher begins such a channel anew, so its versions must continue above the earlier ones.
 
     Raises UsageError, UriError, StorageError, and DamagedError if the newest version of the channel
     cannot be read.
@@ -48,6 +55,7 @@ def publish(
         deadline_s=deadline_s,
         storage_options=storage_options,
         process_group=process_group,
+        serving=serving or Serving(),
     )
     return Publisher(uri, options)
 
@@ -63,6 +71,7 @@ def subscribe(
     deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, object] | None = None,
     process_group: Group = None,
+    once_per_host: bool | None = None,
 ) -> Subscriber:
     """Return a subscriber that updates the weights in ``into`` from the channel ``uri``.
 
@@ -76,6 +85,9 @@ def subscribe(
     ``in_place`` they keep it, and the pause is as long as it takes to copy them. All other tensors
     are always filled in place. In addition, a copy of the published bytes that this rank needs
     stays in host memory. ``budget_nbytes`` bounds memory beyond both.
+
+    ``once_per_host``: subscribers on one host share what they read in files in memory, so that each
+    file leaves the storage once. None: only for ``peer://``.
     """
     options = SubscribeOptions(
         strict=strict,
@@ -85,5 +97,6 @@ def subscribe(
         deadline_s=deadline_s,
         storage_options=storage_options,
         process_group=process_group,
+        once_per_host=once_per_host,
     )
     return Subscriber(uri, into, options)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ...core.decoded_json import int_in, ints_in, object_in
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError, UnsupportedFormatError
-from ..format.manifest import MANIFEST_KEY, Manifest
+from ..format.manifest import MANIFEST_KEY, PATCH, Manifest
 from ..protocol.current import decoded_manifest
 
 HEAD_KEY = "newest.json"
@@ -102,6 +102,11 @@ class Head:
 def version_key(sequence: int, key: str = "") -> str:
     """Return the key of a version's folder, or of an object in it."""
     return f"{sequence:08d}/{key}" if key else f"{sequence:08d}"
+
+
+def is_immutable(key: str) -> bool:
+    """Return whether an object of a channel never changes: an image, or its patches."""
+    return key.endswith((".safetensors", f".{PATCH}")) and "/data/" in key
 
 
 def lease_key(subscriber: str) -> str:

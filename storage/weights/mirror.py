@@ -69,6 +69,8 @@ class Mirror:
         self._indexes: dict[tuple[str, int], asyncio.Task[PatchIndex]] = {}
         self.received_nbytes = 0
         self.anchored = 0
+        self.files: set[str] = set()
+        """Keys of the files that the current update has read."""
 
     async def version(self, sequence: int, attempt: str = "") -> Version:
         """Return a version, or the one with this attempt. Raises NotFoundError if it is
@@ -93,6 +95,7 @@ class Mirror:
     def at(self, version: Version) -> VersionDriver:
         """Return a driver that reads ``version``. Updates one version at a time."""
         self._indexes.clear()
+        self.files.clear()
         return VersionDriver(self, version)
 
     def forget(self) -> None:
@@ -220,7 +223,9 @@ class Mirror:
         """Fill ``into`` with bytes of a version's file."""
         if not len(into):
             return
-        await self._driver.read(version_key(version.sequence, key), start, into)
+        file = version_key(version.sequence, key)
+        self.files.add(file)
+        await self._driver.read(file, start, into)
         self.received_nbytes += len(into)
 
 

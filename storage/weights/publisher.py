@@ -9,14 +9,14 @@ import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
-from ...drivers.uri import join
+from ...drivers.uri import join, redact
 from ...errors import ExistsError, HoldfastError, SupersededError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..format.patches import PatchBases, VersionRef, zstandard
@@ -50,6 +50,10 @@ from .channel import (
     read_version,
     version_key,
 )
+from .memory import Serving, is_in_memory, served
+
+if TYPE_CHECKING:
+    from ..serving.store import MemoryStore
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ class Published:
     version: int = -1
     attempt: str = ""
     publisher: str = ""
+    uri: str = ""
+    """URI of a channel in the leader's memory; "" for any other."""
 
 
 _MEET = Round.of("publish", Nothing, Published)
@@ -80,6 +86,7 @@ class PublishOptions:
     deadline_s: float = DEADLINE_S
     storage_options: Mapping[str, object] | None = None
     process_group: Group = None
+    serving: Serving = field(default_factory=Serving)
 
     def checked(self) -> SaveOptions:
         """Return the options of each save. Raises UsageError for invalid values."""
@@ -117,8 +124,19 @@ class Publisher:
         self._pushed: tuple[SaveHandle, int] | None = None
         self._before: int | None = None
         self._superseded: HoldfastError | None = None
+        self._store: MemoryStore | None = None
         with acting_in(options.process_group):
             self._newest: Published | None = self._meet()
+
+    @property
+    def uri(self) -> str:
+        """The URI for subscribers, without secrets."""
+        return redact(self._uri)
+
+    @property
+    def sent_nbytes(self) -> int | None:
+        """Bytes sent to subscribers of a channel in this process's memory; None for any other."""
+        return None if self._store is None else self._store.sent_nbytes
 
     @property
     def newest(self) -> int | None:
@@ -172,6 +190,9 @@ class Publisher:
         self._settle()
         self._image = PublishedImage()
         self._newest = None
+        if self._store is not None:
+            self._store.__exit__()
+            self._store = None
         if self._superseded is None:
             self._superseded = UsageError("this publisher is closed")
 
@@ -226,8 +247,11 @@ class Publisher:
         call = Call("publish", printed_uri(self._uri))
         team = current_team(call, self._options.deadline_s, saving=True)
         with announcing_errors(team):
+            if self._leads and self._store is None and is_in_memory(self._uri):
+                self._store, self._uri = served(self._uri, self._options.serving)
             driver = self._open()
         found = run(self._find_newest(driver, team))
+        self._uri = found.uri or self._uri
         if found.version >= 0:
             self._pushed = None
             self._before = found.version
@@ -243,13 +267,14 @@ class Publisher:
             if not await has_version(driver, sequence):
                 sequence = max([0, *await _listed(driver)])
             sequence = await newest_after(driver, sequence)
+            uri = self._uri if self._store is not None else ""
             if not sequence:
-                return Published()
+                return Published(uri=uri)
             manifest, _ = await read_version(driver, sequence)
             if self._head is not None and manifest.branch != self._id:
                 raise self._told(sequence)
             version = -1 if manifest.step is None else manifest.step
-            return Published(sequence, version, manifest.attempt, manifest.branch)
+            return Published(sequence, version, manifest.attempt, manifest.branch, uri)
 
         async with closing(driver), team.session():
             try:

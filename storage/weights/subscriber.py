@@ -16,6 +16,7 @@ import torch
 
 from ...core.aio import wait_out
 from ...drivers.contract import Driver
+from ...drivers.layers.host_cache import HostCache
 from ...drivers.registry import open_driver
 from ...errors import (
     CoordinationError,
@@ -45,10 +46,12 @@ from .channel import (
     Head,
     decoded_head,
     encoded_lease,
+    is_immutable,
     lease_key,
     newest_after,
     read_head,
 )
+from .memory import for_reading, is_in_memory
 from .mirror import Mirror, Version
 from .staging import Staging
 
@@ -83,9 +86,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class _Has:
-    """The sequence of the version that a rank uses, 0 for none."""
+    """The version that a rank uses; -1 for none."""
 
-    sequence: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class SubscribeOptions:
     deadline_s: float = DEADLINE_S
     storage_options: Mapping[str, object] | None = None
     process_group: Group = None
+    once_per_host: bool | None = None
 
 
 class Subscriber:
@@ -147,7 +151,11 @@ class Subscriber:
         self._into = into
         self._options = options
         self._id = secrets.token_hex(8)
-        self._driver: Driver = open_driver(self._uri, **(options.storage_options or {}))
+        driver = open_driver(for_reading(uri), **(options.storage_options or {}))
+        self._cache: HostCache | None = None
+        if options.once_per_host or (options.once_per_host is None and is_in_memory(uri)):
+            self._cache = HostCache(driver, immutable=is_immutable)
+        self._driver: Driver = self._cache or driver
         self._mirror = Mirror(self._driver)
         self._used: Version | None = None
         self._staging = Staging(in_place=options.in_place)
@@ -206,11 +214,18 @@ class Subscriber:
                         raise
                     _log.warning("an update is repeated: %s", error)
                     if not isinstance(error, RankFailedError):
-                        self._mirror.forget()
+                        self._forget()
         prepared.received_nbytes = self._mirror.received_nbytes - before[0]
         prepared.anchored_chunks = self._mirror.anchored - before[1]
         prepared.prepare_s = time.perf_counter() - began_s
         return prepared
+
+    def _forget(self) -> None:
+        """Drop all bytes, so that an update reads them from an anchor again."""
+        if self._cache is not None:
+            for key in self._mirror.files:
+                self._cache.drop(key)
+        self._mirror.forget()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) for each whole tensor of the version in use, as inference engines
@@ -241,13 +256,13 @@ class Subscriber:
         """Return the version that all ranks update to."""
 
         async def choose(statements: Sequence[_Has]) -> _Target:
-            used = min(statement.sequence for statement in statements)
+            used = min(statement.version for statement in statements)
             until_s = time.monotonic() + timeout_s
             known = await self._driver.watch(HEAD_KEY, None, 0.0)
             while True:
                 head = Head() if known is None else decoded_head(self._driver, known)
-                newest = await newest_after(self._driver, max(used, head.sequence))
-                if newest > used:
+                newest = await newest_after(self._driver, head.sequence)
+                if newest and await self._numbered(newest) > used:
                     return await self._leased(newest)
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
@@ -256,7 +271,7 @@ class Subscriber:
                 changed = await self._driver.watch(HEAD_KEY, known, min(_LOOK_S, left_s))
                 known = changed or known
 
-        used = 0 if self._used is None else self._used.sequence
+        used = -1 if self.version is None else self.version
         async with team.session():
             try:
                 target = await team.round(_CHOOSE, _Has(used), choose)
@@ -266,6 +281,12 @@ class Subscriber:
             except BaseException as error:
                 await team.fail(error)
                 raise
+
+    async def _numbered(self, sequence: int) -> int:
+        """Return the version number of a version. A channel in memory may have begun anew, so its
+        sequence does not say whether it is newer."""
+        step = (await self._mirror.version(sequence)).manifest.step
+        return -1 if step is None else step
 
     async def _leased(self, sequence: int) -> _Target:
         """Put a lease of a version, and return it, or a newer one if it is not offered any more."""

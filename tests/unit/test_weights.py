@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +307,83 @@ def test_a_subscriber_waits_for_the_next_version() -> None:
         later.join()
         assert update is not None
         assert update.version == 2
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token for channels in memory."""
+    monkeypatch.setenv("HOLDFAST_PEER_TOKEN", "b1946ac92492d2347c6235b4d2611184")
+
+
+@pytest.mark.usefixtures("token")
+def test_a_channel_in_memory_needs_no_disk() -> None:
+    """Subscribers read versions from the trainer's memory, also after it has begun anew."""
+    model, engine = Model(1), Model(2)
+    with holdfast.publish("peer://127.0.0.1:0/policy") as publisher:
+        uri = publisher.uri
+        with holdfast.subscribe(uri, {"model": engine}) as subscriber:
+            for version in range(6):
+                publisher.push(version, {"model": model}).wait()
+                follow(subscriber, engine, model)
+                train(model, 0.01, version)
+    address = uri.removeprefix("peer://").partition("/")[0]
+    with (
+        holdfast.publish(f"peer://{address}/policy") as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        publisher.push(3, {"model": model}).wait()
+        follow(subscriber, engine, model)
+        publisher.push(9, {"model": model}).wait()
+        follow(subscriber, engine, model)
+
+
+@pytest.mark.usefixtures("token")
+def test_versions_of_a_channel_that_begins_anew_are_not_older() -> None:
+    """A subscriber never goes back: it waits for a version above the one in use."""
+    first = {"w": torch.full((9,), 7.0)}
+    with holdfast.publish("peer://127.0.0.1:0/policy") as publisher:
+        uri = publisher.uri
+        subscriber = holdfast.subscribe(uri)
+        publisher.push(7, first).wait()
+        subscriber.update()
+    address = uri.removeprefix("peer://").partition("/")[0]
+    with holdfast.publish(f"peer://{address}/policy") as publisher, subscriber:
+        publisher.push(5, {"w": torch.full((9,), 5.0)}).wait()
+        assert subscriber.update() is None
+        assert subscriber.version == 7
+        publisher.push(8, {"w": torch.full((9,), 8.0)}).wait()
+        update = subscriber.update()
+        assert update is not None
+        assert update.version == 8
+        assert dict(subscriber.weights())["w"].tolist() == [8.0] * 9
+
+
+def test_a_channel_in_memory_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody serves weights to everyone by accident."""
+    monkeypatch.delenv("HOLDFAST_PEER_TOKEN", raising=False)
+    with pytest.raises(holdfast.UsageError, match="needs a token"):
+        holdfast.publish("peer://127.0.0.1:0/policy")
+
+
+@pytest.mark.usefixtures("token")
+def test_subscribers_of_a_host_read_each_file_once() -> None:
+    """Of eight subscribers on one host, one reads from the trainer; the others share its files."""
+    model = Model(1, 200_000)
+    engines = [Model(n) for n in range(8)]
+    for engine in engines:
+        engine.big = engine.tied = torch.nn.Parameter(torch.zeros_like(model.big))
+    with holdfast.publish("peer://127.0.0.1:0/policy") as publisher:
+        subscribers = [holdfast.subscribe(publisher.uri, {"model": each}) for each in engines]
+        for version in range(3):
+            report = publisher.push(version, {"model": model}).wait()
+            assert report is not None
+            assert publisher.sent_nbytes is not None
+            before = publisher.sent_nbytes
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda each: each.update(), subscribers))
+            assert publisher.sent_nbytes - before < 1.2 * report.stored_nbytes + 400_000
+            for engine in engines:
+                assert difference(weights(engine), weights(model)) is None
+            train(model, 0.01, version)
+        for subscriber in subscribers:
+            subscriber.close()
