@@ -182,6 +182,8 @@ class Publisher:
             self._before = self.newest
             self._pushed = (handle, version)
             self._push = start(self._finish(handle, future, sequence, version))
+        if not self._options.lazy:
+            handle.captured.wait()
         return handle
 
     def close(self) -> None:

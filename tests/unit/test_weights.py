@@ -271,6 +271,23 @@ def test_the_newest_version_is_found_without_its_head() -> None:
     assert json.loads(store["newest.json"][0])["kept"] == [1, 2, 3, 4]
 
 
+def test_weights_may_change_once_an_eager_push_has_returned() -> None:
+    """With ``lazy=False`` push returns after the copy, so any code may write to the weights."""
+    uri = fresh_uri()
+    weights = torch.ones(2 * SIZE)
+    with (
+        holdfast.publish(uri, lazy=False) as publisher,
+        holdfast.subscribe(uri) as subscriber,
+    ):
+        for version in range(3):
+            weights.fill_(version)
+            handle = publisher.push(version, {"w": weights})
+            weights.fill_(-1)
+            handle.wait()
+            subscriber.update()
+            assert dict(subscriber.weights())["w"].unique().tolist() == [version]
+
+
 def test_a_cast_publishes_the_chosen_dtype() -> None:
     """fp32 weights are published as bf16; integers and their own dtypes stay."""
     uri = fresh_uri()
