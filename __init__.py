@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .storage.operations.maintenance.prune import PruneReport, prune
     from .storage.operations.reading.diff import DiffReport, diff
     from .storage.operations.reading.reader import Checkpoint, TensorInfo, open
-    from .storage.operations.report import LoadReport, SaveReport
+    from .storage.operations.report import LoadReport, SaveReport, Update
     from .storage.operations.saving.handle import SaveHandle
     from .storage.operations.telemetry import Outcome, listen
     from .storage.pipeline.borrowing import Incremental
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .storage.weights.api import publish, subscribe
     from .storage.weights.memory import Serving
     from .storage.weights.publisher import Publisher
-    from .storage.weights.subscriber import Subscriber, Update
+    from .storage.weights.subscriber import Subscriber
 
 _NAMES = {
     ".core.spans": ["SlowOperation", "StageReport"],
@@ -59,7 +59,7 @@ _NAMES = {
     ".storage.operations.maintenance.prune": ["PruneReport", "prune"],
     ".storage.operations.reading.diff": ["DiffReport", "diff"],
     ".storage.operations.reading.reader": ["Checkpoint", "TensorInfo", "open"],
-    ".storage.operations.report": ["LoadReport", "SaveReport"],
+    ".storage.operations.report": ["LoadReport", "SaveReport", "Update"],
     ".storage.operations.saving.handle": ["SaveHandle"],
     ".storage.operations.telemetry": ["Outcome", "listen"],
     ".storage.pipeline.borrowing": ["Incremental"],
@@ -74,7 +74,7 @@ _NAMES = {
     ".storage.weights.api": ["publish", "subscribe"],
     ".storage.weights.memory": ["Serving"],
     ".storage.weights.publisher": ["Publisher"],
-    ".storage.weights.subscriber": ["Subscriber", "Update"],
+    ".storage.weights.subscriber": ["Subscriber"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 """The module of each public name; the others are errors."""

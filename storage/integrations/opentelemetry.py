@@ -14,7 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, TracerProvider
 
 from ...core.spans import StageReport
-from ..operations.report import LoadReport, SaveReport
+from ..operations.report import LoadReport, SaveReport, Update
 from ..operations.telemetry import Outcome, listen
 
 __all__ = ["export_spans"]
@@ -49,7 +49,7 @@ def _export(tracer: Tracer, outcome: Outcome) -> None:
     span.end(ended_ns)
 
 
-def _attributes(report: SaveReport | LoadReport) -> Mapping[str, float | str]:
+def _attributes(report: SaveReport | LoadReport | Update) -> Mapping[str, float | str]:
     found: dict[str, float | str] = {
         "holdfast.attempt": report.attempt,
         "holdfast.cpu_s": report.cpu_s,
@@ -62,8 +62,11 @@ def _attributes(report: SaveReport | LoadReport) -> Mapping[str, float | str]:
         found["holdfast.borrowed_nbytes"] = report.borrowed_nbytes
         if report.why_whole:
             found["holdfast.why_whole"] = report.why_whole
-    else:
+    elif isinstance(report, LoadReport):
         found["holdfast.nbytes"] = report.bytes_read
+    else:
+        found["holdfast.nbytes"] = report.received_nbytes
+        found["holdfast.pause_s"] = report.pause_s
     return found
 
 

@@ -1,4 +1,5 @@
-"""Prometheus metrics of this process's saves and loads, and of the steps at risk.
+"""Prometheus metrics of this process's saves, loads, and pushes of and updates to weights, and of
+the steps at risk.
 
     from holdfast.storage.integrations.prometheus import export_metrics
 
@@ -17,7 +18,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from ...errors import DamagedError
-from ..operations.report import LoadReport
+from ..operations.report import LoadReport, Update
 from ..operations.telemetry import Outcome, listen
 from ..training.checkpointer import Checkpointer
 
@@ -56,17 +57,17 @@ class _Metrics:
         operation = ("operation",)
         self.ended = counter(
             "holdfast_operations",
-            "Saves and loads of this rank that have ended.",
+            "Operations of this rank that have ended: saves, loads, pushes and updates.",
             ("operation", "outcome"),
         )
         self.seconds = histogram(
             "holdfast_operation_seconds",
-            "Duration of a save or a load, from its call to its end.",
+            "Duration of an operation, from its call to its end.",
             operation,
         )
         self.nbytes = counter(
             "holdfast_bytes",
-            "Bytes that saves have written, and loads have read from storage.",
+            "Bytes that saves and pushes have written, and others have read from storage.",
             operation,
         )
         self.borrowed = counter(
@@ -85,12 +86,12 @@ class _Metrics:
             "holdfast_throttled_seconds", "Total time that requests were throttled.", operation
         )
         self.stalled = counter(
-            "holdfast_stalled_seconds", "Time that training waited for lazy saves."
+            "holdfast_stalled_seconds", "Time that training waited for lazy saves and pushes."
         )
-        self.damaged = counter("holdfast_damaged", "Loads that found a damaged checkpoint.")
+        self.damaged = counter("holdfast_damaged", "Loads and updates that found damage.")
         self.held = gauge(
             "holdfast_held_bytes",
-            "Peak bytes of chunks in host memory during the latest save or load.",
+            "Peak bytes of chunks in host memory during the latest operation.",
             operation,
         )
         self.newest_step = gauge("holdfast_newest_step", "Step of the newest durable checkpoint.")
@@ -102,6 +103,21 @@ class _Metrics:
             "holdfast_unsaved_steps", "Steps that would be lost if the job died now."
         )
 
+        self.version = gauge(
+            "holdfast_weights_version",
+            "Newest version of weights that was published, or is in use.",
+            operation,
+        )
+        self.skipped = counter(
+            "holdfast_weights_skipped", "Versions of weights that were published, but never used."
+        )
+        self.anchored = counter(
+            "holdfast_weights_anchored_chunks", "Chunks that updates have read whole."
+        )
+        self.pause_seconds = histogram(
+            "holdfast_weights_pause_seconds", "Duration of the swap of weights in an update."
+        )
+
     def all(self) -> Iterable[Counter | Gauge | Histogram]:
         return vars(self).values()
 
@@ -110,7 +126,7 @@ class _Metrics:
         report = outcome.report
         self.ended.labels(operation, "failed" if report is None else "succeeded").inc()
         if report is None:
-            if operation == "load" and isinstance(outcome.error, DamagedError):
+            if operation in ("load", "update") and isinstance(outcome.error, DamagedError):
                 self.damaged.inc()
             return
         self.seconds.labels(operation).observe(outcome.seconds)
@@ -122,10 +138,20 @@ class _Metrics:
         if isinstance(report, LoadReport):
             self.nbytes.labels("load").inc(report.bytes_read)
             return
-        self.nbytes.labels("save").inc(report.written_nbytes)
+        if operation in ("push", "update") and outcome.step is not None:
+            self.version.labels(operation).set(outcome.step)
+        if isinstance(report, Update):
+            self.nbytes.labels("update").inc(report.received_nbytes)
+            self.skipped.inc(report.skipped)
+            self.anchored.inc(report.anchored_chunks)
+            self.pause_seconds.observe(report.pause_s)
+            return
+        self.nbytes.labels(operation).inc(report.written_nbytes)
+        self.stalled.inc(report.fenced_s)
+        if operation == "push":
+            return
         self.borrowed.inc(report.borrowed_nbytes)
         self.whole.inc(bool(report.why_whole))
-        self.stalled.inc(report.fenced_s)
         self.newest_time.set(time.time())
         if outcome.step is not None:
             self.newest_step.set(outcome.step)

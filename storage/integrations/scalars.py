@@ -27,6 +27,8 @@ def log_scalars(log: Callable[[str, float, int], object]) -> Callable[[], None]:
         report = outcome.report
         if outcome.step is None or not isinstance(report, SaveReport):
             return
+        if outcome.operation != "save":  # versions of weights are numbered on their own
+            return
         for name, value in _figures(report).items():
             log(f"holdfast/{name}", value, outcome.step)
 

@@ -1,6 +1,6 @@
-"""Reports of a save or a load on one rank. Times are in seconds from the call.
+"""Reports of a save, a load or an update on one rank. Times are in seconds from the call.
 
-Fields of both: ``stages`` by name, in the order in which they began; ``slowest``: the slowest
+Fields of all: ``stages`` by name, in the order in which they began; ``slowest``: the slowest
 operations that read or write an object, slowest first; ``cpu_s``: processor time of this process,
 training included; ``peak_nbytes``: peak host memory of chunks. Empty or zero with
 ``telemetry="off"``.
@@ -73,6 +73,31 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     missing_count: int = 0
     unexpected_count: int = 0
+    stages: Mapping[str, StageReport] = field(default_factory=dict)
+    slowest: tuple[SlowOperation, ...] = ()
+    cpu_s: float = 0.0
+    peak_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Report of an update of one subscriber to ``version``.
+
+    ``sequence``: number of the version in its channel; ``skipped``: number of versions since the
+    one in use before that were never used. ``received_nbytes``: bytes read from the channel;
+    ``anchored_chunks``: chunks that were read whole. ``prepare_s``: seconds to fetch, apply and
+    verify, while the engine works; ``pause_s``: seconds to swap the weights.
+    """
+
+    uri: str
+    attempt: str
+    version: int
+    sequence: int
+    skipped: int
+    received_nbytes: int
+    anchored_chunks: int
+    prepare_s: float
+    pause_s: float = 0.0
     stages: Mapping[str, StageReport] = field(default_factory=dict)
     slowest: tuple[SlowOperation, ...] = ()
     cpu_s: float = 0.0

@@ -12,10 +12,13 @@ from ...core.forks.renewal import new_lock
 from ...core.spans import Recorder, StageReport, Summary, current
 from ...errors import UsageError
 from ..format.save_telemetry import RankTelemetry, SaveTelemetry, encode_head, encode_record
-from .report import LoadReport, SaveReport
+from .report import LoadReport, SaveReport, Update
 
 Telemetry = Literal["on", "off"]
 """Whether a save or a load records its timings."""
+
+Operation = Literal["save", "load", "push", "update"]
+"""``"push"``: a publisher saves a version of weights; ``"update"``: a subscriber updates to one."""
 
 LONGEST = 3
 """Number of stages named in the log line of a save or a load."""
@@ -85,20 +88,25 @@ def encoded_telemetry(
     return encode_head(whole) + encode_record(mine) + others
 
 
-def log_saved(report: SaveReport, step: int | None) -> None:
+def log_saved(report: SaveReport, step: int | None, operation: Operation) -> None:
     """Log one line at level INFO, and one per stage at level DEBUG."""
-    name = "" if step is None else f"step {step}: "
+    if operation == "push":
+        name = f"version {step}: published"
+        how = f", {_amount(report.stored_nbytes)} of it stored"
+    else:
+        name = "saved" if step is None else f"step {step}: saved"
+        how = _borrowed(report)
     _log.info(
-        "%ssaved, %s to %s%s; captured after %.2f s, fences waited %.1f ms%s",
+        "%s, %s to %s%s; captured after %.2f s, fences waited %.1f ms%s",
         name,
         _moved(report.nbytes, "from this rank", report.durable_s),
         report.uri,
-        _borrowed(report),
+        how,
         report.captured_s,
         report.fenced_s * 1e3,
         _described(report),
     )
-    _log_stages(f"{name}saved", report.stages)
+    _log_stages(name, report.stages)
 
 
 def _borrowed(report: SaveReport) -> str:
@@ -122,6 +130,22 @@ def log_loaded(report: LoadReport) -> None:
     _log_stages("loaded", report.stages)
 
 
+def log_updated(report: Update) -> None:
+    """Log one line at level INFO, and one per stage at level DEBUG."""
+    name = f"version {report.version}: in use"
+    _log.info(
+        "%s after %.2f s and a pause of %.1f ms, %s of %s read, %d chunks of it whole%s",
+        name,
+        report.prepare_s,
+        report.pause_s * 1e3,
+        _amount(report.received_nbytes),
+        report.uri,
+        report.anchored_chunks,
+        _described(report),
+    )
+    _log_stages(name, report.stages)
+
+
 def log_safely(log: Callable[..., object], *args: object) -> None:
     """Call ``log``; print any exception, so that a user's failing log handler does no harm."""
     try:
@@ -132,15 +156,16 @@ def log_safely(log: Callable[..., object], *args: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a save or a load on this rank. ``uri`` is redacted. ``seconds``: from the call
-    to the end. ``report``: set on success; ``error``: set on failure. ``step``: None for loads and
-    for checkpoints without a step."""
+    """The outcome of an operation on this rank. ``uri`` is redacted. ``seconds``: from the call
+    to the end; of an update, without the time that it waited for a version. ``report``: set on
+    success, a SaveReport of a push; ``error``: set on failure. ``step``: the version of a push or
+    an update; None for loads and for checkpoints without a step."""
 
-    operation: Literal["save", "load"]
+    operation: Operation
     uri: str
     seconds: float
     step: int | None = None
-    report: SaveReport | LoadReport | None = None
+    report: SaveReport | LoadReport | Update | None = None
     error: BaseException | None = None
 
 
@@ -150,10 +175,11 @@ _listeners_lock = new_lock()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Call ``listener`` with the :class:`Outcome` of every future save and load of this process.
+    """Call ``listener`` with the :class:`Outcome` of every future save, load, push and update of
+    this process.
 
     Returns a function that unsubscribes. The listener runs on the thread that ends the operation:
-    the engine's for a save, the caller's for a load. Others wait for it, so it should return
+    the engine's for a save or a push, else the caller's. Others wait for it, so it should return
     quickly. Its exceptions are printed and ignored.
     """
 
@@ -183,7 +209,7 @@ def _moved(nbytes: int, whose: str, seconds: float) -> str:
     return f"{_amount(nbytes)} {whose} in {seconds:.2f} s ({_amount(rate)}/s)"
 
 
-def _described(report: SaveReport | LoadReport) -> str:
+def _described(report: SaveReport | LoadReport | Update) -> str:
     """Return the end of a log line: the longest stages and the resources used."""
     if not report.stages:
         return ""

@@ -9,12 +9,13 @@ import secrets
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 import torch
 
 from ...core.aio import wait_out
+from ...core.spans import Recorder, recording
 from ...drivers.contract import Driver
 from ...drivers.layers.host_cache import HostCache
 from ...drivers.registry import open_driver
@@ -34,6 +35,8 @@ from ..operations.loading.differences import Strict
 from ..operations.loading.load import LoadJob, run_build, run_load
 from ..operations.location import UriLike
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, check_budget
+from ..operations.report import Update
+from ..operations.telemetry import Outcome, announce, log_safely, log_updated, recorded_figures
 from ..ranks.calls import Call
 from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import Group, acting_in, current_rank, current_team
@@ -68,23 +71,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """An update of one subscriber to ``version``.
-
-    ``received_nbytes``: bytes read from the channel; ``prepare_s``: seconds to fetch, apply and
-    verify, while the engine works; ``pause_s``: seconds to swap the weights; ``sequence``: number
-    of the version in its channel; ``anchored_chunks``: chunks that were read whole.
-    """
-
-    version: int
-    sequence: int
-    received_nbytes: int
-    anchored_chunks: int
-    prepare_s: float
-    pause_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Has:
     """The version that a rank uses; -1 for none."""
 
@@ -106,24 +92,23 @@ _READY = Round.of("ready", Nothing, Nothing)
 class Prepared:
     """A verified version, on all ranks, that the engine does not use yet."""
 
-    def __init__(self, subscriber: Subscriber, version: Version, built: object = None) -> None:
+    def __init__(
+        self, subscriber: Subscriber, version: Version, report: Update, built: object
+    ) -> None:
         self._subscriber = subscriber
         self._version = version
+        self._report = report
         self._built = built
-        self.prepare_s = 0.0
-        self.received_nbytes = 0
-        self.anchored_chunks = 0
 
     @property
     def version(self) -> int:
         """The version, as its publisher numbered it."""
-        step = self._version.manifest.step
-        return -1 if step is None else step
+        return self._report.version
 
     def commit(self) -> Update:
         """Make the engine use this version; return a report. The engine must not compute meanwhile.
         Every rank that has prepared the version calls this."""
-        return self._subscriber._commit(self, self._version, self._built)
+        return self._subscriber._commit(self, self._version, self._report, self._built)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,27 +183,13 @@ class Subscriber:
         :meth:`update`. Its ``commit()`` swaps them."""
         check_may_wait()
         began_s = time.perf_counter()
-        with acting_in(self._options.process_group):
-            for left in reversed(range(_TRIES)):
-                before = self._mirror.received_nbytes, self._mirror.anchored
-                call = Call("choose version", printed_uri(self._uri))
-                chooser = current_team(call, self._options.deadline_s, saving=False)
-                version = run(self._chosen(chooser, timeout_s))
-                if version is None:
-                    return None
-                try:
-                    prepared = self._prepared(version)
-                    break
-                except Exception as error:
-                    if not left or not self._is_repeated(version, error):
-                        raise
-                    _log.warning("an update is repeated: %s", error)
-                    if not isinstance(error, RankFailedError):
-                        self._forget()
-        prepared.received_nbytes = self._mirror.received_nbytes - before[0]
-        prepared.anchored_chunks = self._mirror.anchored - before[1]
-        prepared.prepare_s = time.perf_counter() - began_s
-        return prepared
+        try:
+            with acting_in(self._options.process_group):
+                return self._prepare(timeout_s)
+        except BaseException as error:
+            seconds = time.perf_counter() - began_s
+            announce(Outcome("update", printed_uri(self._uri), seconds, error=error))
+            raise
 
     def _forget(self) -> None:
         """Drop all bytes, so that an update reads them from an anchor again."""
@@ -299,14 +270,54 @@ class Subscriber:
             sequence = await newest_after(self._driver, head.sequence)
         return _Target(sequence, (await self._mirror.version(sequence)).manifest.attempt)
 
-    def _prepared(self, version: Version) -> Prepared:
+    def _prepare(self, timeout_s: float) -> Prepared | None:
+        mirror = self._mirror
+        before = mirror.received_nbytes, mirror.anchored
+        version = self._choose(timeout_s)
+        if version is None:
+            return None
+        began_s = time.perf_counter()
+        recorder = Recorder(current_rank())
+        for left in reversed(range(_TRIES)):
+            try:
+                with recording(recorder):
+                    built = self._fetch(version)
+                break
+            except Exception as error:
+                if not left or not self._is_repeated(version, error):
+                    raise
+                _log.warning("an update is repeated: %s", error)
+                if not isinstance(error, RankFailedError):
+                    self._forget()
+            version = self._choose(0.0) or version
+        m = version.manifest
+        used = version.sequence - 1 if self._used is None else self._used.sequence
+        report = Update(
+            printed_uri(self._uri),
+            m.attempt,
+            version=-1 if m.step is None else m.step,
+            sequence=version.sequence,
+            skipped=max(0, version.sequence - used - 1),
+            received_nbytes=mirror.received_nbytes - before[0],
+            anchored_chunks=mirror.anchored - before[1],
+            prepare_s=time.perf_counter() - began_s,
+            **recorded_figures(recorder),
+        )
+        self._prepared_last = Prepared(self, version, report, built)
+        return self._prepared_last
+
+    def _choose(self, timeout_s: float) -> Version | None:
+        call = Call("choose version", printed_uri(self._uri))
+        team = current_team(call, self._options.deadline_s, saving=False)
+        return run(self._chosen(team, timeout_s))
+
+    def _fetch(self, version: Version) -> object:
+        """Fill the second set of tensors, or build the state and return it."""
+        self._prepared_last = None  # its tensors are filled again
         call = Call("update", printed_uri(self._uri), version.sequence)
         team = current_team(call, self._options.deadline_s, saving=False)
         if self._into is None:
-            rank = current_rank()
-            return self._ready(
-                version, run(self._leasing(version, self._build(team, version, rank)))
-            )
+            return run(self._leasing(version, self._build(team, version, current_rank())))
         with announcing_errors(team):
             flat = flatten(self._into, loading=True)
             staged = self._staging.stage(flat, self._into)
@@ -319,7 +330,7 @@ class Subscriber:
         )
         run(self._leasing(version, run_load(self._mirror.at(version), team, job)))
         self._staging.filled = job.match.filled
-        return self._ready(version)
+        return None
 
     def _is_repeated(self, version: Version, error: Exception) -> bool:
         """Return whether all ranks can repeat an update that has failed on some of them."""
@@ -333,10 +344,6 @@ class Subscriber:
         except CoordinationError:
             return False
         return True
-
-    def _ready(self, version: Version, built: object = None) -> Prepared:
-        self._prepared_last = Prepared(self, version, built)
-        return self._prepared_last
 
     async def _build(self, team: Team, version: Version, rank: int) -> object:
         """Build the state of a version on every rank; return it once all have done so."""
@@ -370,7 +377,9 @@ class Subscriber:
             with suppress(StorageError):
                 await self._driver.put(lease_key(self._id), encoded_lease(sequence))
 
-    def _commit(self, prepared: Prepared, version: Version, built: object) -> Update:
+    def _commit(
+        self, prepared: Prepared, version: Version, report: Update, built: object
+    ) -> Update:
         if prepared is not self._prepared_last:
             raise UsageError(
                 f"version {prepared.version} is not the one that was prepared last",
@@ -383,16 +392,11 @@ class Subscriber:
             self._staging.swap()
         self._used = version
         self._prepared_last = None
-        pause_s = time.perf_counter() - began_s
-        _log.info("version %d is in use", prepared.version)
-        return Update(
-            prepared.version,
-            version.sequence,
-            prepared.received_nbytes,
-            prepared.anchored_chunks,
-            prepared.prepare_s,
-            pause_s,
-        )
+        report = replace(report, pause_s=time.perf_counter() - began_s)
+        seconds = report.prepare_s + report.pause_s
+        log_safely(log_updated, report)
+        announce(Outcome("update", report.uri, seconds, step=report.version, report=report))
+        return report
 
 
 async def _met(team: Team) -> None:

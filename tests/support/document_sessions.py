@@ -8,6 +8,7 @@ torch is imported once; each session is a fork of the process that did so.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
@@ -144,6 +145,7 @@ def names_for(folder: str) -> dict[str, Any]:
         "pathlib": pathlib,
         "dataclasses": dataclasses,
         "model": model,
+        "engine": copy.deepcopy(model),
         "optim": optim,
         "optimizer": optim,
         "schedule": torch.optim.lr_scheduler.ConstantLR(optim),

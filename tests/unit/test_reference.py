@@ -58,7 +58,7 @@ def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
 
 
 def test_every_metric_is_in_the_table() -> None:
-    """With its labels, and none besides: what a save and a load leave in the registry."""
+    """With its labels, and none besides: what operations leave in the registry."""
     registry = CollectorRegistry()
     uri = f"memory://{uuid.uuid4().hex}/step-1"
     state = {"w": torch.ones(4), "step": 1}
@@ -66,6 +66,8 @@ def test_every_metric_is_in_the_table() -> None:
     try:
         holdfast.save(uri, state)
         holdfast.load(uri, into=state)
+        with holdfast.publish(uri) as publisher:
+            publisher.push(1, {"w": torch.ones(4)}).wait()
         families = list(registry.collect())
     finally:
         stop()

@@ -320,6 +320,38 @@ def test_prometheus_counts(tmp_path: Path, ending: contextlib.ExitStack) -> None
     assert value(registry, "holdfast_damaged_total") == 0
 
 
+def test_prometheus_counts_versions_of_weights(ending: contextlib.ExitStack) -> None:
+    """Pushes are no saves; updates say how far they were behind, and how much they read."""
+    registry, told = CollectorRegistry(), list[holdfast.Outcome]()
+    ending.callback(export_metrics(registry))
+    ending.callback(holdfast.listen(told.append))
+    uri = fresh_uri()
+    state = {"w": torch.arange(1000.0)}
+    with holdfast.publish(uri) as publisher, holdfast.subscribe(uri) as subscriber:
+        for versions in ((3,), (5, 7, 9)):
+            for version in versions:
+                report = publisher.push(version, state).wait()
+            update = subscriber.update()
+    assert report is not None
+    assert update is not None
+    assert [(o.operation, o.step) for o in told] == [
+        ("push", 3), ("update", 3), ("push", 5), ("push", 7), ("push", 9), ("update", 9),
+    ]  # fmt: skip
+    assert (told[-1].report, update.skipped) == (update, 2)
+    assert told[-1].seconds == update.prepare_s + update.pause_s
+    ended = "holdfast_operations_total"
+    assert value(registry, ended, operation="push", outcome="succeeded") == 4
+    assert value(registry, ended, operation="update", outcome="succeeded") == 2
+    assert value(registry, ended, operation="save", outcome="succeeded") is None
+    assert value(registry, "holdfast_newest_step") == 0
+    for operation in ("push", "update"):
+        assert value(registry, "holdfast_weights_version", operation=operation) == 9
+        assert value(registry, "holdfast_bytes_total", operation=operation) > 4000
+    assert value(registry, "holdfast_weights_skipped_total") == 2
+    assert value(registry, "holdfast_weights_anchored_chunks_total") == 1
+    assert value(registry, "holdfast_weights_pause_seconds_count") == 2
+
+
 def test_what_would_be_lost_is_exported(tmp_path: Path, ending: contextlib.ExitStack) -> None:
     """A Checkpointer exports the number of steps since the newest one in storage."""
     registry = CollectorRegistry()

@@ -218,6 +218,31 @@ def test_damage_leaves_the_old_version_in_use(place: str) -> None:
         follow(subscriber, engine, model)
 
 
+def test_a_prepared_version_whose_memory_was_used_again_cannot_be_committed() -> None:
+    """A failed update has filled some of it, so committing it would give a mixture."""
+    uri = fresh_uri()
+    store = STORES.setdefault(uri.removeprefix("memory://"), {})
+    model, engine = Model(1), Model(2)
+    with (
+        holdfast.publish(uri) as publisher,
+        holdfast.subscribe(uri, {"model": engine}) as subscriber,
+    ):
+        publisher.push(1, {"model": model}).wait()
+        prepared = subscriber.prepare()
+        assert prepared is not None
+        before = weights(engine)
+        train(model, 0.01, 1)
+        publisher.push(2, {"model": model}).wait()
+        for key in [key for key in store if key.endswith(".patch")]:
+            del store[key]
+        with pytest.raises(holdfast.DamagedError):
+            subscriber.update()
+        with pytest.raises(holdfast.UsageError, match="prepared last"):
+            prepared.commit()
+        assert difference(weights(engine), before) is None
+        assert subscriber.version is None
+
+
 def test_weights_that_were_changed_locally_are_replaced() -> None:
     """An engine that changed its weights has the published ones after the next update."""
     uri = fresh_uri()

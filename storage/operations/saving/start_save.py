@@ -45,7 +45,15 @@ from ..location import UriLike
 from ..options import SaveOptions
 from ..report import SaveReport
 from ..rounds import MEET
-from ..telemetry import Outcome, announce, log_safely, log_saved, recorded_figures, recorder_of
+from ..telemetry import (
+    Operation,
+    Outcome,
+    announce,
+    log_safely,
+    log_saved,
+    recorded_figures,
+    recorder_of,
+)
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
 from .keeper_request import ByKeeper, Keeping
@@ -134,6 +142,8 @@ def begin_save(
     team = current_team(call, options.deadline_s, saving=True)
     recorder = recorder_of(options.telemetry, team.rank)
     save = _RunningSave(SaveHandle(to.uri), options, began_s, recorder, to.by, logs_failure)
+    if to.publication is not None:
+        save.operation = "push"
     with announcing_errors(team, to), recording(recorder):
         save.flatten(state, step, team.world, incremental=to.base is not None)
         save.job.after = after
@@ -206,6 +216,7 @@ class _RunningSave:
     _captured_s: float = 0.0
     _sealed_s: float = 0.0
     _job: SaveJob | None = None
+    operation: Operation = "save"
 
     def __post_init__(self) -> None:
         self.reporter = ProgressReporter(self._options.progress)
@@ -338,8 +349,9 @@ class _RunningSave:
             **recorded_figures(self._recorder),
         )
         self.handle.report = report
-        log_safely(log_saved, report, self._step)
-        announce(Outcome("save", self.handle.uri, report.durable_s, step=self._step, report=report))
+        log_safely(log_saved, report, self._step, self.operation)
+        uri, seconds = self.handle.uri, report.durable_s
+        announce(Outcome(self.operation, uri, seconds, step=self._step, report=report))
         self._release_state()
         self.handle.durable.reach()
 
@@ -347,13 +359,14 @@ class _RunningSave:
         caller_went_on = not self._lazy.eager or self.handle.captured.done()
         try:
             if self.logs_failure and caller_went_on:
-                _log.error("the save to %s failed: %s", self.handle.uri, error)
+                _log.error("the %s to %s failed: %s", self.operation, self.handle.uri, error)
         finally:  # even if a user's log handler raises
             self.end_capture()
             self._release_state()
             _clear_frames(error)
             seconds = self._elapsed_s()
-            announce(Outcome("save", self.handle.uri, seconds, step=self._step, error=error))
+            uri = self.handle.uri
+            announce(Outcome(self.operation, uri, seconds, step=self._step, error=error))
             self.handle.fail(error)
 
     def end_capture(self) -> None:
