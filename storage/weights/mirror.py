@@ -8,18 +8,23 @@ version, as in any other load.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from ...core.units import ceil_div
 from ...drivers.contract import Buffer, Driver, ObjectInfo, ReadOnly, Traits, check_key
-from ...errors import DamagedError, NotFoundError
+from ...errors import DamagedError, NotFoundError, UsageError
 from ...planner.image import DIGEST_NBYTES
+from ..format.chunks import Chunk, chunks_of, damaged
+from ..format.digest import digest, page_of
 from ..format.manifest import MANIFEST_KEY, PATCH, Manifest, image_key
 from ..format.patches import PatchIndex, VersionRef, apply_patch, patch_index_nbytes
+from ..pipeline.image_reader import NOT_WHAT_WAS_WRITTEN
 from ..runtime.buffers import memory_for
-from ..runtime.engine import offload
+from ..runtime.engine import CPU_THREADS, offload
+from ..runtime.executor import Pipeline, Stage
+from ..runtime.scheduler import Budget
 from .channel import read_version, version_key
 
 _PATCHES_MAX = 16
@@ -67,6 +72,7 @@ class Mirror:
         self._held: dict[tuple[int, int], _Held] = {}
         self._versions: dict[VersionRef, Version] = {}
         self._indexes: dict[tuple[str, int], asyncio.Task[PatchIndex]] = {}
+        self._current: Version | None = None
         self.received_nbytes = 0
         self.anchored = 0
         self.files: set[str] = set()
@@ -93,10 +99,37 @@ class Mirror:
         return found
 
     def at(self, version: Version) -> VersionDriver:
-        """Return a driver that reads ``version``. Updates one version at a time."""
+        """Return a driver that reads ``version``. Earlier drivers read no more."""
         self._indexes.clear()
         self.files.clear()
+        self._current = version
         return VersionDriver(self, version)
+
+    async def fetch(self, version: Version, progress: Callable[[], None]) -> None:
+        """Bring all chunks to ``version`` and verify them. Raises DamagedError."""
+        self.at(version)
+        m = version.whole
+        chunks = [chunk for image in range(len(m.images)) for chunk in chunks_of(m, image)]
+
+        def damage(chunk: Chunk, what: str, key: str | None = None) -> DamagedError:
+            uri = self._driver.uri
+            return damaged(m, uri, chunk.image, chunk.start, chunk.stop, what, key or "")
+
+        async def read(chunk: Chunk) -> None:
+            try:
+                await self.chunk(version, chunk.image, chunk.start // m.chunk_nbytes)
+            except DamagedError as error:
+                raise damage(chunk, error.message, error.key) from error
+
+        async def verify(chunk: Chunk) -> None:
+            data = await self.chunk(version, chunk.image, chunk.start // m.chunk_nbytes)
+            if digest(await offload(page_of, data, m.block_nbytes)) != chunk.digest:
+                raise damage(chunk, NOT_WHAT_WAS_WRITTEN)
+            progress()
+
+        lanes = {"io": self._driver.traits.concurrency, "cpu": CPU_THREADS}
+        stages = [Stage("read", "io", read), Stage("verify", "cpu", verify)]
+        await Pipeline(stages, Budget(sum(lanes.values()), lanes)).run(chunks, [1] * len(chunks))
 
     def forget(self) -> None:
         """Drop all chunks, so that they are read from an anchor again."""
@@ -104,6 +137,11 @@ class Mirror:
 
     async def chunk(self, version: Version, image: int, chunk: int) -> memoryview:
         """Return the bytes of a chunk, which stay unchanged until an update to another version."""
+        if version is not self._current:
+            raise UsageError(
+                "these weights are not in memory any more",
+                advice="Use them before the next update.",
+            )
         m = version.whole
         rank = int(m.images.rank[image])
         held = self._held.get((rank, chunk))

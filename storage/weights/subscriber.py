@@ -28,13 +28,16 @@ from ...errors import (
     StorageError,
     UsageError,
 )
+from ..format.part import Selection
 from ..format.patches import zstandard
-from ..format.tree import Key, dotted
 from ..operations.call_errors import announcing_errors, printed_uri
 from ..operations.loading.differences import Strict
 from ..operations.loading.load import LoadJob, run_build, run_load
 from ..operations.location import UriLike
 from ..operations.options import BUDGET_NBYTES, DEADLINE_S, check_budget
+from ..operations.reading.reader import Checkpoint
+from ..operations.reading.selection import chosen
+from ..operations.reading.shares import Skip
 from ..operations.report import Update
 from ..operations.telemetry import Outcome, announce, log_safely, log_updated, recorded_figures
 from ..ranks.calls import Call
@@ -92,13 +95,10 @@ _READY = Round.of("ready", Nothing, Nothing)
 class Prepared:
     """A verified version, on all ranks, that the engine does not use yet."""
 
-    def __init__(
-        self, subscriber: Subscriber, version: Version, report: Update, built: object
-    ) -> None:
+    def __init__(self, subscriber: Subscriber, version: Version, report: Update) -> None:
         self._subscriber = subscriber
         self._version = version
         self._report = report
-        self._built = built
 
     @property
     def version(self) -> int:
@@ -108,7 +108,7 @@ class Prepared:
     def commit(self) -> Update:
         """Make the engine use this version; return a report. The engine must not compute meanwhile.
         Every rank that has prepared the version calls this."""
-        return self._subscriber._commit(self, self._version, self._report, self._built)
+        return self._subscriber._commit(self, self._version, self._report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,13 @@ class Subscriber:
 
     @property
     def state(self) -> object:
-        """The weights as nested dicts of whole tensors, if there is no ``into``."""
-        if self._into is not None:
-            raise UsageError("this subscriber fills the engine's own weights")
+        """The weights in use as nested dicts of whole tensors, if there is no ``into``. The first
+        access after an update builds them."""
+        if self._built is None and self._used is not None:
+            driver = self._mirror.at(self._used_whole())
+            with acting_in(self._options.process_group):
+                building = run_build(driver, current_rank(), self._options.budget_nbytes)
+            self._built, _, _ = run(building)
         return self._built
 
     def newest(self) -> int | None:
@@ -198,11 +202,37 @@ class Subscriber:
                 self._cache.drop(key)
         self._mirror.forget()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for each whole tensor of the version in use, as inference engines
-        take them in ``load_weights``. Only without ``into``. Names leave out the top key of the
-        state, such as ``"model"``."""
-        yield from _named(self.state, ())
+    def weights(
+        self,
+        only: Selection = (),
+        *,
+        rename: Mapping[str, str] | None = None,
+        skip: Skip | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) for each tensor of the version in use, whole and on the CPU, as
+        ``load_weights`` of inference engines takes them. Only without ``into``.
+
+        ``only``, ``rename`` and ``skip`` as in :meth:`holdfast.Checkpoint.read_shares`, which also
+        says how tensors are read ahead. By default, names leave out the top key of the state, such
+        as ``"model"``. Use all tensors before the next update. Raises UsageError before the first
+        update.
+        """
+        version = self._used_whole()
+        names = chosen(version.whole.tensors.rows, only)
+        if rename is None:
+            tops = {name.partition(".")[0] for name in names if "." in name}
+            rename = {f"{top}.*": "*" for top in tops}
+        checkpoint = Checkpoint(self._mirror.at(version), version.whole, 0)
+        checkpoint.close_when_collected()
+        return checkpoint.read_shares(only, rename=rename, skip=skip)
+
+    def _used_whole(self) -> Version:
+        """Return the version in use, of which all bytes are in memory. Raises UsageError."""
+        if self._into is not None:
+            raise UsageError("this subscriber fills the engine's own weights")
+        if self._used is None:
+            raise UsageError("no version is in use yet", advice="Call update() first.")
+        return self._used
 
     def close(self) -> None:
         """Free the memory of the subscriber; the engine keeps its weights."""
@@ -281,7 +311,7 @@ class Subscriber:
         for left in reversed(range(_TRIES)):
             try:
                 with recording(recorder):
-                    built = self._fetch(version)
+                    self._fetch(version)
                 break
             except Exception as error:
                 if not left or not self._is_repeated(version, error):
@@ -303,7 +333,7 @@ class Subscriber:
             prepare_s=time.perf_counter() - began_s,
             **recorded_figures(recorder),
         )
-        self._prepared_last = Prepared(self, version, report, built)
+        self._prepared_last = Prepared(self, version, report)
         return self._prepared_last
 
     def _choose(self, timeout_s: float) -> Version | None:
@@ -311,13 +341,14 @@ class Subscriber:
         team = current_team(call, self._options.deadline_s, saving=False)
         return run(self._chosen(team, timeout_s))
 
-    def _fetch(self, version: Version) -> object:
-        """Fill the second set of tensors, or build the state and return it."""
+    def _fetch(self, version: Version) -> None:
+        """Fill the second set of tensors; without ``into``, only bring the mirror to it."""
         self._prepared_last = None  # its tensors are filled again
         call = Call("update", printed_uri(self._uri), version.sequence)
         team = current_team(call, self._options.deadline_s, saving=False)
         if self._into is None:
-            return run(self._leasing(version, self._build(team, version, current_rank())))
+            run(self._leasing(version, self._fetch_whole(team, version)))
+            return
         with announcing_errors(team):
             flat = flatten(self._into, loading=True)
             staged = self._staging.stage(flat, self._into)
@@ -330,7 +361,6 @@ class Subscriber:
         )
         run(self._leasing(version, run_load(self._mirror.at(version), team, job)))
         self._staging.filled = job.match.filled
-        return None
 
     def _is_repeated(self, version: Version, error: Exception) -> bool:
         """Return whether all ranks can repeat an update that has failed on some of them."""
@@ -345,17 +375,15 @@ class Subscriber:
             return False
         return True
 
-    async def _build(self, team: Team, version: Version, rank: int) -> object:
-        """Build the state of a version on every rank; return it once all have done so."""
+    async def _fetch_whole(self, team: Team, version: Version) -> None:
+        """Bring the mirror to a version on every rank; return once all have done so."""
         async with team.session():
             try:
-                driver = self._mirror.at(version)
-                built, _, _ = await run_build(driver, rank, self._options.budget_nbytes)
+                await self._mirror.fetch(version, team.report_progress)
                 await team.round(_READY, Nothing(), _all_here)
             except BaseException as error:
                 await team.fail(error)
                 raise
-        return built
 
     async def _leasing(self, version: Version, work: Coroutine[object, object, T]) -> T:
         """Do ``work`` while a lease of the version is renewed, if this rank has put one."""
@@ -377,19 +405,15 @@ class Subscriber:
             with suppress(StorageError):
                 await self._driver.put(lease_key(self._id), encoded_lease(sequence))
 
-    def _commit(
-        self, prepared: Prepared, version: Version, report: Update, built: object
-    ) -> Update:
+    def _commit(self, prepared: Prepared, version: Version, report: Update) -> Update:
         if prepared is not self._prepared_last:
             raise UsageError(
                 f"version {prepared.version} is not the one that was prepared last",
                 advice="Commit each prepared version once, before preparing the next.",
             )
         began_s = time.perf_counter()
-        if self._into is None:
-            self._built = built
-        else:
-            self._staging.swap()
+        self._built = None
+        self._staging.swap()
         self._used = version
         self._prepared_last = None
         report = replace(report, pause_s=time.perf_counter() - began_s)
@@ -407,15 +431,3 @@ async def _met(team: Team) -> None:
 
 async def _all_here(statements: Sequence[Nothing]) -> Nothing:
     return Nothing()
-
-
-def _named(node: object, keys: tuple[Key, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors below ``node`` by the dotted path from the second key on."""
-    if isinstance(node, torch.Tensor):
-        yield dotted(keys[1:] or keys), node
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _named(value, (*keys, key))
-    elif isinstance(node, list | tuple):
-        for number, value in enumerate(node):
-            yield from _named(value, (*keys, number))

@@ -218,6 +218,32 @@ def test_damage_leaves_the_old_version_in_use(place: str) -> None:
         follow(subscriber, engine, model)
 
 
+def test_whole_tensors_are_read_from_memory_one_by_one() -> None:
+    """As engines take them: selected, renamed, left out; not once another version replaces them."""
+    uri = fresh_uri()
+    state = {"model": {"up": torch.ones(9), "down": torch.ones(5)}, "step": torch.tensor(1)}
+    with holdfast.publish(uri) as publisher, holdfast.subscribe(uri) as subscriber:
+        with pytest.raises(holdfast.UsageError, match="no version is in use"):
+            subscriber.weights()
+        publisher.push(1, state).wait()
+        subscriber.update()
+        assert [name for name, _ in subscriber.weights()] == ["up", "down", "step"]
+        assert [name for name, _ in subscriber.weights("model", skip="up".__eq__)] == ["down"]
+        named = subscriber.weights(rename={"model.up": "up.weight", "*": "other.*"})
+        assert [name for name, _ in named] == ["up.weight", "other.model.down", "other.step"]
+        early = subscriber.weights()
+        state["model"]["up"] += 1
+        publisher.push(2, state).wait()
+        assert subscriber.prepare() is not None
+        assert subscriber.version == 1
+        with pytest.raises(holdfast.UsageError, match="before the next update"):
+            list(early)
+        assert dict(subscriber.weights())["up"].tolist() == [1.0] * 9
+        subscriber.update()
+        assert dict(subscriber.weights())["up"].tolist() == [2.0] * 9
+        assert difference(state, subscriber.state) is None
+
+
 def test_a_prepared_version_whose_memory_was_used_again_cannot_be_committed() -> None:
     """A failed update has filled some of it, so committing it would give a mixture."""
     uri = fresh_uri()
