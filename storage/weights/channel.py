@@ -16,7 +16,8 @@ while it is being read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from ...core.decoded_json import int_in, ints_in, object_in
@@ -32,6 +33,8 @@ PATCHES_TO_ANCHOR = 4
 anchor never applies more patches than this."""
 LEASE_S = 600.0
 """Lifetime of a lease, by the clock of the storage."""
+_LOOK_S = 5.0
+"""Interval of looks for a version whose publisher died before it changed the head."""
 _VERSION = 1
 
 
@@ -139,6 +142,29 @@ async def newest_after(driver: Driver, sequence: int) -> int:
     while await has_version(driver, sequence + 1):
         sequence += 1
     return sequence
+
+
+async def awaited(
+    driver: Driver,
+    is_newer: Callable[[int], Awaitable[bool]],
+    timeout_s: float,
+    on_look: Callable[[], None] = lambda: None,
+) -> int:
+    """Wait up to ``timeout_s`` until the newest version ``is_newer``; return it, or 0. Calls
+    ``on_look`` before each wait."""
+    until_s = time.monotonic() + timeout_s
+    known = await driver.watch(HEAD_KEY, None, 0.0)
+    while True:
+        head = Head() if known is None else decoded_head(driver, known)
+        newest = await newest_after(driver, head.sequence)
+        if newest and await is_newer(newest):
+            return newest
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return 0
+        on_look()
+        changed = await driver.watch(HEAD_KEY, known, min(_LOOK_S, left_s))
+        known = changed or known
 
 
 async def has_version(driver: Driver, sequence: int) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
@@ -25,7 +23,6 @@ from ...errors import (
     NotFoundError,
     RankFailedError,
     ReplacedError,
-    StorageError,
     UsageError,
 )
 from ..format.part import Selection
@@ -46,24 +43,13 @@ from ..ranks.process_group import Group, acting_in, current_rank, current_team
 from ..ranks.team import Team
 from ..runtime.engine import check_may_wait, run
 from ..state.flattening.flatten import flatten
-from .channel import (
-    HEAD_KEY,
-    LEASE_S,
-    Head,
-    decoded_head,
-    encoded_lease,
-    is_immutable,
-    lease_key,
-    newest_after,
-    read_head,
-)
+from .channel import awaited, is_immutable, newest_after, read_head
+from .leases import Lease
 from .memory import for_reading, is_in_memory
 from .mirror import Mirror, Version
 from .staging import Staging
 
 _TRIES = 3
-_LOOK_S = 5.0
-"""Interval of looks for a version whose publisher died before it changed the head."""
 
 _REPEATABLE = (DamagedError, NotFoundError, RankFailedError, ReplacedError)
 """Errors after which an update is tried again, from an anchor on the ranks that raised them."""
@@ -135,18 +121,17 @@ class Subscriber:
         self._uri = os.fspath(uri)
         self._into = into
         self._options = options
-        self._id = secrets.token_hex(8)
         driver = open_driver(for_reading(uri), **(options.storage_options or {}))
         self._cache: HostCache | None = None
         if options.once_per_host or (options.once_per_host is None and is_in_memory(uri)):
             self._cache = HostCache(driver, immutable=is_immutable)
         self._driver: Driver = self._cache or driver
         self._mirror = Mirror(self._driver)
+        self._lease = Lease(self._driver)
         self._used: Version | None = None
         self._staging = Staging(in_place=options.in_place)
         self._built: object = None
         self._prepared_last: Prepared | None = None
-        self._leased_sequence = 0
 
     @property
     def version(self) -> int | None:
@@ -258,19 +243,15 @@ class Subscriber:
 
         async def choose(statements: Sequence[_Has]) -> _Target:
             used = min(statement.version for statement in statements)
-            until_s = time.monotonic() + timeout_s
-            known = await self._driver.watch(HEAD_KEY, None, 0.0)
-            while True:
-                head = Head() if known is None else decoded_head(self._driver, known)
-                newest = await newest_after(self._driver, head.sequence)
-                if newest and await self._numbered(newest) > used:
-                    return await self._leased(newest)
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    return _Target()
-                team.report_progress()
-                changed = await self._driver.watch(HEAD_KEY, known, min(_LOOK_S, left_s))
-                known = changed or known
+
+            async def is_newer(sequence: int) -> bool:
+                return await self._numbered(sequence) > used
+
+            newest = await awaited(self._driver, is_newer, timeout_s, team.report_progress)
+            if not newest:
+                return _Target()
+            sequence = await self._lease.take(newest)
+            return _Target(sequence, (await self._mirror.version(sequence)).manifest.attempt)
 
         used = -1 if self.version is None else self.version
         async with team.session():
@@ -288,17 +269,6 @@ class Subscriber:
         sequence does not say whether it is newer."""
         step = (await self._mirror.version(sequence)).manifest.step
         return -1 if step is None else step
-
-    async def _leased(self, sequence: int) -> _Target:
-        """Put a lease of a version, and return it, or a newer one if it is not offered any more."""
-        while True:
-            await self._driver.put(lease_key(self._id), encoded_lease(sequence))
-            self._leased_sequence = sequence
-            head = await read_head(self._driver)
-            if sequence >= head.offered:
-                break
-            sequence = await newest_after(self._driver, head.sequence)
-        return _Target(sequence, (await self._mirror.version(sequence)).manifest.attempt)
 
     def _prepare(self, timeout_s: float) -> Prepared | None:
         mirror = self._mirror
@@ -387,23 +357,15 @@ class Subscriber:
 
     async def _leasing(self, version: Version, work: Coroutine[object, object, T]) -> T:
         """Do ``work`` while a lease of the version is renewed, if this rank has put one."""
-        if self._leased_sequence != version.sequence:
+        if self._lease.sequence != version.sequence:
             return await work
-        renewing = asyncio.ensure_future(self._renew(version.sequence))
+        renewing = asyncio.ensure_future(self._lease.renew())
         try:
             return await work
         finally:
             renewing.cancel()
             await wait_out([renewing])
-            self._leased_sequence = 0
-            with suppress(StorageError):
-                await self._driver.delete(lease_key(self._id))
-
-    async def _renew(self, sequence: int) -> None:
-        while True:
-            await asyncio.sleep(LEASE_S / 4)
-            with suppress(StorageError):
-                await self._driver.put(lease_key(self._id), encoded_lease(sequence))
+            await self._lease.release()
 
     def _commit(self, prepared: Prepared, version: Version, report: Update) -> Update:
         if prepared is not self._prepared_last:
