@@ -86,7 +86,9 @@ def _call(command: Command, **arguments: Any) -> int:
 
     if not all(map(find_spec, command.needs)):
         needs = command.needs
-        complain(f"the demo needs {' and '.join(needs)}: pip install {' '.join(needs)}")
+        complain(
+            f"holdfast {command.name} needs {' and '.join(needs)}: pip install {' '.join(needs)}"
+        )
         return 2
     module, _, function = (command.runs or f"{command.name}:run").partition(":")
     status: int = getattr(import_module(f".{module}", __package__), function)(**arguments)

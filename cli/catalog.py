@@ -7,22 +7,8 @@ Loaded at every start of the command line, so it is data and imports nothing slo
 from __future__ import annotations
 
 from .bench.arguments import GROUPS
-from .commands import JSON, Command, argument, count, size
-
-ONLY = argument(
-    "--only",
-    "NAME",
-    "take only this item and those below it, such as model; may be given several times",
-    action="append",
-    default=[],
-)
-RENAME = argument(
-    "--rename",
-    "OLD=NEW",
-    "rename tensors, such as 'model.*=*'; the first matching rule applies",
-    action="append",
-    default=[],
-)
+from .commands import JSON, ONLY, RENAME, Command, argument, count, size
+from .weights_catalog import WEIGHTS
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -450,6 +436,7 @@ COMMANDS: tuple[Command, ...] = (
         },
         statuses={0: "every job resumed as expected", 1: "a loss or a step was wrong"},
     ),
+    *WEIGHTS,
     Command(
         "drivers",
         "list the available storages, or show the traits and options of one, with the source "

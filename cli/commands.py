@@ -51,6 +51,22 @@ JSON = argument(
 )
 
 
+ONLY = argument(
+    "--only",
+    "NAME",
+    "take only this item and those below it, such as model; may be given several times",
+    action="append",
+    default=[],
+)
+RENAME = argument(
+    "--rename",
+    "OLD=NEW",
+    "rename tensors, such as 'model.*=*'; the first matching rule applies",
+    action="append",
+    default=[],
+)
+
+
 @dataclass(frozen=True)
 class Command:
     """A command, whose arguments become the keywords of a function.

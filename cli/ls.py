@@ -63,6 +63,7 @@ def _entry(c: ListedCheckpoint, root: Uri) -> dict[str, Any]:
         "problem": c.problem,
         "abandoned": c.abandoned,
         "damage": c.damage,
+        "is_version": c.is_version,
     }
 
 
@@ -70,6 +71,8 @@ def _cells(c: ListedCheckpoint, now_s: float) -> tuple[str, ...]:
     path = printable(c.path) or "."
     if c.problem is not None:
         return (*["-"] * 7, f"{path}  {paint(printable(c.problem), 'red')}")
+    if c.is_version:
+        path = f"{path}  {paint('version of weights', 'dim')}"
     if c.abandoned:
         path = f"{path}  {paint('abandoned', 'dim')}"
     if c.damage is not None:

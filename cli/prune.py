@@ -86,6 +86,8 @@ def _print_plan(plan: PruneReport) -> None:
         print(f"unfinished  {size_text(x.nbytes)}  {printable(x.path) or '.'}  attempt {x.attempt}")
     for path, damage in sorted(plan.damaged.items()):
         complain(f"damaged, and kept: {printable(path) or '.'}: {printable(damage)}")
+    for path in plan.channels:
+        complain(f"{printable(path) or '.'} is a weight channel, whose publisher deletes versions")
     if _is_nothing(plan):
         complain(f"nothing to delete; {one_of(len(plan.kept), 'checkpoint')} kept")
 

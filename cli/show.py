@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..core.units import size_text
 from ..drivers.registry import open_driver
 from ..storage.format.manifest import Manifest
+from ..storage.format.patches import PatchBases
 from ..storage.format.tree import Key, Value, format_path
 from ..storage.operations.foreign_formats import explains
 from ..storage.operations.location import Place
@@ -86,9 +87,21 @@ def _header(uri: str, m: Manifest, manifest_nbytes: int, paths: Mapping[str, str
         "files": f"{len(m.files) + 1:,}, {size_text(_stored_nbytes(m, manifest_nbytes))}",
         "format": written,
     }
+    if m.bases is not None:
+        facts["weights"] = bases_text(m.bases)
     if m.lent_nbytes:
         facts["borrowed"] = _borrowed(m, paths)
     return [f"{paint(f'{name:<9}', 'dim')}{fact}" for name, fact in facts.items()]
+
+
+def bases_text(bases: PatchBases) -> str:
+    """Return what a version of a weight channel has patches of."""
+    text = f"patches of {bases.previous.sequence:08d}"
+    if bases.to_anchor:
+        text += f", and of the anchor {bases.anchor.sequence:08d}"
+    if bases.whole:
+        text = f"an anchor, with {text}"
+    return text
 
 
 @dataclass(slots=True)
@@ -254,6 +267,7 @@ def document(
         "nbytes": m.tensor_nbytes,
         "files": len(m.files) + 1,
         "stored_nbytes": _stored_nbytes(m, manifest_nbytes),
+        "patches": None if m.bases is None else m.bases.to_json(),
         "own_nbytes": m.own_nbytes,
         "borrowed_nbytes": m.stored_nbytes - m.own_nbytes,
         "lenders": [

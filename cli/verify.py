@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ..core.units import size_text
-from ..drivers.uri import join, parse
-from ..errors import DamagedError, NotACheckpointError, ReplacedError
-from ..storage.format.manifest import MANIFEST_KEY
+from ..drivers.uri import divided, join, parse
+from ..errors import DamagedError, NotACheckpointError, NotFoundError, ReplacedError, UsageError
+from ..storage.format.manifest import MANIFEST_KEY, PATCH, Manifest
 from ..storage.operations.maintenance.listing import list_checkpoints
 from ..storage.operations.maintenance.space import name_of
+from ..storage.operations.reading.reader import Checkpoint, manifest_of
 from ..storage.operations.reading.reader import open as open_checkpoint
 from ..storage.pipeline.verifier import Damage, VerifyReport
 from .commands import complain, print_json
@@ -91,11 +92,41 @@ def _verified(uri: str) -> VerifyReport:
         checkpoint = open_checkpoint(uri)
     except DamagedError as error:
         return VerifyReport(1, 0, [Damage(MANIFEST_KEY, 0, 0, error.message, ())])
-    with checkpoint, progress_bar("verify") as progress:
-        report = checkpoint.verify(progress)
+    with checkpoint:
+        m = manifest_of(checkpoint)
+        report = _verified_version(uri, m) if m.is_patched else _verified_images(checkpoint)
     return VerifyReport(
         report.files + 1, report.nbytes + checkpoint.manifest_nbytes, report.damages
     )
+
+
+def _verified_images(checkpoint: Checkpoint) -> VerifyReport:
+    with progress_bar("verify") as progress:
+        return checkpoint.verify(progress)
+
+
+def _verified_version(uri: str, manifest: Manifest) -> VerifyReport:
+    """Verify a version of a weight channel: apply its patches, and check the result."""
+    channel_uri, name = divided(parse(uri))
+    if not name.isdecimal():
+        raise UsageError(
+            "a version of a weight channel is a patch of others, which are not here",
+            uri=channel_uri.redacted,
+            advice="Verify it in the folder of its channel.",
+        )
+    from ..storage.weights.versions import Channel
+
+    with Channel(channel_uri) as channel:
+        try:
+            with channel.opened(channel.at(int(name), manifest.attempt)) as version:
+                report = _verified_images(version)
+        except (DamagedError, NotFoundError) as error:
+            damage = Damage(error.key or MANIFEST_KEY, 0, 0, error.message, ())
+            return VerifyReport(len(manifest.files), 0, [damage])
+    damages = [
+        replace(d, key=f"{d.key}.{PATCH}", what=f"of the image: {d.what}") for d in report.damages
+    ]
+    return replace(report, damages=damages)
 
 
 def _places(reports: Mapping[str, VerifyReport]) -> list[_Place]:

@@ -141,10 +141,14 @@ class Manifest:
 
     @property
     def whole(self) -> Manifest:
-        """The same checkpoint with each image in a file of its own, saved as a whole."""
-        if self.extents is None and not self.increments:
+        """The same checkpoint with each image in a file of its own, saved as a whole, and in no
+        weight channel."""
+        if self.extents is None and not self.increments and self.bases is None:
             return self
-        return replace(self, extents=None, increments=0)
+        images = self.images
+        if self.is_patched:
+            images = replace(images, stored_nbytes=None)
+        return replace(self, extents=None, increments=0, bases=None, images=images)
 
     @cached_property
     def first_chunk(self) -> Ints:

@@ -27,6 +27,8 @@ from ...planner.image import DIGEST_NBYTES, PAGE_NBYTES
 from .digest import digest
 from .tables import json_integer
 
+CHANNEL_HEAD_KEY = "newest.json"
+"""Key of the head of a weight channel, beside the folders of its versions."""
 UNIT = np.dtype("<u2")
 PLAIN_SHARE = 0.25
 """Share of changed units above which a block is stored plain."""
@@ -157,7 +159,7 @@ def apply_patch(
         return
     target = units(into)
     blocks = ceil_div(len(into), block_nbytes)
-    begin = _HEAD_NBYTES + ceil_div(blocks, 8)
+    begin = patch_head_nbytes(len(into), block_nbytes)
     if len(patch) < begin:
         raise ValueError("the patch is cut off")
     count, packed_nbytes = np.frombuffer(patch, _HEAD, 2).tolist()
@@ -203,6 +205,21 @@ def _apply_sparse(
     if differences:
         value += target.take(position)
     target[position] = value
+
+
+def patch_head_nbytes(nbytes: int, block_nbytes: int) -> int:
+    """Return the size of the head of the patch of a chunk of ``nbytes``."""
+    return _HEAD_NBYTES + ceil_div(ceil_div(nbytes, block_nbytes), 8)
+
+
+def changed_nbytes(head: memoryview, nbytes: int, block_nbytes: int) -> int:
+    """Return how many of the ``nbytes`` of a chunk its patch changes. Plain blocks count in
+    full."""
+    blocks = ceil_div(nbytes, block_nbytes)
+    plain = np.unpackbits(np.frombuffer(head[_HEAD_NBYTES:], np.uint8), bitorder="little")
+    at = np.flatnonzero(plain[:blocks])
+    sizes = np.minimum((at + 1) * block_nbytes, nbytes) - at * block_nbytes
+    return UNIT.itemsize * int(np.frombuffer(head, _HEAD, 1)[0]) + int(sizes.sum())
 
 
 def patch_index_nbytes(hashed_nbytes: IntOrArray, chunk_nbytes: int, count: int) -> IntOrArray:

@@ -52,10 +52,11 @@ def newest_checkpoint(
 def listed_below(
     uri: UriLike, storage_options: Mapping[str, object] | None
 ) -> list[ListedCheckpoint]:
-    """Return the checkpoints below ``uri``, oldest first. Raises like :func:`newest_checkpoint`."""
+    """Return the checkpoints below ``uri``, oldest first, without versions of weight channels.
+    Raises like :func:`newest_checkpoint`."""
     listed = list_checkpoints(uri, storage_options=storage_options)
     check_lineages(parse(uri).redacted, listed)
-    return [c for c in listed if c.path]
+    return [c for c in listed if c.path and not c.is_version]
 
 
 def is_resumable(c: ListedCheckpoint) -> bool:

@@ -20,6 +20,7 @@ from ...drivers.contract import Driver
 from ...drivers.uri import Uri, join
 from ...errors import HoldfastError, NotACheckpointError, StorageError
 from ..format.manifest import ATTEMPT_PATTERN, MANIFEST_KEY
+from ..format.patches import CHANNEL_HEAD_KEY
 from ..runtime.engine import run
 from .location import Place
 
@@ -157,6 +158,11 @@ def _of_folder(place: Place, names: Sequence[str]) -> Finding | None:
     if MANIFEST_KEY in names:
         return None
     folders = sorted({match[1] for name in names if (match := _MANIFEST.match(name))}, key=_natural)
+    if CHANNEL_HEAD_KEY in names and any(folder.isdecimal() for folder in folders):
+        return Finding(
+            "it is a weight channel",
+            "Follow it with holdfast.subscribe, or copy a version with `holdfast weights pull`.",
+        )
     if folders:
         return Finding(
             f"{_checkpoints_are(folders)} below it",

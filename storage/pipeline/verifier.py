@@ -196,7 +196,7 @@ class _Verifier:
         try:
             await self._buffers.read(chunk, key, chunk.start, chunk.stop - chunk.start)
         except DamagedError as error:
-            if self._m.is_plain:  # the only possible problem
+            if self._m.is_plain and error.key == key:  # the only possible problem of a file
                 self._unreadable[chunk] = "cannot be checked: the file ends before"
             elif self._m.extents is not None:
                 self._unreadable[chunk] = "cannot be checked: a part of their chunk is lost"

@@ -111,9 +111,10 @@ class RunLineage:
         async with self._root.opened() as driver:
             listing = await Listing.of(driver)
             folders = listing.folders()
-            listed = await listing.checkpoints(
+            found = await listing.checkpoints(
                 [path for path in folders if path and "/" not in path]
             )
+            listed = [c for c in found if not c.is_version]
             listed += [c for c in await listing.unreadable() if "/" not in c.path]
             self._is_unknown = False
             try:

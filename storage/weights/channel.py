@@ -24,9 +24,10 @@ from ...core.decoded_json import int_in, ints_in, object_in
 from ...drivers.contract import Driver
 from ...errors import DamagedError, NotFoundError, UnsupportedFormatError
 from ..format.manifest import MANIFEST_KEY, PATCH, Manifest
+from ..format.patches import CHANNEL_HEAD_KEY
 from ..protocol.current import decoded_manifest
 
-HEAD_KEY = "newest.json"
+HEAD_KEY = CHANNEL_HEAD_KEY
 LEASES_FOLDER = "leases"
 PATCHES_TO_ANCHOR = 4
 """Distance between versions that have patches to their anchor too. A subscriber that starts with an
@@ -184,14 +185,15 @@ async def read_version(driver: Driver, sequence: int) -> tuple[Manifest, bytes]:
     return await decoded_manifest(driver.uri, key, data), data
 
 
-async def leased(driver: Driver, now_s: float) -> list[int]:
-    """Return the versions with a lease at ``now_s`` on the storage's clock. Deletes old leases."""
+async def leased(driver: Driver, now_s: float, *, tidy: bool = False) -> list[int]:
+    """Return the versions with a lease at ``now_s`` on the storage's clock, one for each lease.
+    ``tidy``: delete old leases."""
     found: list[int] = []
     for info in [info async for info in driver.list(LEASES_FOLDER)]:
         age_s = now_s - info.modified_s
         if age_s <= LEASE_S:
             found += await _leased_by(driver, info.key)
-        elif age_s > 2 * LEASE_S:
+        elif tidy and age_s > 2 * LEASE_S:
             await driver.delete(info.key)
     return found
 

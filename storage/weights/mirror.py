@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ...core.units import ceil_div
@@ -19,7 +19,14 @@ from ...planner.image import DIGEST_NBYTES
 from ..format.chunks import Chunk, chunks_of, damaged
 from ..format.digest import digest, page_of
 from ..format.manifest import MANIFEST_KEY, PATCH, Manifest, image_key
-from ..format.patches import PatchIndex, VersionRef, apply_patch, patch_index_nbytes
+from ..format.patches import (
+    PatchIndex,
+    VersionRef,
+    apply_patch,
+    changed_nbytes,
+    patch_head_nbytes,
+    patch_index_nbytes,
+)
 from ..pipeline.image_reader import NOT_WHAT_WAS_WRITTEN
 from ..runtime.buffers import memory_for
 from ..runtime.engine import CPU_THREADS, offload
@@ -63,12 +70,22 @@ class _Step:
     base: Literal["none", "previous", "anchor"]
 
 
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """The patches of an image in a file of ``file_nbytes``. They change ``changed_nbytes``."""
+
+    file_nbytes: int
+    changed_nbytes: int
+
+
 class Mirror:
     """Chunks in host memory, of one or several versions. ``received_nbytes``: bytes read from the
-    channel; ``anchored``: number of chunks that were read whole."""
+    channel; ``anchored``: number of chunks that were read whole. ``held_max``: number of chunks to
+    keep, by default all."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, held_max: int | None = None) -> None:
         self._driver = driver
+        self._held_max = held_max
         self._held: dict[tuple[int, int], _Held] = {}
         self._versions: dict[VersionRef, Version] = {}
         self._indexes: dict[tuple[str, int], asyncio.Task[PatchIndex]] = {}
@@ -92,7 +109,7 @@ class Mirror:
                 uri=self._driver.uri,
                 key=version_key(sequence, MANIFEST_KEY),
             )
-        found = Version(sequence, manifest, _whole(manifest))
+        found = Version(sequence, manifest, manifest.whole)
         self._versions[found.ref] = found
         while len(self._versions) > _MANIFESTS_KEPT:
             del self._versions[next(iter(self._versions))]
@@ -150,6 +167,8 @@ class Mirror:
         if held is None or len(held.memory) != nbytes:
             with memory_for(f"{nbytes:,} bytes of weights"):
                 held = self._held[rank, chunk] = _Held(bytearray(nbytes))
+        while self._held_max is not None and len(self._held) > self._held_max:
+            del self._held[next(iter(self._held))]
         async with held.turn:
             for step in await self._steps(version, held.attempt):
                 held.attempt = ""
@@ -225,6 +244,25 @@ class Mirror:
                 key=version_key(version.sequence, key),
             ) from error
 
+    async def patched(self, version: Version, image: int) -> Patched:
+        """Return the size and effect of an image's patches against the version before. Reads the
+        heads of the patches. Raises DamagedError."""
+        m = version.manifest
+        key = _patch_key(m, image)
+        index = await self._index(version, image)
+        nbytes = int(m.images.hashed_nbytes[image])
+        changed = 0
+        for chunk, size in enumerate(index.sizes[:, 0].tolist()):
+            chunk_nbytes = min(m.chunk_nbytes, nbytes - chunk * m.chunk_nbytes)
+            if size == chunk_nbytes:
+                changed += chunk_nbytes
+            elif size:
+                head = memoryview(bytearray(patch_head_nbytes(chunk_nbytes, m.block_nbytes)))
+                await self.read(version, key, int(index.starts[chunk]), head)
+                changed += changed_nbytes(head, chunk_nbytes, m.block_nbytes)
+        file_nbytes = int(index.starts[-1]) + _index_nbytes(m, image) + _pages_nbytes(m, image)
+        return Patched(file_nbytes, changed)
+
     async def _index(self, version: Version, image: int) -> PatchIndex:
         """Return the places of an image's patches. Several chunks wait for one read."""
         key = (version.manifest.attempt, image)
@@ -294,11 +332,6 @@ def _patch_key(m: Manifest, image: int) -> str:
     return image_key(m.attempt, int(m.images.rank[image]), PATCH)
 
 
-def _whole(m: Manifest) -> Manifest:
-    """Return the manifest of the same checkpoint, stored whole."""
-    return replace(m, bases=None, images=replace(m.images, stored_nbytes=None))
-
-
 class VersionDriver(ReadOnly, Driver):
     """Reads one version as a whole checkpoint, from a :class:`Mirror`."""
 
@@ -360,7 +393,11 @@ class VersionDriver(ReadOnly, Driver):
 
     async def stat(self, key: str) -> ObjectInfo:
         check_key(key, uri=self.uri)
-        raise NotFoundError("a version has no objects of its own", uri=self.uri, key=key)
+        image = self._images.get(key)
+        if image is None:
+            raise NotFoundError("a version has only images", uri=self.uri, key=key)
+        m = self._version.whole
+        return ObjectInfo(key, int(m.images.nbytes(m.block_nbytes)[image]), m.created_s)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         for _ in ():

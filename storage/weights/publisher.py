@@ -338,7 +338,7 @@ class Publisher:
         head = before.with_next(anchor=is_anchor, keep=self._options.keep)
         await driver.put(HEAD_KEY, head.encode())
         now_s = (await driver.stat(HEAD_KEY)).modified_s
-        deleted = before.unneeded(await leased(driver, now_s))
+        deleted = before.unneeded(await leased(driver, now_s, tidy=True))
         for old in deleted:
             await driver.delete(version_key(old, MANIFEST_KEY))
             await driver.delete_all(version_key(old))

@@ -75,7 +75,7 @@ class ExportReport:
 
 
 def export(
-    uri: UriLike,
+    uri: UriLike | Checkpoint,
     dest: UriLike,
     *,
     format: Format = "hf",
@@ -89,7 +89,8 @@ def export(
     dest_options: Mapping[str, object] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write the tensors of the checkpoint ``uri`` to ``dest`` in another program's format.
+    """Write the tensors of the checkpoint ``uri`` to ``dest`` in another program's format. ``uri``
+    may be an opened checkpoint, which stays open.
 
     ``format="hf"``: the folder ``dest`` becomes a Hugging Face model, with ``model.safetensors``,
     or several files of at most ``file_nbytes`` and an index. ``format="safetensors"``: the file
@@ -126,8 +127,13 @@ def export(
         raise UsageError(f"files of {file_nbytes} bytes hold nothing")
     request = _Request(format, only, rename or {}, _dtype_of(dtype), file_nbytes, overwrite)
     place = Place.of(dest, dest_options)
+    opened: contextlib.AbstractContextManager[Checkpoint]
+    if isinstance(uri, Checkpoint):
+        opened = contextlib.nullcontext(uri)
+    else:
+        opened = open_checkpoint(uri, storage_options=uri_options)
     with (
-        open_checkpoint(uri, storage_options=uri_options) as checkpoint,
+        opened as checkpoint,
         ProgressReporter(progress) as reporter,
     ):
         folder = place

@@ -341,7 +341,7 @@ async def _look_at_all(
         try:
             async with source.opened(path) as theirs, target.opened(path) as ours:
                 pair = await _look(theirs, ours, orders)
-        except CheckpointError as error:
+        except (CheckpointError, UsageError) as error:
             if not recursive:
                 raise
             return CopiedCheckpoint(path, None, 0, 0, 0, 0.0, str(error))
@@ -408,6 +408,7 @@ async def copy_checkpoint(
 async def _look(theirs: Driver, ours: Driver, orders: Orders) -> Pair:
     """Read both manifests. Raises ExistsError if the destination has another checkpoint."""
     manifest, _ = await read_manifest(theirs)
+    image_driver(theirs, manifest)
     new = None
     if orders.image_nbytes is not None:
         new = await offload(lay_out_whole, manifest, orders.image_nbytes)

@@ -18,6 +18,7 @@ from ....errors import (
 )
 from ...format.lineage import LINEAGE_KEY, ROOT, Lineage
 from ...format.manifest import MANIFEST_KEY, Manifest
+from ...format.patches import CHANNEL_HEAD_KEY
 from ...protocol.attempt import ATTEMPT_KEY_PATTERN
 from ...runtime.engine import offload, run
 from ..foreign_formats import explains
@@ -35,6 +36,7 @@ class ListedCheckpoint:
     ``own_nbytes`` of them were written for this checkpoint, the rest lies in files that it shares
     with earlier ones. ``damage``: which image is missing or has the wrong size. ``abandoned``:
     training went back to an earlier step, and this later checkpoint is on the branch it left.
+    ``is_version``: it belongs to a weight channel, not to a run.
     """
 
     path: str
@@ -50,6 +52,7 @@ class ListedCheckpoint:
     damage: str | None = None
     stored_nbytes: int = 0
     own_nbytes: int = 0
+    is_version: bool = False
 
     @property
     def folder(self) -> str:
@@ -195,6 +198,7 @@ class Listing:
         """Return the checkpoints in these folders, in order; reads several at a time."""
         concurrency = self._driver.traits.concurrency
         found = await at_most(concurrency, map(self._line, folders))
+        found = [replace(c, is_version=c.is_version or self._is_numbered(c)) for c in found]
         runs = sorted({c.folder for c in found if _is_in_run(c)})
         read = await at_most(concurrency, map(self._lineage, runs))
         lineages = dict(zip(runs, read, strict=True))
@@ -203,6 +207,11 @@ class Listing:
             return _is_in_run(c) and not lineages[c.folder].is_live(c.branch, c.step)
 
         return [replace(c, abandoned=is_abandoned(c)) for c in found]
+
+    def _is_numbered(self, c: ListedCheckpoint) -> bool:
+        """Return whether a checkpoint lies in a weight channel, under a number."""
+        head = f"{c.folder}/{CHANNEL_HEAD_KEY}".lstrip("/")
+        return c.path.rpartition("/")[2].isdecimal() and head in self.files
 
     async def _lineage(self, folder: str) -> Lineage:
         """Return a run's lineage; one that is unreadable is noted, and counts as never left."""
@@ -243,6 +252,7 @@ class Listing:
             damage=damage,
             stored_nbytes=m.stored_nbytes,
             own_nbytes=m.own_nbytes,
+            is_version=m.bases is not None,
         )
 
     async def _damage(self, folder: str, m: Manifest) -> str | None:
@@ -265,7 +275,7 @@ class Listing:
 
 
 def _is_in_run(c: ListedCheckpoint) -> bool:
-    return bool(c.path) and c.problem is None
+    return bool(c.path) and c.problem is None and not c.is_version
 
 
 def _problem(folder: str, problem: str) -> ListedCheckpoint:

@@ -106,6 +106,9 @@ class PruneReport:
     """Why something in a folder could not be inspected or deleted, by the folder's path."""
     shared: Shared = field(default_factory=Shared)
     """Deleted files that stay, because other checkpoints at or below the URI hold them too."""
+    channels: tuple[str, ...] = ()
+    """Paths of weight channels, whose publishers alone delete versions. They are left alone, except
+    for leftovers."""
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +136,8 @@ def prune(
     ``keep_last`` retains the checkpoints of that many highest steps in each folder, ``keep_every``
     those whose step is a multiple of it. A checkpoint is deleted if neither retains it; none is
     deleted if neither is given. The latest save of each folder is always retained, and so are
-    checkpoints without a step and ones that cannot be opened.
+    checkpoints without a step and ones that cannot be opened. Versions of weight channels are never
+    deleted: that is up to their publishers.
 
     A checkpoint counts as retained only if it is whole: all its images exist with the right sizes,
     and, with ``verify``, every byte matches its checksum. A damaged one is deleted once enough
@@ -231,7 +235,7 @@ async def plan_pruning(
     spared |= {path for path in folders if path and path.rpartition("/")[0] in listing.unknown}
     for path in spared:
         folders.pop(path, None)
-    choice = await chosen([c for c in found if c.path in folders])
+    choice = await chosen([c for c in found if c.path in folders and not c.is_version])
     checkpoints = [
         PrunedCheckpoint(
             path=c.path,
@@ -253,6 +257,7 @@ async def plan_pruning(
         tuple(kept),
         damaged={path: what for path, what in choice.damaged.items() if path in kept},
         failed=_messages(errors),
+        channels=tuple(sorted({c.folder for c in found if c.is_version and c.path})),
     )
     locked = frozenset(path for path, nbytes in folders.items() if PRUNING_KEY in nbytes)
     files = files_by_key(listing.files.values())

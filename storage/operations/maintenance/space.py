@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ....core.aio import at_most
 from ....drivers.contract import ObjectInfo
 from ....errors import HoldfastError, StorageError, UriError
-from ...format.manifest import ATTEMPT_PATTERN, Manifest
+from ...format.manifest import ATTEMPT_PATTERN, PATCH, Manifest, image_key
 from ...runtime.engine import offload, run
 from ..foreign_formats import explains
 from ..location import Place, UriLike
@@ -163,6 +163,11 @@ def _note_uses(files: Mapping[str, StoredOnce], folder: str, m: Manifest) -> Non
             file = held[part.file]
             if file is not None:
                 file.uses.add((part.start, part.start + part.nbytes))
+    if m.bases is not None and m.bases.whole:
+        for rank in m.images.rank.tolist():
+            file = files.get(f"{folder}/{image_key(m.attempt, rank, PATCH)}".lstrip("/"))
+            if file is not None:
+                file.uses.add((0, file.nbytes))
 
 
 def _groups(files: Mapping[str, StoredOnce]) -> tuple[FileGroup, ...]:
