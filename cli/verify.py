@@ -116,7 +116,7 @@ def _verified_version(uri: str, manifest: Manifest) -> VerifyReport:
         )
     from ..storage.weights.versions import Channel
 
-    with Channel(channel_uri) as channel:
+    with Channel(str(channel_uri)) as channel:
         try:
             with channel.opened(channel.at(int(name), manifest.attempt)) as version:
                 report = _verified_images(version)

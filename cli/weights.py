@@ -120,14 +120,14 @@ def show(uri: str, *, number: int | None, depth: int | None, json_output: bool) 
 def follow(uri: str, *, into: str | None, count: int | None, json_output: bool) -> int:
     """Print each version once it is published, and keep the file in ``into`` up to date. Return 0
     after ``count`` versions."""
-    sequence = 0
+    last = -1
     shown = 0
     with Channel(uri, holds_all=into is not None) as channel:
         while count is None or shown < count:
-            version = channel.wait(sequence, _WAIT_S)
+            version = channel.wait(last, _WAIT_S)
             if version is None:
                 continue
-            sequence = version.sequence
+            last = version.manifest.step or 0
             written = None
             if into is not None:
                 written = _kept_up_to_date(channel, version, into)

@@ -13,7 +13,6 @@ from typing import Self
 
 from ...core.aio import at_most
 from ...drivers.registry import open_driver
-from ...drivers.uri import Uri
 from ...errors import NotACheckpointError, NotFoundError
 from ..operations.location import Place, UriLike
 from ..operations.maintenance.copy import BUDGET_NBYTES, Orders, Sent, copy_checkpoint
@@ -66,7 +65,7 @@ class Channel:
 
     def __init__(
         self,
-        uri: UriLike | Uri,
+        uri: UriLike,
         *,
         holds_all: bool = False,
         storage_options: Mapping[str, object] | None = None,
@@ -98,11 +97,11 @@ class Channel:
         return run(self._mirror.version(sequence, attempt))
 
     def wait(self, after: int, timeout_s: float) -> Version | None:
-        """Return the newest version, once it is newer than the one numbered ``after`` in the
-        channel; None after ``timeout_s``."""
+        """Return the newest version, once it is newer than ``after``, by the publisher's numbers;
+        None after ``timeout_s``."""
 
         async def is_newer(sequence: int) -> bool:
-            return sequence > after
+            return ((await self._mirror.version(sequence)).manifest.step or 0) > after
 
         sequence = run(awaited(self._driver, is_newer, timeout_s))
         return self.at(sequence) if sequence else None

@@ -1,8 +1,8 @@
 """``docs/reference/format.md`` is enough to write a reader from: here is one, which knows no line
 of the package's own code.
 
-The reader is the first half of this file. It uses json, struct, numpy, xxhash and lz4 only, and
-verifies every chunk.
+The reader is the first half of this file. It uses json, struct, numpy, xxhash, lz4 and zstandard
+only, and verifies every chunk.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+import zstandard
 from support.bits import difference, flip, image_in
 from support.lending import save_borrowing, save_whole
 from support.ranks import as_ranks
@@ -61,10 +62,12 @@ class Reader:
             (1, None),
             (2, "lz4"),
             (3, None),
+            (4, None),
         )
         self.columns = {
             name: self.column(data[8 + length :], entry) for name, entry in header.items()
         }
+        self.channel = folder.parent
         self.folder = folder / "data" / self.head["attempt"]
         self.rank = rank
         self.images = dict[int, bytes]()
@@ -144,8 +147,67 @@ class Reader:
             chunk += 1
         return data
 
+    def patched(self, number: int, hashed: int, to: str = "") -> bytes:
+        """The bytes of an image of a version of weights, from its patches ``to`` a base."""
+        patches, chunk, block = (
+            self.head[key] for key in ("patches", "chunk_nbytes", "block_nbytes")
+        )
+        count = 1 + patches["to_anchor"]
+        to = to or ("anchor" if patches["to_anchor"] else "previous")
+        sequence, attempt = patches[to]
+        base = Reader(self.channel / f"{sequence:08d}", self.rank)
+        assert base.head["attempt"] == attempt
+        data = (
+            self.folder / f"{self.columns['image.rank'][number]}.safetensors.patch"
+        ).read_bytes()
+        if self.head["version"] == 4:
+            assert len(data) == self.columns["image.stored_nbytes"][number]
+        chunks, blocks = -(-hashed // chunk), -(-hashed // block)
+        index_at = len(data) - 4 * count * chunks - 16
+        assert data[-16:] == digest(data[index_at:-16])
+        sizes = np.frombuffer(data, "<u4", count * chunks, index_at).reshape(chunks, count).tolist()
+        image, at = bytearray(base.image(number)[:hashed]), 0
+        for number_of, (first, *second) in enumerate(sizes):
+            part = slice(number_of * chunk, min((number_of + 1) * chunk, hashed))
+            if first == part.stop - part.start:
+                image[part] = data[at : at + first]
+            elif to == "previous":
+                image[part] = self.applied(data[at : at + first], image[part], block, differs=True)
+            else:
+                patch = data[at + first : at + first + second[0]]
+                image[part] = self.applied(patch, image[part], block, differs=False)
+            at += -(-(first + sum(second)) // 4096) * 4096
+        assert at + 16 * blocks == index_at
+        return bytes(image) + data[at:index_at]
+
+    def applied(self, patch: bytes, base: bytes, block: int, *, differs: bool) -> bytes:
+        """A chunk after a patch."""
+        if not patch:
+            return base
+        n, packed = struct.unpack("<II", patch[:8])
+        blocks = -(-len(base) // block)
+        at = 8 + -(-blocks // 8)
+        plain = np.unpackbits(np.frombuffer(patch[8:at], np.uint8), bitorder="little")[:blocks]
+        raw = zstandard.ZstdDecompressor().decompress(
+            patch[at : at + packed], max_output_size=6 * n + 1
+        )
+        gaps = np.frombuffer(raw, np.uint8, 4 * n).reshape(4, n).T.copy().view("<u4")[:, 0]
+        values = np.frombuffer(raw, np.uint8, 2 * n, 4 * n).reshape(2, n).T.copy().view("<u2")[:, 0]
+        where = np.cumsum(gaps.astype(np.int64)) - 1
+        made = np.frombuffer(base, "<u2").copy()
+        made[where] = made[where] + values if differs else values
+        result, at = bytearray(made.tobytes()), at + packed
+        for number in np.flatnonzero(plain):
+            place = slice(number * block, min((number + 1) * block, len(base)))
+            result[place] = patch[at : at + place.stop - place.start]
+            at += place.stop - place.start
+        assert (at, len(result), len(raw)) == (len(patch), len(base), 6 * n)
+        return bytes(result)
+
     def file(self, number: int, hashed: int) -> bytes:
         """The bytes of an image, unpacked if they are packed."""
+        if self.head["version"] == 4:
+            return self.patched(number, hashed)
         if self.head["version"] == 3:
             return self.shared(number, hashed)
         key = self.folder / f"{self.columns['image.rank'][number]}.safetensors"
@@ -246,6 +308,16 @@ class Reader:
         return None
 
 
+def newest(channel: Path) -> Reader:
+    """The newest version of a weight channel."""
+    head = json.loads((channel / "newest.json").read_bytes())
+    assert head["version"] == 1
+    sequence = head["sequence"]
+    while (channel / f"{sequence + 1:08d}" / "manifest.safetensors").exists():
+        sequence += 1
+    return Reader(channel / f"{sequence:08d}", 0)
+
+
 def bits(node: Any) -> Any:
     """A state with its tensors as bits, to be compared with what the reader makes."""
     if isinstance(node, torch.Tensor):
@@ -342,3 +414,30 @@ def test_the_reader_notices_damage(tmp_path: Path) -> None:
         flip(path, path.stat().st_size // 2)
         with pytest.raises(AssertionError):
             Reader(tmp_path, 0).state()
+
+
+def test_the_reader_reads_versions_of_weights(tmp_path: Path) -> None:
+    """Each version, from patches to the one before and to the anchor; it notices damage."""
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(3000, 3000, generator=generator).bfloat16()
+    scales = torch.randn(99, generator=generator).to(torch.float8_e4m3fn)
+    seen = set()
+    with holdfast.publish(tmp_path, anchor=6) as publisher:
+        for version in range(0, 36, 4):
+            publisher.push(version, {"model": {"w": w, "scales": scales}}).wait()
+            reader = newest(tmp_path)
+            assert reader.head["step"] == version
+            assert difference(bits({"w": w, "scales": scales}), reader.state()["model"]) is None
+            patches = reader.head.get("patches", {})
+            if patches.get("whole") or patches.get("to_anchor"):
+                hashed = int(reader.columns["image.hashed_nbytes"][0])
+                assert reader.patched(0, hashed, "previous")[:hashed] == reader.image(0)[:hashed]
+            seen.add((reader.head["version"], patches.get("to_anchor"), patches.get("whole")))
+            flat = w.view(-1).view(torch.int16)
+            flat[torch.rand(flat.shape, generator=generator) < 0.005] += 1
+            w[200:240] = torch.randn(40, 3000, generator=generator).bfloat16()
+    assert seen == {(1, None, None), (4, False, False), (4, True, False), (1, False, True)}
+    patch = next((tmp_path / "00000009").rglob("*.patch"))
+    flip(patch, 5000)
+    with pytest.raises((AssertionError, zstandard.ZstdError)):
+        Reader(tmp_path / "00000009", 0).state()
