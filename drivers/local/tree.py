@@ -71,8 +71,9 @@ class Tree:
         """Folders that need not be made: they existed after a mkdir."""
         self._durable: set[str] = set()
         """Folders whose names in their parents are known to be durable."""
-        self._unsynced: list[str] = []
-        """Paths of folders that hold the root's name, or those above it, not durable yet."""
+        self._unsynced: list[str] | None = None
+        """Paths of folders that hold the root's name, or those above it, and may not be durable
+        yet; None until the root is made, or found by a writer."""
 
     def close(self) -> None:
         """Close the root. The next use reopens it."""
@@ -86,6 +87,7 @@ class Tree:
         # New sets: other threads may still be adding folders of the tree that is gone.
         self._made = set()
         self._durable = set()
+        self._unsynced = None
 
     def open_folder(self, key: str, *, make: bool = False) -> int:
         """Return a descriptor of a folder, for the caller to close. With ``make``, create missing
@@ -124,7 +126,7 @@ class Tree:
         Folders of others are synced, too: another process may have just made them.
         """
         durable = self._durable
-        unsynced = self._unsynced
+        unsynced = self._unsynced or []
         for prefix in reversed(_prefixes(key)):
             if prefix not in durable:
                 with self.folder(split(prefix)[0]) as above:
@@ -338,9 +340,9 @@ class Tree:
             os.close(self._fd)
             self._fd = None
             self._forget()
+        if make and self._unsynced is None:  # a reader may have opened the root before
+            self._unsynced = _make_root(self._root)
         if self._fd is None:
-            if make:
-                self._unsynced = _make_root(self._root)
             self._fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         return self._fd
 
@@ -421,18 +423,26 @@ def _unlink(folder: int, name: str) -> None:
 
 def _make_root(path: str) -> list[str]:
     """Create a folder and any missing folders above it; return the folders to sync, the lowest
-    first."""
+    first.
+
+    They include all above it, even if it exists: another process may just have created any of them,
+    and died.
+    """
     above = os.path.dirname(path)
-    higher: list[str] = []
     try:
         os.mkdir(path)
     except FileNotFoundError:
-        higher = _make_root(above)
+        _make_root(above)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
     except FileExistsError:
-        pass  # perhaps just created by another process, so its name may not be durable yet
-    return [above, *higher]
+        pass
+    return _folders_above(path)
+
+
+def _folders_above(path: str) -> list[str]:
+    above = os.path.dirname(path)
+    return [] if above == path else [above, *_folders_above(above)]
 
 
 def _prefixes(key: str) -> list[str]:

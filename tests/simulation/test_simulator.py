@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -14,9 +15,13 @@ import pytest
 from support.simulation.broken import BROKEN, Broken, seeds_until_caught
 from support.simulation.engine import installed
 from support.simulation.found import SCHEDULES
-from support.simulation.run import Failure, Tally, run
-from support.simulation.schedule import Schedule, drawn, packed
+from support.simulation.loop import Crashed
+from support.simulation.run import Failure, Tally, bury, run
+from support.simulation.schedule import Fault, Schedule, drawn, packed
 from support.simulation.states import PACKED
+from support.simulation.world import World
+
+from holdfast.errors import NotFoundError
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "36"))
 TELLING = (103,)
@@ -118,3 +123,31 @@ def test_a_rare_schedule_catches_the_engine_that_it_was_found_for(name: str) -> 
     assert run(SCHEDULES[name]) is None
     with broken.engine():
         assert run(SCHEDULES[name]) is not None
+
+
+@pytest.mark.parametrize("operation", range(1, 14))
+def test_folders_made_by_a_process_that_died_become_durable(operation: int) -> None:
+    """A put survives a power cut, although another process made its folders, died at any moment, and
+    they were read before."""
+    faults = (Fault("die", "any", operation),)
+    world = World(Schedule(1, "posix", 2, before=False, actors=(), faults=faults, delays={}))
+    world.be_host()
+
+    async def first() -> None:
+        await world.driver("run/a/b").put("data/x", b"first")
+
+    async def second() -> None:
+        driver = world.driver("run/a/b")
+        with contextlib.suppress(NotFoundError):
+            await driver.stat("y")
+        await driver.put("y", b"second")
+
+    for call in (first, second):
+        with contextlib.suppress(Crashed):
+            task = world.loop.spawn(process := world.process(call.__name__, "host"), call())
+            world.loop.run_until(
+                lambda task=task, process=process: task.done() or not process.alive
+            )
+    world.power_cut("host")
+    assert world.file("run/a/b/y") == b"second"
+    bury(world)

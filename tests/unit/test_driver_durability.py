@@ -95,10 +95,10 @@ def _order(calls: Calls) -> list[str]:
 async def test_a_put_is_durable_when_it_returns(
     driver: LocalDriver, calls: Calls, tmp_path: Path, nbytes: int | None
 ) -> None:
-    """A put or upload syncs the content before the name, the name, and new folders in their
-    parents."""
+    """A put or upload syncs the content before the name, the name, and once all folders above."""
     made = ["mkdir root", "mkdir a", "mkdir b"]
-    synced = ["fsync folder a", "fsync folder root", f"fsync folder {tmp_path.name}"]
+    above = [f"fsync folder {folder.name}" for folder in (tmp_path, *tmp_path.parents)]
+    synced = ["fsync folder a", "fsync folder root", *above]
     published = ["write temporary", "fsync temporary", "rename x", "fsync folder b"]
     for expected in ([*made, *published, *synced], published):
         calls.clear()

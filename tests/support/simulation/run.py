@@ -87,7 +87,7 @@ def run(
             log(f"{world.loop.now_s:12.4f} BROKEN: {error!r}")
         return Failure(replace(schedule, delays=delays), f"{type(error).__name__}: {error}")
     finally:
-        _bury(world)
+        bury(world)
 
 
 def _run(world: World, tally: Tally | None) -> None:
@@ -144,7 +144,7 @@ def _check_ending(ending: Ending) -> None:
             f"{error!r}, where all have died before operation {ending.operation}"
         ) from error
     finally:
-        _bury(ending.world)
+        bury(ending.world)
 
 
 def _waiting(world: World) -> bool:
@@ -158,7 +158,7 @@ def _short(outcome: object) -> str:
     return type(outcome).__name__ if isinstance(outcome, BaseException) else "done"
 
 
-def _bury(world: World) -> None:
+def bury(world: World) -> None:
     """Let all remaining tasks end. Their processes are dead, so no operation has an effect."""
     for process in world.processes:  # its tasks run, and every operation reports the death
         process.alive, process.paused_until_s = True, 0.0
