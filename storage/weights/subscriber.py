@@ -42,6 +42,7 @@ from ..ranks.messages import Nothing, Round
 from ..ranks.process_group import Group, acting_in, current_rank, current_team
 from ..ranks.team import Team
 from ..runtime.engine import check_may_wait, run
+from ..state.bits import as_bits
 from ..state.flattening.flatten import flatten
 from .channel import awaited, is_immutable, newest_after, read_head
 from .leases import Lease
@@ -210,6 +211,26 @@ class Subscriber:
         checkpoint = Checkpoint(self._mirror.at(version), version.whole, 0)
         checkpoint.close_when_collected()
         return checkpoint.read_shares(only, rename=rename, skip=skip)
+
+    def modified(self) -> list[str]:
+        """Return the names of tensors of ``into`` that do not have the bytes of the version in use,
+        because something else has changed them. The next update replaces them.
+
+        Does not involve other ranks; takes as much memory as the weights. Raises UsageError before
+        the first update and without ``into``, DamagedError and StorageError.
+        """
+        if self._into is None or self._used is None:
+            raise UsageError("no weights of an engine are in use")
+        flat = flatten(self._into, loading=True)
+        staged = Staging().stage(flat, self._into)
+        options = self._options
+        job = LoadJob(staged, strict=False, cast=options.cast, budget_nbytes=options.budget_nbytes)
+        run(run_load(self._mirror.at(self._used), Team(), job))
+        return [
+            name
+            for name, live, used in zip(flat.names, flat.locals, staged.locals, strict=True)
+            if name in job.match.filled and not torch.equal(as_bits(live), as_bits(used))
+        ]
 
     def _used_whole(self) -> Version:
         """Return the version in use, of which all bytes are in memory. Raises UsageError."""

@@ -33,6 +33,7 @@ BLOCKS = {page: found for page, text in TEXTS.items() if (found := python_blocks
 
 RUN_ELSEWHERE = {
     "docs/how-to/serve-from-a-checkpoint.md": "tests/frameworks/test_serving.py",
+    "docs/how-to/update-vllm-and-sglang.md": "tests/unit/test_engines.py",
     "docs/how-to/use-with-accelerate.md": "tests/frameworks/test_accelerate.py",
     "docs/how-to/use-with-hugging-face.md": "tests/frameworks/test_transformers.py",
     "docs/how-to/use-with-lightning.md": "tests/frameworks/test_lightning.py",

@@ -270,7 +270,7 @@ def test_a_prepared_version_whose_memory_was_used_again_cannot_be_committed() ->
 
 
 def test_weights_that_were_changed_locally_are_replaced() -> None:
-    """An engine that changed its weights has the published ones after the next update."""
+    """They are named, and the engine has the published ones after the next update."""
     uri = fresh_uri()
     model, engine = Model(1), Model(2)
     with (
@@ -280,8 +280,11 @@ def test_weights_that_were_changed_locally_are_replaced() -> None:
         for version in range(4):
             publisher.push(version, {"model": model}).wait()
             follow(subscriber, engine, model)
+            assert subscriber.modified() == []
             engine.big.data[0, 5] = 3
+            assert subscriber.modified() == ["model.big", "model.tied"]
             engine.norm.data = torch.zeros(1000)
+            assert subscriber.modified() == ["model.big", "model.tied", "model.norm"]
             train(model, 0.01, version)
 
 
