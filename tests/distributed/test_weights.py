@@ -9,6 +9,7 @@ import torch
 from support.rank_processes import RankProcesses
 from support.weight_jobs import (
     changing_state,
+    dying_job,
     publish_once,
     push_with_one_bad,
     train_and_follow,
@@ -113,3 +114,23 @@ def test_of_two_trainers_all_ranks_of_one_are_told(ranks: RankProcesses, tmp_pat
         assert outcomes[0] == 0
         assert "another publisher" in outcomes[1][2]
         assert outcomes[2][0] == "SupersededError"
+
+
+@pytest.mark.nightly(9)
+@pytest.mark.parametrize("what", ["push", "update"])
+def test_a_rank_that_is_killed_is_named(what: str, ranks: RankProcesses, tmp_path: Path) -> None:
+    """The other keeps the old version; the next job publishes and follows the version after it."""
+    with RankProcesses(2) as doomed:
+        (kind, rank, _), used, same = doomed.outcomes(doomed.begin(dying_job, str(tmp_path), what))[
+            0
+        ]
+        assert (kind, rank) == ("DeadlineError", 1)
+        assert (used, same) == (0, True)
+    version = 1 if what == "push" else 2
+    assert {found[0] for found in ranks.run(publish_once, str(tmp_path), "tp", version, False)} == {
+        version
+    }
+    with holdfast.subscribe(tmp_path) as subscriber:
+        subscriber.update()
+        got = dict(subscriber.weights())
+    assert all(torch.equal(got[name], whole) for name, whole in weights(version).items())

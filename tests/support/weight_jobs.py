@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -306,3 +308,34 @@ def two_trainers(uri: str) -> list[Any]:
         dist.barrier()
     publisher.close()
     return found
+
+
+def dying_job(uri: str, what: str) -> Any:
+    """Publish and follow a version on two ranks; then rank 1 is killed in a push or an update.
+    Return what that gave rank 0, and the version that it has."""
+    state = LAYOUTS["pp"]({name: tensor * 0 for name, tensor in weights(0).items()}, None)
+    options: Any = {"deadline_s": 2.0}
+    publisher = holdfast.publish(uri, **options)
+    subscriber = holdfast.subscribe(uri, {"model": state}, **options)
+    publisher.push(0, {"model": LAYOUTS["pp"](weights(0), None)}).wait()
+    subscriber.update(10)
+    if what == "push" and dist.get_rank() == 1:
+        die_in("create")
+    found = outcome(
+        lambda: publisher.push(1, {"model": LAYOUTS["pp"](weights(1), None)}).wait() and 1
+    )
+    if what == "update":
+        if dist.get_rank() == 1:
+            die_in("read")
+        found = outcome(subscriber.update)
+    return found, subscriber.version, equal(state, LAYOUTS["pp"](weights(0), None))
+
+
+def die_in(method: str) -> None:
+    """Let this process be killed at its next request of a kind to a local storage."""
+    from holdfast.drivers.local.driver import LocalDriver
+
+    async def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(LocalDriver, method, die)
