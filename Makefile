@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-keeper demo-incremental unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old torch-dcp frameworks docs docs-serve clean
+.PHONY: help setup demo demo-keeper demo-incremental demo-weights unit test nightly properties sim sim-broken mutants crash damage fuzz test-servers drills lint format bench bench-names bench-server gpu gpu-wheels soak torch-old torch-dcp frameworks docs docs-serve clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -42,6 +42,9 @@ demo-keeper: $(READY)  ## see hosts break down, and the steps that stay in memor
 
 demo-incremental: $(READY)  ## see what incremental saves cost, and survive: make demo-incremental [URI=s3://bucket/run] [DEMO_ARGS="…"]
 	@$(BIN)/holdfast demo $(if $(URI),'$(URI)') --incremental $(DEMO_ARGS)
+
+demo-weights: $(READY)  ## see engines follow a trainer's weights, through kills: make demo-weights [URI=s3://bucket/run] [DEMO_ARGS="…"]
+	@$(BIN)/holdfast demo $(if $(URI),'$(URI)') --weights $(DEMO_ARGS)
 
 # The light tests come first on CI, too: what they find is found within a minute.
 unit: $(READY)  ## the tests that need no torch, no process and no server: under a minute

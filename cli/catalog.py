@@ -484,10 +484,17 @@ COMMANDS: tuple[Command, ...] = (
                 "instead fine-tune with LoRA, save whole and incrementally, delete a checkpoint, "
                 "and resume",
             ),
+            argument(
+                "--weights",
+                None,
+                "instead publish the weights of a trainer to two engines, kill an engine and the "
+                "trainer, and compare",
+            ),
         ),
         examples={
             "holdfast demo": "four ranks, then two",
             "holdfast demo --incremental": "bytes, seconds and space of incremental saves",
+            "holdfast demo --weights": "versions of weights, from a trainer to engines",
             "holdfast demo s3://bucket/demo --ranks-after 1": "on your storage",
         },
         statuses={

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from ...bench.measured.launch import running, torchrun
 from ...errors import DeadlineError, RankFailedError
+from ..text import one_of
 from .journal import Event, Watcher
 
-_LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.05
 _TAIL_LINES = 30
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -53,45 +54,65 @@ class Job:
         DeadlineError. On SIGTERM, raises SystemExit after torchrun and its ranks have ended. Call
         it from the main thread.
         """
+        with stopped_by_sigterm(), self.started(on_event) as started:
+            until_s = time.monotonic() + self.deadline_s
+            while started.status() is None:
+                if time.monotonic() > until_s:
+                    raise DeadlineError(
+                        f"the job did not end within {self.deadline_s:g} s", advice=self.tail()
+                    )
+                time.sleep(LOOK_EVERY_S)
+            started.check(survives=survives)
+
+    @contextlib.contextmanager
+    def started(self, on_event: Callable[[Event], None]) -> Iterator[StartedJob]:
+        """Start the job, and stop it at the end of the block, unless it has ended."""
         self.folder.mkdir(parents=True)
-        watcher = Watcher(self.folder)
         environment = {**_ENVIRONMENT, **self.environment}
         with (
             self.log.open("wb") as log,
-            stopped_by_sigterm(),
             running(self._command(), environment, log, log) as process,
         ):
-            self._follow(process, watcher, on_event)
-        for event in watcher.news():
-            on_event(event)
-        if (process.returncode == 0) != survives:
-            raise RankFailedError(
-                f"the job on {self.ranks} ranks ended with status {process.returncode}",
-                advice=self.tail(),
-            )
+            yield StartedJob(self, process, on_event)
 
     def _command(self) -> list[str]:
         if self.program is not None:
             return [*self.program, str(self.folder)]
         return [*torchrun(self.ranks, self.script), "--journal", str(self.folder), *self.arguments]
 
-    def _follow(
-        self, process: subprocess.Popen[bytes], watcher: Watcher, on_event: Callable[[Event], None]
-    ) -> None:
-        deadline = time.monotonic() + self.deadline_s
-        while process.poll() is None:
-            for event in watcher.news():
-                on_event(event)
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the job did not end within {self.deadline_s:g} s", advice=self.tail()
-                )
-            time.sleep(_LOOK_EVERY_S)
-
     def tail(self) -> str:
         """Return the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return f"The end of {self.log}:\n" + "\n".join(lines)
+
+
+class StartedJob:
+    """A job that runs. Each look at its status passes on the events since the last one."""
+
+    def __init__(
+        self, job: Job, process: subprocess.Popen[bytes], on_event: Callable[[Event], None]
+    ) -> None:
+        self._job = job
+        self._process = process
+        self._watcher = Watcher(job.folder)
+        self._on_event = on_event
+
+    def status(self) -> int | None:
+        """Return the exit status; None while the job runs."""
+        status = self._process.poll()
+        for event in self._watcher.news():
+            self._on_event(event)
+        return status
+
+    def check(self, *, survives: bool = True) -> None:
+        """Raise RankFailedError unless the job, which has ended, has succeeded (with ``survives``
+        False: has failed)."""
+        status = self.status()
+        if (status == 0) != survives:
+            raise RankFailedError(
+                f"the job on {one_of(self._job.ranks, 'rank')} ended with status {status}",
+                advice=self._job.tail(),
+            )
 
 
 @contextlib.contextmanager

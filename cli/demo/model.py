@@ -3,21 +3,24 @@ its training on all ranks of a job."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from .text import batch, part_of, read_text
 
 RATE = 2e-3
 RISING_STEPS = 8
-"""Steps until the learning rate reaches :data:`RATE`."""
+"""Steps until the learning rate reaches its final value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,26 @@ class Transformer(nn.Module):
         return logits
 
 
+def digest_of(weights: Mapping[str, Any]) -> str:
+    """Return a digest of whole weights in bf16, by name. Every rank that has a part of them calls
+    this."""
+    digest = xxhash.xxh3_128()
+    model = weights["model"]
+    named = model.state_dict() if isinstance(model, nn.Module) else model
+    for name, tensor in sorted(named.items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(name.encode())
+        digest.update(whole.detach().bfloat16().contiguous().view(torch.int16).numpy().data)
+    return digest.hexdigest()
+
+
 class Learner:
     """Trains a Transformer with FSDP2 and AdamW, with the same losses on any number of ranks except
     for rounding. ``state`` goes into checkpoints; ``state["step"]`` is the last step."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rate: float = RATE) -> None:
         torch.manual_seed(0)
+        self._rate = rate
         self._rank = dist.get_rank()
         self._world = dist.get_world_size()
         self._text = read_text()
@@ -80,7 +97,7 @@ class Learner:
         for block in self._model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
-        self._optim = torch.optim.AdamW(self._model.parameters(), lr=RATE, betas=(0.9, 0.95))
+        self._optim = torch.optim.AdamW(self._model.parameters(), lr=rate, betas=(0.9, 0.95))
         self.state: dict[str, Any] = {"model": self._model, "optim": self._optim, "step": 0}
 
     def take_step(self, step: int) -> float:
@@ -92,7 +109,7 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         for group in self._optim.param_groups:
-            group["lr"] = RATE * min(1.0, step / RISING_STEPS)
+            group["lr"] = self._rate * min(1.0, step / RISING_STEPS)
         self._optim.step()
         self._optim.zero_grad()
         self.state["step"] = step

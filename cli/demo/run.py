@@ -19,6 +19,7 @@ from .journal import Event, Record
 from .picture import draw
 from .plan import Plan, checkpoint_uri, checkpoints_uri, prepare
 from .torn import Found, find
+from .weights import show_weights
 
 DIFFERENCE_MAX = 0.01
 """Limit of the difference in loss. A different order of additions causes rounding errors only; a
@@ -36,12 +37,15 @@ def main(
     ranks_before: int,
     ranks_after: int,
     incremental: bool,
+    weights: bool,
 ) -> int:
     """Run the demo. Return 0 if training continues as without an interruption, else 1. Raises a
     HoldfastError."""
     plan = Plan(steps, ranks_before, ranks_after)
     root = checkpoints_uri(uri, Path(out).absolute())
     folder = prepare(out)
+    if weights:
+        return show_weights(root, folder)
     if incremental:
         return show_incremental(plan, root, folder)
     demo = _Demo(plan, root, folder)

@@ -16,6 +16,7 @@ from holdfast.cli.demo import plan, text
 from holdfast.cli.demo.incremental import space_nbytes
 from holdfast.cli.demo.jobs import Job
 from holdfast.cli.demo.journal import Event
+from holdfast.cli.demo.weights import ENGINES, TRAINER, Outcome
 
 pytestmark = pytest.mark.clocked
 
@@ -71,6 +72,24 @@ def test_space_of_an_incremental_save(tmp_path: Path, linked: bool) -> None:
     )
     assert first - second == (0 if linked else 16384)
     assert space_nbytes("memory://a", seen, 1 << 20, 16384) == 1 << 20
+
+
+def test_a_difference_fails_the_demo_of_weights() -> None:
+    """Each rank of an engine must have the digest that the trainer told for the version."""
+    outcome = Outcome()
+    for version, digest in ((1, "a"), (2, "b"), (3, "lost"), (3, "c")):
+        told = {"version": version, "step": version, "digest": digest}
+        outcome.add(TRAINER, Event("pushing", 0, 0.0, told))
+    update = {"received_nbytes": 10, "prepare_s": 0.5, "pause_s": 0.25}
+    for rank, version, digest in ((0, 1, "a"), (1, 1, "a"), (0, 3, "c")):
+        told = {**update, "version": version, "digest": digest}
+        outcome.add(ENGINES[0], Event("updated", rank, 0.0, told))
+    assert outcome.differing() == []
+    assert outcome.row(1, 100)[6:] == ["20 B", "500.0 ms", "250.0 ms", "-", "-", "-"]
+    assert not outcome.is_up_to_date(ENGINES[0])
+    told = {**update, "version": 3, "digest": "lost"}
+    outcome.add(ENGINES[0], Event("updated", 1, 0.0, told))
+    assert outcome.differing() == ["version 3 differs on two ranks"]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,9 @@ def test_rooms_import_each_other_relatively() -> None:
         "bench/",  # peers are measured through the public name, as their users see them
         "cli/demo/train.py",  # training scripts
         "cli/demo/train_kept.py",
+        "cli/demo/follow_weights.py",
         "cli/demo/train_incremental.py",
+        "cli/demo/train_weights.py",
         # pytest may import trials under another name than their package's
         "drivers/conformance/test_",
         "drivers/conformance/conftest.py",
