@@ -310,9 +310,11 @@ class Reader:
 
 def newest(channel: Path) -> Reader:
     """The newest version of a weight channel."""
-    head = json.loads((channel / "newest.json").read_bytes())
-    assert head["version"] == 1
-    sequence = head["sequence"]
+    sequence = 0
+    if (channel / "newest.json").exists():  # put after the version that it names
+        head = json.loads((channel / "newest.json").read_bytes())
+        assert head["version"] == 1
+        sequence = head["sequence"]
     while (channel / f"{sequence + 1:08d}" / "manifest.safetensors").exists():
         sequence += 1
     return Reader(channel / f"{sequence:08d}", 0)

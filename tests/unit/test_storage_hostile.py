@@ -208,7 +208,7 @@ FORGERIES: dict[str, Alter] = {
     "index of 5000 digits": renamed("list.0", "list." + "1" * 5000), "index in other digits": renamed("list.0", "list.٣"),
     "value nested deeply": spliced('{"$x":' + "[" * 900 + "]" * 900 + "}"), "value nested too deeply": spliced(DEEP),
     "all shards at one place": entry("shard.start", slice(None), 4096),
-    "version 2": head("version", 2), "version 3": head("version", 3), "version 4": head("version", 4), "version of text": head("version", "1"), "no version": lambda c, h: h.pop("version") and None,
+    "version 2": head("version", 2), "version 3": head("version", 3), "version 4": head("version", 4), "version 5": head("version", 5), "version of text": head("version", "1"), "no version": lambda c, h: h.pop("version") and None,
     "version null": head("version", None), "attempt outside": head("attempt", "../../../etc"), "attempt null": head("attempt", None),
     "step of text": head("step", "x"), "huge step": head("step", 10**400), "infinite step": head("step", float("inf")), "world 0": head("world", 0),
     "huge world": head("world", 10**30), "created nan": head("created_s", float("nan")), "chunks of nothing": head("chunk_nbytes", 0),
@@ -322,8 +322,8 @@ def test_shards_that_share_bytes_of_an_image_are_refused() -> None:
 def test_another_version_is_not_guessed_at() -> None:
     """The error for another format version names it and the versions that this release reads."""
     uri = stored()
-    forge(uri, FORGERIES["version 4"])
-    with pytest.raises(holdfast.UnsupportedFormatError, match=r"version 4.*versions 1 to 3"):
+    forge(uri, FORGERIES["version 5"])
+    with pytest.raises(holdfast.UnsupportedFormatError, match=r"version 5.*versions 1 to 4"):
         holdfast.open(uri)
 
 
