@@ -41,10 +41,12 @@ _MANIFESTS_KEPT = 2 * _PATCHES_MAX
 
 @dataclass(eq=False)
 class _Held:
-    """A chunk in memory. ``attempt``: of its version, "" while it changes."""
+    """A chunk in memory. ``attempt``: of its version, "" while it changes; ``page``: digests of its
+    blocks once it is verified as a whole."""
 
     memory: bytearray
     attempt: str = ""
+    page: bytes = b""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -140,8 +142,11 @@ class Mirror:
 
         async def verify(chunk: Chunk) -> None:
             data = await self.chunk(version, chunk.image, chunk.start // m.chunk_nbytes)
-            if digest(await offload(page_of, data, m.block_nbytes)) != chunk.digest:
+            page = await offload(page_of, data, m.block_nbytes)
+            if digest(page) != chunk.digest:
                 raise damage(chunk, NOT_WHAT_WAS_WRITTEN)
+            rank = int(m.images.rank[chunk.image])
+            self._held[rank, chunk.start // m.chunk_nbytes].page = page
             progress()
 
         lanes = {"io": self._driver.traits.concurrency, "cpu": CPU_THREADS}
@@ -172,9 +177,28 @@ class Mirror:
         async with held.turn:
             for step in await self._steps(version, held.attempt):
                 held.attempt = ""
+                held.page = b""
                 await self._apply(step, image, chunk, memoryview(held.memory))
                 held.attempt = step.version.manifest.attempt
         return memoryview(held.memory)
+
+    async def pages(self, version: Version, image: int, start: int, into: Buffer) -> None:
+        """Fill ``into`` with digests of an image's blocks, from byte ``start`` of them all. After
+        :meth:`fetch` they are in memory: the version may be deleted while it is in use."""
+        m = version.manifest
+        rank = int(m.images.rank[image])
+        page_nbytes = m.chunk_nbytes // m.block_nbytes * DIGEST_NBYTES
+        first = start // page_nbytes
+        held = [
+            self._held.get((rank, chunk))
+            for chunk in range(first, ceil_div(start + len(into), page_nbytes))
+        ]
+        verified = [one.page for one in held if one is not None and one.attempt == m.attempt]
+        if len(verified) == len(held) and all(verified):
+            begin = start - first * page_nbytes
+            into[:] = b"".join(verified)[begin : begin + len(into)]
+            return
+        await self.read(version, m.image_key(image), _pages_start(m, image) + start, into)
 
     async def _steps(self, version: Version, attempt: str) -> list[_Step]:
         """Return the steps from the version ``attempt`` ("": none) to ``version``: patches if few
@@ -381,10 +405,8 @@ class VersionDriver(ReadOnly, Driver):
             into[position - start : position - start + end - begin] = data[begin:end]
             position += end - begin
         if position < stop:
-            stored = self._version.manifest
-            at = _pages_start(stored, image) + position - hashed_nbytes
             rest = into[position - start :]
-            await self._mirror.read(self._version, stored.image_key(image), at, rest)
+            await self._mirror.pages(self._version, image, position - hashed_nbytes, rest)
 
     async def get(self, key: str) -> bytes:
         if key != MANIFEST_KEY:

@@ -17,7 +17,7 @@ import torch
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import join, redact
-from ...errors import ExistsError, HoldfastError, SupersededError, UsageError
+from ...errors import HoldfastError, StorageError, SupersededError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..format.patches import PatchBases, VersionRef, zstandard
 from ..operations.call_errors import (
@@ -286,10 +286,19 @@ class Publisher:
                 raise
 
     async def _admitted(self, sequence: int) -> str:
-        """Raise SupersededError if the next version exists; return what marks it as ours."""
+        """Raise SupersededError if another publisher has published the next version, StorageError
+        if this one has; return what marks a version as ours."""
         async with closing(self._open()) as driver:
             if await has_version(driver, sequence):
-                raise self._told(sequence)
+                manifest, _ = await read_version(driver, sequence)
+                if manifest.branch != self._id:
+                    raise self._told(sequence)
+                raise StorageError(
+                    "an earlier push, whose put seemed to have failed, was published meanwhile",
+                    uri=printed_uri(self._uri),
+                    key=version_key(sequence, MANIFEST_KEY),
+                    advice="Push the next version.",
+                )
         return self._id
 
     def _told(self, sequence: int) -> SupersededError:
@@ -309,7 +318,7 @@ class Publisher:
             await handle.durable.reached()
         except HoldfastError as error:
             self._forget()
-            if isinstance(error, SupersededError | ExistsError):
+            if isinstance(error, SupersededError):
                 self._superseded = self._told(sequence)
             return
         finally:

@@ -259,7 +259,7 @@ class Subscriber:
             return None
         return (await self._mirror.version(sequence)).manifest.step
 
-    async def _chosen(self, team: Team, timeout_s: float) -> Version | None:
+    async def _chosen(self, team: Team, timeout_s: float) -> _Target:
         """Return the version that all ranks update to."""
 
         async def choose(statements: Sequence[_Has]) -> _Target:
@@ -277,10 +277,7 @@ class Subscriber:
         used = -1 if self.version is None else self.version
         async with team.session():
             try:
-                target = await team.round(_CHOOSE, _Has(used), choose)
-                if not target.sequence:
-                    return None
-                return await self._mirror.version(target.sequence, target.attempt)
+                return await team.round(_CHOOSE, _Has(used), choose)
             except BaseException as error:
                 await team.fail(error)
                 raise
@@ -294,23 +291,24 @@ class Subscriber:
     def _prepare(self, timeout_s: float) -> Prepared | None:
         mirror = self._mirror
         before = mirror.received_nbytes, mirror.anchored
-        version = self._choose(timeout_s)
-        if version is None:
+        target = self._choose(timeout_s)
+        if not target.sequence:
             return None
         began_s = time.perf_counter()
         recorder = Recorder(current_rank())
         for left in reversed(range(_TRIES)):
             try:
                 with recording(recorder):
-                    self._fetch(version)
+                    version = self._fetch(target)
                 break
             except Exception as error:
-                if not left or not self._is_repeated(version, error):
+                if not left or not self._is_repeated(target, error):
                     raise
                 _log.warning("an update is repeated: %s", error)
                 if not isinstance(error, RankFailedError):
                     self._forget()
-            version = self._choose(0.0) or version
+            again = self._choose(0.0)
+            target = again if again.sequence else target
         m = version.manifest
         used = version.sequence - 1 if self._used is None else self._used.sequence
         report = Update(
@@ -327,19 +325,22 @@ class Subscriber:
         self._prepared_last = Prepared(self, version, report)
         return self._prepared_last
 
-    def _choose(self, timeout_s: float) -> Version | None:
+    def _choose(self, timeout_s: float) -> _Target:
         call = Call("choose version", printed_uri(self._uri))
         team = current_team(call, self._options.deadline_s, saving=False)
         return run(self._chosen(team, timeout_s))
 
-    def _fetch(self, version: Version) -> None:
-        """Fill the second set of tensors; without ``into``, only bring the mirror to it."""
+    def _fetch(self, target: _Target) -> Version:
+        """Fill the second set of tensors; without ``into``, only bring the mirror to it. Return the
+        version."""
         self._prepared_last = None  # its tensors are filled again
-        call = Call("update", printed_uri(self._uri), version.sequence)
+        call = Call("update", printed_uri(self._uri), target.sequence)
         team = current_team(call, self._options.deadline_s, saving=False)
+        with announcing_errors(team):
+            version = run(self._mirror.version(target.sequence, target.attempt))
         if self._into is None:
             run(self._leasing(version, self._fetch_whole(team, version)))
-            return
+            return version
         with announcing_errors(team):
             flat = flatten(self._into, loading=True)
             staged = self._staging.stage(flat, self._into)
@@ -352,10 +353,11 @@ class Subscriber:
         )
         run(self._leasing(version, run_load(self._mirror.at(version), team, job)))
         self._staging.filled = job.match.filled
+        return version
 
-    def _is_repeated(self, version: Version, error: Exception) -> bool:
+    def _is_repeated(self, target: _Target, error: Exception) -> bool:
         """Return whether all ranks can repeat an update that has failed on some of them."""
-        call = Call("repeat update", printed_uri(self._uri), version.sequence)
+        call = Call("repeat update", printed_uri(self._uri), target.sequence)
         team = current_team(call, self._options.deadline_s, saving=False)
         if not isinstance(error, _REPEATABLE):
             run(team.fail(error))

@@ -325,6 +325,20 @@ def test_the_newest_version_is_found_without_its_head() -> None:
     assert json.loads(store["newest.json"][0])["kept"] == [1, 2, 3, 4]
 
 
+def test_weights_in_use_are_read_after_their_version_was_deleted() -> None:
+    """An engine reads the tensors of the version in use from memory alone."""
+    uri = fresh_uri()
+    store = STORES.setdefault(uri.removeprefix("memory://"), {})
+    model = Model(1, SIZE)
+    with holdfast.publish(uri) as publisher, holdfast.subscribe(uri) as subscriber:
+        publisher.push(1, {"model": model}).wait()
+        subscriber.update()
+        store.clear()
+        assert difference(dict(subscriber.weights()), weights(model)) is None
+        (norm,) = (tensor for _, tensor in subscriber.weights(only="model.norm"))
+        assert torch.equal(norm, model.norm)
+
+
 def test_weights_may_change_once_an_eager_push_has_returned() -> None:
     """With ``lazy=False`` push returns after the copy, so any code may write to the weights."""
     uri = fresh_uri()

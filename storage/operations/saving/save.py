@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from ....drivers.contract import Driver
 from ....errors import (
     CheckpointError,
     CoordinationError,
+    ExistsError,
     InvisibleFilesError,
     NotFoundError,
     StorageError,
@@ -249,9 +250,10 @@ class _Leader:
     async def _begin(self, statements: Sequence[Nothing]) -> Begun:
         if self._job.admit is not None:
             self._branch = await self._job.admit()
-        attempt, base = await side_by_side(
-            self._begin_attempt(), chosen(self._job.base, self._driver)
-        )
+        async with self._explaining():
+            attempt, base = await side_by_side(
+                self._begin_attempt(), chosen(self._job.base, self._driver)
+            )
         self._increments = base.increments
         return Begun(attempt.id, base)
 
@@ -263,8 +265,23 @@ class _Leader:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
         return attempt
 
+    @contextlib.asynccontextmanager
+    async def _explaining(self) -> AsyncIterator[None]:
+        """If another save was faster, let ``admit`` raise what that means to the caller."""
+        try:
+            yield
+        except ExistsError:
+            if self._job.admit is not None:
+                await self._job.admit()
+            raise
+
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
         """Merge ``fragments``, one from each speaker, into a manifest and commit it."""
+        async with self._explaining():
+            await self._commit(fragments)
+        return Nothing()
+
+    async def _commit(self, fragments: Sequence[Fragment]) -> None:
         assert self._attempt is not None
         with span("merge"):
             manifest = await offload(merge, fragments, self._job.compression, self._job.bases)
@@ -280,7 +297,6 @@ class _Leader:
                 self._putting,
                 overwrite=self._job.overwrite,
             )
-        return Nothing()
 
     def _putting(self) -> None:
         """Note that the manifest may be stored from here on, whatever error is raised."""
