@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...drivers.uri import join, redact
-from ...errors import HoldfastError, StorageError, SupersededError, UsageError
+from ...errors import HoldfastError, NotFoundError, StorageError, SupersededError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..format.patches import PatchBases, VersionRef, zstandard
 from ..operations.call_errors import (
@@ -289,6 +289,8 @@ class Publisher:
         """Raise SupersededError if another publisher has published the next version, StorageError
         if this one has; return what marks a version as ours."""
         async with closing(self._open()) as driver:
+            if (await read_head(driver)).sequence > sequence:
+                raise self._told(sequence)  # and may have deleted the version since
             if await has_version(driver, sequence):
                 manifest, _ = await read_version(driver, sequence)
                 if manifest.branch != self._id:
@@ -342,6 +344,8 @@ class Publisher:
         Versions stay for one push after the head has withdrawn them: a storage may be late to list
         a lease.
         """
+        if (await read_head(driver)).sequence >= sequence:
+            return  # another publisher goes on, and deletes
         before = self._head or await _head_before(driver, sequence)
         self._head = None  # until the put has succeeded
         head = before.with_next(anchor=is_anchor, keep=self._options.keep)
@@ -358,8 +362,12 @@ async def _head_before(driver: Driver, sequence: int) -> Head:
     """Return the head for the version before ``sequence``, with all versions since it was put."""
     head = await read_head(driver)
     for missing in range(head.sequence + 1, sequence):
-        manifest, _ = await read_version(driver, missing)
-        head = head.with_next(anchor=not manifest.is_patched, keep=missing)
+        try:
+            manifest, _ = await read_version(driver, missing)
+        except NotFoundError:  # another publisher has deleted it
+            head = replace(head, sequence=missing)
+        else:
+            head = head.with_next(anchor=not manifest.is_patched, keep=missing)
     return head
 
 

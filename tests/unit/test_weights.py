@@ -152,6 +152,20 @@ def test_of_two_publishers_one_is_told() -> None:
         assert dict(subscriber.weights())["w"].tolist() == [4.0] * 10
 
 
+def test_a_publisher_that_slept_uses_no_deleted_version_again() -> None:
+    """The next version of a publisher may have been published by another one, and deleted since."""
+    uri = fresh_uri()
+    store = STORES.setdefault(uri.removeprefix("memory://"), {})
+    first = holdfast.publish(uri)
+    first.push(1, {"w": torch.ones(10)}).wait()
+    with holdfast.publish(uri, keep=4, anchor=1) as second:
+        for version in range(2, 12):
+            second.push(version, {"w": torch.full((10,), float(version))}).wait()
+    assert "00000002/manifest.safetensors" not in store
+    with pytest.raises(holdfast.SupersededError, match="another publisher"):
+        first.push(20, {"w": torch.zeros(10)}).wait()
+
+
 def test_an_anchor_is_a_checkpoint_of_safetensors(tmp_path: Path) -> None:
     """Anyone can load an anchor; a version of patches is refused with the way to read it."""
     model = Model(1)
