@@ -172,7 +172,7 @@ def _send_all(to: socket.socket, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _measured(
