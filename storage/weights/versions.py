@@ -50,9 +50,11 @@ class ListedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a version stores. ``changed``: share of the 16-bit units of its images that differ from
-    the version before; None for an anchor without patches. ``rank_nbytes``: bytes of files, by
-    rank."""
+    """Contents of the files of a version.
+
+    ``changed``: share of the 16-bit units of its images that differ from the version before; None
+    for an anchor without patches. ``rank_nbytes``: bytes of files, by rank.
+    """
 
     changed: float | None
     rank_nbytes: Mapping[int, int]
@@ -89,7 +91,7 @@ class Channel:
 
     def find(self, version: int | None = None) -> Version:
         """Return the ``version`` of this number, or the newest one. Raises NotACheckpointError if
-        nothing is published here; NotFoundError without such a version."""
+        nothing is published here; NotFoundError if the channel does not have it."""
         return run(self._find(version))
 
     def at(self, sequence: int, attempt: str = "") -> Version:
@@ -111,7 +113,8 @@ class Channel:
         self._mirror.forget()
 
     def describe(self, version: Version) -> Described:
-        """Return what a version stores; reads a little of its patches. Raises DamagedError."""
+        """Return the contents of a version's files; reads a little of its patches. Raises
+        DamagedError."""
         return run(self._describe(version))
 
     def opened(self, version: Version) -> Checkpoint:
