@@ -119,6 +119,7 @@ class Publisher:
         self._id = secrets.token_hex(8)
         self._image = PublishedImage()
         self._head: Head | None = None
+        self._has_published = False
         self._anchor: VersionRef | None = None
         self._push: Future[None] | None = None
         self._pushed: tuple[SaveHandle, int] | None = None
@@ -273,7 +274,7 @@ class Publisher:
             if not sequence:
                 return Published(uri=uri)
             manifest, _ = await read_version(driver, sequence)
-            if self._head is not None and manifest.branch != self._id:
+            if self._has_published and manifest.branch != self._id:
                 raise self._told(sequence)
             version = -1 if manifest.step is None else manifest.step
             return Published(sequence, version, manifest.attempt, manifest.branch, uri)
@@ -330,6 +331,7 @@ class Publisher:
         if is_anchor:
             self._anchor = VersionRef(sequence, handle.report.attempt)
         self._newest = Published(sequence, version, handle.report.attempt, self._id)
+        self._has_published = True
         if not self._leads:
             return
         try:
@@ -344,10 +346,10 @@ class Publisher:
         Versions stay for one push after the head has withdrawn them: a storage may be late to list
         a lease.
         """
+        before, self._head = self._head, None  # until the put has succeeded
         if (await read_head(driver)).sequence >= sequence:
             return  # another publisher goes on, and deletes
-        before = self._head or await _head_before(driver, sequence)
-        self._head = None  # until the put has succeeded
+        before = before or await _head_before(driver, sequence)
         head = before.with_next(anchor=is_anchor, keep=self._options.keep)
         await driver.put(HEAD_KEY, head.encode())
         now_s = (await driver.stat(HEAD_KEY)).modified_s
