@@ -162,9 +162,12 @@ class Publisher:
         errors of :func:`holdfast.async_save`.
         """
         check_may_wait()
-        if self._superseded is not None:
-            raise self._superseded
         with acting_in(self._options.process_group):
+            if self._superseded is not None:  # other ranks may not know
+                with announcing_errors_of_call(
+                    "publish", self._uri, None, self._options.deadline_s
+                ):
+                    raise self._superseded
             self._settle()
             newest = self._newest = self._newest or self._meet()
             sequence = newest.sequence + 1
@@ -215,6 +218,7 @@ class Publisher:
     def _forget(self) -> None:
         """Forget all that a failed push leaves uncertain, as all other ranks do."""
         self._anchor = None
+        self._head = None
         self._image = PublishedImage()
         self._newest = None
 
