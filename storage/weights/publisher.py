@@ -351,9 +351,10 @@ class Publisher:
         a lease.
         """
         before, self._head = self._head, None  # until the put has succeeded
-        if (await read_head(driver)).sequence >= sequence:
+        stored = await read_head(driver)
+        if stored.sequence >= sequence:
             return  # another publisher goes on, and deletes
-        before = before or await _head_before(driver, sequence)
+        before = before or await _head_before(driver, stored, sequence)
         head = before.with_next(anchor=is_anchor, keep=self._options.keep)
         await driver.put(HEAD_KEY, head.encode())
         now_s = (await driver.stat(HEAD_KEY)).modified_s
@@ -364,9 +365,8 @@ class Publisher:
         self._head = head.without(deleted)
 
 
-async def _head_before(driver: Driver, sequence: int) -> Head:
-    """Return the head for the version before ``sequence``, with all versions since it was put."""
-    head = await read_head(driver)
+async def _head_before(driver: Driver, head: Head, sequence: int) -> Head:
+    """Return the head for the version before ``sequence``: ``head`` with all versions since."""
     for missing in range(head.sequence + 1, sequence):
         try:
             manifest, _ = await read_version(driver, missing)
