@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from holdfast.drivers.asynchronous import AsyncDriver, AsyncUpload
-from holdfast.drivers.contract import Buffer, ObjectInfo
+from holdfast.drivers.contract import Buffer, Driver, ObjectInfo
 from holdfast.drivers.memory import MemoryDriver
 from holdfast.drivers.options import Option, integer, option_values
 from holdfast.drivers.uri import Uri
@@ -68,6 +68,16 @@ class DictDriver(AsyncDriver):
             await answer()
             yield [found]
 
+    def copies_from(self, source: Driver) -> bool:
+        return isinstance(source, DictDriver) and self.client.copies_from(source.client)
+
+    links_from = copies_from
+
+    async def _link(self, key: str, source: Driver, source_key: str) -> None:
+        await answer()
+        assert isinstance(source, DictDriver)
+        await self.client.link(key, source.client, source_key)
+
     async def _delete(self, key: str) -> None:
         await answer()
         await self.client.delete(key)
@@ -98,6 +108,11 @@ class _DictUpload(AsyncUpload):
     async def _write(self, start: int, data: Buffer) -> None:
         await answer()
         self._content[start : start + len(data)] = data
+
+    async def _copy_range(
+        self, start: int, source: Driver, key: str, key_start: int, nbytes: int
+    ) -> None:
+        await self._write(start, await source.fetch(key, key_start, nbytes))
 
     async def _commit(self, *, exclusive: bool) -> None:
         await answer()

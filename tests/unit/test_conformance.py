@@ -107,12 +107,13 @@ def _run(command: list[str], installed: Path) -> str:
 
 @pytest.mark.nightly(28)
 def test_the_example_keeps_the_contract(installed: Path, tmp_path: Path) -> None:
-    """Every trial that is not about streams, copies or small objects passes, without a deviation."""
+    """Every trial that is not about streams, copies, links or small objects passes, without a deviation."""
     uri, probe = f"sqlite://{tmp_path}/try.db/below", "holdfast_sqlite.probe:SqliteProbe"
     output = run_conformance(uri, "--driver-probe", probe, cwd=tmp_path, path=[installed])
-    assert "not applicable  9\n" in output
+    assert "not applicable  12\n" in output
     assert "1 × an upload is one stream" in output
     assert "7 × the storage copies no ranges" in output
+    assert "3 × an object has one key" in output
     assert "1 × objects may be larger than 64 MiB" in output
     assert "deviations      0 declared, 0 cases deviated" in output
 
