@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ...planner.image import ImageLayout
 from ..arenas.memory import Memory
-from ..runtime.buffers import HostBuffer, HostPool
+from ..runtime.buffers import HostBuffer, HostPool, host_pool
+from ..runtime.engine import offload
 
 Parts = Sequence[tuple[int, int]]
 """Ranges [start, stop) of bytes of an image."""
@@ -43,12 +45,14 @@ class _Lent(HostPool):
 
 
 class MemoryChunks:
-    """The chunks of an image in ``memory``, written from there without a copy."""
+    """The chunks of an image in ``memory``, written from there without a copy. ``packed``: hand out
+    copies, because chunks are packed in place."""
 
     reads = None
 
-    def __init__(self, layout: ImageLayout, memory: Memory) -> None:
-        self.pool: HostPool = _Lent(layout.chunk_nbytes)
+    def __init__(self, layout: ImageLayout, memory: Memory, *, packed: bool = False) -> None:
+        self._packed = packed
+        self.pool = host_pool(layout.chunk_nbytes) if packed else _Lent(layout.chunk_nbytes)
         self._layout = layout
         self._memory: Memory | None = memory
 
@@ -56,7 +60,12 @@ class MemoryChunks:
         """Return the chunk's memory; see :class:`ChunkSource`."""
         assert self._memory is not None
         start, stop = self._layout.chunk_range(chunk)
-        return self._memory.buffer(start, stop - start)
+        whole = self._memory.buffer(start, stop - start)
+        if not self._packed:
+            return whole
+        buffer = self.pool.take()
+        await offload(ctypes.memmove, buffer.address, whole.address, stop - start)
+        return buffer
 
     def close(self) -> None:
         """Release the memory; see :class:`ChunkSource`."""

@@ -225,7 +225,7 @@ async def write_image(
         chunk_nbytes=label.chunk_nbytes,
         block_nbytes=label.block_nbytes,
     )
-    chunks = MemoryChunks(layout, image.memory)
+    chunks = MemoryChunks(layout, image.memory, packed=compression is not None)
     unseen = Callbacks(lambda: None, lambda: None)
     async with AsyncExitStack() as opened:
 
