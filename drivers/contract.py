@@ -111,10 +111,6 @@ class Traits:
     """Piece size of :meth:`Driver.read_pieces`: pieces end at multiples of this offset in the
     object. Each piece is verified and copied while it is in the CPU cache, which is the fastest way
     to read. 0 if the driver reads each range as a single piece."""
-    read_nbytes: int = 0
-    """Preferred size of a read if larger than a chunk; 0 for at most a chunk. When the driver hands
-    over memory (``hands_over``), long runs are copied faster than short ones. Not counted in memory
-    budgets."""
     streams: int = 1
     """Number of contiguous segments of an upload (:func:`segments`) to write concurrently for best
     throughput. If above 1, ``part_order`` is not ``serial`` and applies within each segment.

@@ -25,7 +25,6 @@ from .numa import prefer_node
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE
 _RESERVED_AT_ONCE_NBYTES = 256 << 20
-_POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -168,12 +167,21 @@ class Memory:
         self.address = self._mapping.address
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
-        """Map the pages of bytes [start, stop), by default all, without the GIL. Copying through
-        unmapped pages takes four times as long. No effect before Linux 5.14."""
+        """Map the pages of bytes [start, stop), by default all, to be written, without the GIL.
+        Copying through unmapped pages takes four times as long. No effect before Linux 5.14."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         nbytes = (self.nbytes if stop is None else stop) - first
-        advice = _POPULATE_WRITE if self.writable else _POPULATE_READ
-        _advise(self.address + first, nbytes, advice)
+        _advise(self.address + first, nbytes, _POPULATE_WRITE)
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``start``, without the GIL and without mapping pages. Raises
+        ValueError beyond the end."""
+        done = 0
+        while done < len(into):
+            nbytes = os.preadv(self.fd, [into[done:]], start + done)
+            if not nbytes:
+                raise ValueError(f"bytes {start}:{start + len(into)} of {self.nbytes}")
+            done += nbytes
 
     def buffer(self, start: int, nbytes: int) -> HostBuffer:
         """Return bytes that keep the memory mapped. Raises ValueError beyond its end."""

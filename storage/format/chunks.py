@@ -75,6 +75,8 @@ def damaged_ranges(
     if stored_page is None:
         return [(start, stop)]
     first = (start - chunk.start) // block_nbytes * DIGEST_NBYTES
+    if stored_page[first : first + len(page)] == page:
+        return []
     found = np.frombuffer(page, np.uint8).reshape(-1, DIGEST_NBYTES)
     stored = np.frombuffer(stored_page, np.uint8, len(page), first).reshape(-1, DIGEST_NBYTES)
     bad = np.flatnonzero((found != stored).any(axis=1)) * block_nbytes + start

@@ -3,8 +3,10 @@ can read from the memory of this host and of others."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from ...drivers.contract import (
@@ -12,11 +14,13 @@ from ...drivers.contract import (
     Driver,
     ObjectInfo,
     ReadOnly,
+    TakePiece,
     Traits,
     check_key,
     check_small,
 )
 from ...drivers.options import Option
+from ...drivers.pieces import Rooms, piece_ends
 from ...errors import DamagedError, NotFoundError, StorageError
 from ..arenas.label import Label
 from ..arenas.memory import Memory
@@ -25,8 +29,9 @@ from ..format.manifest import MANIFEST_KEY
 from ..format.merge import merge
 from ..runtime.engine import offload
 
-READ_NBYTES = 64 << 20
-"""Read size at which the C library bypasses the CPU cache."""
+PIECE_NBYTES = 4 << 20
+"""Size of a piece of this host's memory. Larger pieces leave the CPU cache, and the threads that
+verify smaller ones spend more time waiting for the GIL."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +70,9 @@ class TiersDriver(ReadOnly, Driver):
     def __init__(self, uri: str, manifest: bytes, images: Sequence[LocalImage | PeerImage]) -> None:
         """Create the driver. ``uri``: named in errors."""
         self.uri = uri
-        is_all_here = all(isinstance(image, LocalImage) for image in images)
+        peers = [image.driver.traits for image in images if isinstance(image, PeerImage)]
+        self._piece_nbytes = min((traits.piece_nbytes for traits in peers), default=PIECE_NBYTES)
+        self._rooms = Rooms(self._piece_nbytes)
         self.traits = Traits(
             part_nbytes=16 << 20,
             part_min_nbytes=1,
@@ -75,9 +82,7 @@ class TiersDriver(ReadOnly, Driver):
             part_order="any",
             exclusive_is_atomic=False,
             shared=False,
-            hands_over=True,
-            # Reading from another host allocates memory.
-            read_nbytes=READ_NBYTES if is_all_here else 0,
+            piece_nbytes=self._piece_nbytes,
         )
         self._manifest = manifest
         self._images = {image.label.key: image for image in images if image.label.digests}
@@ -87,33 +92,49 @@ class TiersDriver(ReadOnly, Driver):
         self.peer_nbytes = 0
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        content = self._content(key)
-        _check_range(content, start, len(into), self.uri, key)
+        content = self._content(key, start, len(into))
         if isinstance(content, PeerImage):
-            try:
-                await content.driver.read(f"{content.label.rank}.safetensors", start, into)
-            except (DamagedError, StorageError) as error:
-                # Use the image's key, so that the caller knows which image to exclude.
-                text = f"the keeper {content.name} cannot provide it: {error}"
-                raise DamagedError(text, uri=self.uri, key=key) from error
-            self.peer_nbytes += len(into)
+            with self._reading(key, content, len(into)) as peers_key:
+                await content.driver.read(peers_key, start, into)
+            return
+        if isinstance(content, LocalImage):
+            await offload(content.memory.read, start, into)
         else:
             into[:] = content[start : start + len(into)]
-            self.own_nbytes += len(into)
+        self.own_nbytes += len(into)
 
-    async def fetch(self, key: str, start: int, nbytes: int) -> Buffer:
-        content = self._content(key)
-        _check_range(content, start, nbytes, self.uri, key)
+    async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
+        """See :meth:`Driver.read_pieces`. A piece of this host's memory is a copy in the CPU cache,
+        read through the descriptor: verifying and copying it from the mapping would take a page
+        table entry for each page, and read main memory twice."""
+        content = self._content(key, start, nbytes)
         if isinstance(content, PeerImage):
-            into = memoryview(bytearray(nbytes))
-            await self.read(key, start, into)
-            return into
-        self.own_nbytes += nbytes
-        image = self._images.get(key)
-        if isinstance(image, LocalImage):
-            # Otherwise the first reader of each page waits for it with the GIL held.
-            await offload(image.memory.populate, start, start + nbytes)
-        return content[start : start + nbytes]
+            with self._reading(key, content, nbytes) as peers_key:
+                await content.driver.read_pieces(peers_key, start, nbytes, take)
+        elif isinstance(content, LocalImage) and self._piece_nbytes:
+            await offload(self._take_pieces, content.memory, start, nbytes, take)
+            self.own_nbytes += nbytes
+        else:
+            await super().read_pieces(key, start, nbytes, take)
+
+    def _take_pieces(self, memory: Memory, start: int, nbytes: int, take: TakePiece) -> None:
+        with self._rooms.room() as room:
+            for begin, end in pairwise(piece_ends(start, nbytes, self._piece_nbytes)):
+                piece = memoryview(room)[: end - begin]
+                memory.read(begin, piece)
+                take(piece)
+
+    @contextmanager
+    def _reading(self, key: str, image: PeerImage, nbytes: int) -> Iterator[str]:
+        """Yield the key of a peer's image there, and count the bytes read from it. Raises
+        DamagedError if the peer cannot provide them."""
+        try:
+            yield f"{image.label.rank}.safetensors"
+        except (DamagedError, StorageError) as error:
+            # Use the image's key, so that the caller knows which image to exclude.
+            text = f"the keeper {image.name} cannot provide it: {error}"
+            raise DamagedError(text, uri=self.uri, key=key) from error
+        self.peer_nbytes += nbytes
 
     async def get(self, key: str) -> bytes:
         nbytes = _nbytes(self._content(key))
@@ -136,28 +157,29 @@ class TiersDriver(ReadOnly, Driver):
         self._closed = True
         self._images = {}
 
-    def _content(self, key: str) -> memoryview | PeerImage:
+    def _content(
+        self, key: str, start: int = 0, nbytes: int = 0
+    ) -> memoryview | LocalImage | PeerImage:
+        """Return an object. Raises DamagedError if it lacks bytes of the range."""
         check_key(key, uri=self.uri)
         if self._closed:
             raise StorageError("the driver is closed", uri=self.uri, key=key)
+        content: memoryview | LocalImage | PeerImage
         if key == MANIFEST_KEY:
-            return memoryview(self._manifest)
-        try:
-            image = self._images[key]
-        except KeyError as error:
-            raise NotFoundError("no such image in memory", uri=self.uri, key=key) from error
-        if isinstance(image, PeerImage):
-            return image
-        return image.memory.buffer(0, image.memory.nbytes).view
+            content = memoryview(self._manifest)
+        else:
+            try:
+                content = self._images[key]
+            except KeyError as error:
+                raise NotFoundError("no such image in memory", uri=self.uri, key=key) from error
+        end = _nbytes(content)
+        if not 0 <= start <= start + nbytes <= end:
+            text = f"object ends at byte {end}, before {start + nbytes}"
+            raise DamagedError(text, uri=self.uri, key=key)
+        return content
 
 
-def _nbytes(content: memoryview | PeerImage) -> int:
+def _nbytes(content: memoryview | LocalImage | PeerImage) -> int:
+    if isinstance(content, LocalImage):
+        return content.memory.nbytes
     return content.label.nbytes if isinstance(content, PeerImage) else len(content)
-
-
-def _check_range(
-    content: memoryview | PeerImage, start: int, nbytes: int, uri: str, key: str
-) -> None:
-    end = _nbytes(content)
-    if not 0 <= start <= start + nbytes <= end:
-        raise DamagedError(f"object ends at byte {end}, before {start + nbytes}", uri=uri, key=key)

@@ -32,8 +32,6 @@ bytes."""
 Forward = Callable[[int, HostBuffer], Awaitable[None]]
 """Called with the same arguments after the delivery; the buffer is free once it returns."""
 
-_READS_PER_THREAD = 4
-
 NOT_WHAT_WAS_WRITTEN = "are not what was written"
 
 
@@ -62,20 +60,13 @@ def plan_reads(
 
 def _read_nbytes(m: Manifest, driver: Driver) -> int:
     """Return the read size: a piece if the driver's pieces divide chunks into whole blocks;
-    several chunks if it hands over existing memory; otherwise a chunk."""
-    traits = driver.traits
-    if m.compression is not None:
+    otherwise a chunk."""
+    piece_nbytes = driver.traits.piece_nbytes
+    if m.compression is not None or not piece_nbytes:
         return m.chunk_nbytes
-    if traits.piece_nbytes:
-        if m.chunk_nbytes % traits.piece_nbytes or traits.piece_nbytes % m.block_nbytes:
-            return m.chunk_nbytes
-        return traits.piece_nbytes
-    if not traits.hands_over:
+    if m.chunk_nbytes % piece_nbytes or piece_nbytes % m.block_nbytes:
         return m.chunk_nbytes
-    # Limited, so that no thread runs out of work at the end.
-    share_nbytes = int(m.images.hashed_nbytes.sum()) // (_READS_PER_THREAD * CPU_THREADS)
-    chunks = min(traits.read_nbytes, share_nbytes) // m.chunk_nbytes
-    return max(1, chunks) * m.chunk_nbytes
+    return piece_nbytes
 
 
 def _check_coverage(m: Manifest, targets: Targets) -> None:

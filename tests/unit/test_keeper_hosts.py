@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support import kept_memory
@@ -23,9 +24,10 @@ from support.kept_memory import RUN, TOKEN, KeptHosts, Told, kept_hosts, pinned,
 from support.servers.proxy import FaultProxy, Faults
 
 import holdfast
+from holdfast.drivers.pieces import cut
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
-from holdfast.storage.arenas.memory import sealed_bytes
+from holdfast.storage.arenas.memory import Memory, sealed_bytes, sealed_memory
 from holdfast.storage.arenas.messages import (
     Agreed,
     Done,
@@ -42,7 +44,7 @@ from holdfast.storage.keeper import reading, reporting, slot_memory
 from holdfast.storage.keeper.decisions.choice import Choice
 from holdfast.storage.keeper.decisions.standing import Report
 from holdfast.storage.keeper.slot_memory import PooledSlot
-from holdfast.storage.keeper.tiers import PeerImage, TiersDriver
+from holdfast.storage.keeper.tiers import LocalImage, PeerImage, TiersDriver
 from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.ranks.messages import codec
 from holdfast.storage.runtime import engine
@@ -484,3 +486,43 @@ def test_an_image_that_a_peer_cannot_provide_is_named_by_its_own_key() -> None:
     with pytest.raises(holdfast.DamagedError, match="the keeper b cannot provide it") as raised:
         engine.run(driver.read(label.key, 0, memoryview(bytearray(16))))
     assert raised.value.key == label.key
+
+
+@pytest.mark.parametrize("peers_piece_nbytes", [None, 1 << 20, 0])
+def test_images_of_all_hosts_are_read_in_pieces_of_one_size(peers_piece_nbytes: int | None) -> None:
+    """A load plans them for the checkpoint; a peer whose driver has none makes them whole reads."""
+    content = np.random.default_rng(0).bytes((9 << 20) + 5)
+    labels = [
+        Label(RUN, NEWEST, rank, 2, len(content), 0, 16, 16, 0.0, digests=bytes(16))
+        for rank in range(2)
+    ]
+    memory = Memory(sealed_memory(len(content)), len(content))
+    memory.view[:] = content
+    images: list[LocalImage | PeerImage] = [LocalImage(labels[0], memory)]
+    peer = holdfast.drivers.memory.MemoryDriver("pieces")
+    if peers_piece_nbytes is not None:
+        peer.traits = replace(peer.traits, piece_nbytes=peers_piece_nbytes)
+        images.append(PeerImage(labels[1], peer, "b"))
+    driver = TiersDriver("memory://run/", b"{}", images)
+
+    async def check(key: str, start: int, nbytes: int) -> None:
+        pieces: list[bytes] = []
+        await driver.read_pieces(key, start, nbytes, lambda piece: pieces.append(bytes(piece)))
+        wanted = memoryview(content)[start : start + nbytes]
+        assert pieces == list(cut(wanted, start, driver.traits.piece_nbytes))
+        into = memoryview(bytearray(nbytes))
+        await driver.read(key, start, into)
+        assert into == wanted
+
+    async def body() -> None:
+        await peer.put("1.safetensors", content)
+        for image in images:
+            await check(image.label.key, 3, len(content) - 3)
+            await check(image.label.key, 4 << 20, 4 << 20)
+            with pytest.raises(holdfast.DamagedError, match="ends at byte") as raised:
+                await driver.read_pieces(image.label.key, 1, len(content), lambda piece: None)
+            assert raised.value.key == image.label.key
+
+    engine.run(body())
+    read = 2 * (len(content) - 3 + (4 << 20))
+    assert (driver.own_nbytes, driver.peer_nbytes) == (read, read * (len(images) - 1))

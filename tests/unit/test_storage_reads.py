@@ -31,7 +31,7 @@ from holdfast.planner.loading import LoadPlan, Targets
 from holdfast.storage.format.manifest import Manifest
 from holdfast.storage.pipeline.image_reader import ImageReader, plan_reads
 from holdfast.storage.protocol.current import read_manifest
-from holdfast.storage.runtime.engine import CPU_THREADS, run
+from holdfast.storage.runtime.engine import run
 
 PIECE_NBYTES = 1 << 20
 SIZES = [3, (20 << 20) + 5, 700_001, 64 << 10, 3 << 20]
@@ -338,7 +338,7 @@ class Handed(MemoryDriver):
 
     def __init__(self) -> None:
         super().__init__(f"{NAME}/saved")
-        self.traits = replace(self.traits, hands_over=True, read_nbytes=LONG_NBYTES)
+        self.traits = replace(self.traits, hands_over=True)
 
 
 @pytest.fixture
@@ -365,18 +365,6 @@ def _read(manifest: Manifest, plan: LoadPlan, delivered: list[int]) -> None:
 
 def _flip(manifest: Manifest, position: int) -> None:
     flipped(Handed(), manifest.image_key(0), position)
-
-
-def test_a_read_is_as_long_as_the_driver_wants_where_threads_have_enough_of_them(
-    manifest: Manifest,
-) -> None:
-    """Reads of a small image are single chunks, so that each thread gets some."""
-    targets = _wanted(0, NBYTES)
-    assert len(plan_reads(Handed(), manifest, targets).start) == 4
-    large = np.array([64 * CPU_THREADS * CHUNK_NBYTES], np.int64)
-    images = replace(manifest.images, hashed_nbytes=large)
-    plan = plan_reads(Handed(), replace(manifest, images=images), targets)
-    assert plan.start.tolist() == [0, LONG_NBYTES]
 
 
 def test_a_read_that_begins_and_ends_within_chunks_is_verified(manifest: Manifest) -> None:
