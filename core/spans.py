@@ -156,6 +156,13 @@ class _Stage:
         self.seconds += seconds
         self.histogram[bucket_of(seconds)] += 1
 
+    def add(self, report: StageReport) -> None:
+        for name in ("count", "nbytes", "seconds", "busy_s", "retries", "hedges", "throttled_s"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        self.last_s = max(self.last_s, report.last_s)
+        self.queued_max = max(self.queued_max, report.queued_max)
+        self.histogram = [a + b for a, b in zip(self.histogram, report.histogram, strict=True)]
+
     def report(self) -> StageReport:
         found = {name: getattr(self, name) for name in StageReport.__dataclass_fields__}
         lists = {"histogram": tuple(self.histogram), "arrivals": tuple(self.arrivals)}
@@ -198,6 +205,17 @@ class Recorder:
         with self._lock:
             self._held_nbytes += nbytes
             self._peak_nbytes = max(self._peak_nbytes, self._held_nbytes)
+
+    def add(self, summary: Summary) -> None:
+        """Count what another process has recorded for this operation since it was called."""
+        with self._lock:
+            for name, report in summary.stages.items():
+                stage = self._stages.setdefault(name, _Stage(name, report.first_s))
+                stage.add(report)
+            for slow in summary.slowest:
+                if len(self._slowest) < SLOWEST or slow.seconds > self._slowest[0][0]:
+                    self._keep(slow)
+            self._called_cpu_s -= summary.cpu_s
 
     def summary(self) -> Summary:
         """Return a summary of everything that has ended by now."""

@@ -134,6 +134,9 @@ class Traits:
     links: bool = False
     """An object can get further keys (:meth:`Driver.link`)."""
 
+    in_process: bool = False
+    """Only this process sees the objects; so no other process can write them for it."""
+
     @property
     def read_copies(self) -> int:
         """Number of copies of the data that a read holds until it returns: the caller's buffer,

@@ -48,6 +48,7 @@ class MemoryDriver(Driver):
             shared=False,
             copies=CopyTraits(),
             links=True,
+            in_process=True,
         )
         root = root_key(prefix, Uri("memory", location))
         self._prefix = f"{root}/" if root else ""

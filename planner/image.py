@@ -50,6 +50,16 @@ class ImageLayout:
     chunk_nbytes: int = CHUNK_NBYTES
     block_nbytes: int = BLOCK_NBYTES
 
+    @classmethod
+    def of_sizes(
+        cls, hashed_end: int, nbytes: int, chunk_nbytes: int, block_nbytes: int
+    ) -> ImageLayout:
+        """Return the layout of an image whose contents are unknown: one that is in memory."""
+        no_shards = np.zeros(1, np.int64)
+        return cls(
+            *(b"", no_shards, no_shards, hashed_end, hashed_end, nbytes), chunk_nbytes, block_nbytes
+        )
+
     @property
     def chunks(self) -> int:
         """Number of chunks; the last may be short."""

@@ -24,6 +24,7 @@ from .ranks.process_group import Group, acting_in
 from .runtime.buffers import release_pools
 from .runtime.engine import check_may_wait, interrupt
 from .runtime.progress import ProgressCallback
+from .saver import image_memory
 from .state.capture.lazy import fence
 from .state.flattening.walk import Default
 
@@ -159,6 +160,7 @@ def async_save(
     if not lazy:
         check_may_wait()
     options = SaveOptions(
+        asynchronous=True,
         lazy=lazy,
         budget_nbytes=budget_nbytes,
         deadline_s=deadline_s,
@@ -318,3 +320,4 @@ def load(
 def release_memory() -> None:
     """Free the host memory that asynchronous saves keep between saves."""
     release_pools()
+    image_memory.release_memory()

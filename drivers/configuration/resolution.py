@@ -35,7 +35,7 @@ __all__ = ["PREFIX", "Resolved", "Setting", "resolve"]
 
 PREFIX = "HOLDFAST_"
 _PROFILE_VARIABLE = "HOLDFAST_CONFIG_PROFILE"
-_OTHERS = ("config", "config_profile", "keeper_dir")
+_OTHERS = ("config", "config_profile", "keeper_dir", "saver")
 """Lower-case names of variables that are not options."""
 _NOT_OPTIONS = re.compile(rf"HOLDFAST_({'|'.join(_OTHERS).upper()}|TEST_.*)")
 _NEAR = 0.85

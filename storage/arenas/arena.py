@@ -256,6 +256,7 @@ class Arena:
                 self._give_up(client)
             return False
         await offload(memory.populate)
+        memory.is_populated = True
         await offload(self._mapped, memory)
         return True
 

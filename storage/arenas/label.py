@@ -7,7 +7,7 @@ byte fields, and the xxh3-128 digest of everything before it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -98,8 +98,7 @@ class Label:
         digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         images = ImageTable.of(self.rank, self.hashed_end, digests, stored_nbytes)
         head = (attempt or self.generation.attempt, self.generation.step, self.created_s)
-        groups = [replace(group, images=images, extents=extents) for group in draft.groups]
-        return replace(draft, head=head, groups=groups)
+        return draft.with_image(head, images, extents)
 
 
 def check_sizes(label: Label) -> None:

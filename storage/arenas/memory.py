@@ -63,6 +63,7 @@ def reserved_memory(
     except OSError:
         memory.close()
         raise
+    memory.is_populated = True
     return memory
 
 
@@ -116,6 +117,12 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
+def release_unused() -> None:
+    """Return memory that was freed to the system."""
+    with contextlib.suppress(AttributeError):  # another C library
+        _libc.malloc_trim(0)
+
+
 class _Mapping:
     """A mapping that lasts as long as this object. ``before_unmapping``: called before it is
     unmapped; must not raise."""
@@ -147,6 +154,8 @@ class Memory:
     writable: bool = True
     view: memoryview = field(init=False)
     address: int = field(init=False)
+    is_populated: bool = field(default=False, init=False)
+    """Whether all pages are known to be mapped."""
     _mapping: _Mapping | None = field(init=False)
     """None after close(); exported buffers may still reference the memory."""
 

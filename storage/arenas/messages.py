@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from ...errors import CoordinationError
 from ..ranks.messages import codec
 from .hosts import GuardedGroup, KeeperHost
 from .label import GenerationId
 
+M = TypeVar("M")
 VERSION = 10
 OTHER_VERSION = "version"
 """Reason of a refusal: the other side has another version of these messages."""
@@ -387,8 +388,8 @@ class _Numbered:
     body: bytes
 
 
-def encode(number: int, message: Message) -> bytes:
-    """Return the encoded message."""
+def encode(number: int, message: object) -> bytes:
+    """Return the encoded message: a dataclass that :mod:`..ranks.messages` can encode."""
     kind = type(message)
     return codec(_Numbered).encode(_Numbered(number, kind.__name__, codec(kind).encode(message)))
 
@@ -402,9 +403,14 @@ def number_of(data: bytes) -> int:
 def decode(data: bytes) -> tuple[int, Message]:
     """Decode a message, and return its number and contents. Raises CoordinationError if
     malformed."""
+    return decode_kind(data, _KINDS)
+
+
+def decode_kind(data: bytes, kinds: Mapping[str, type[M]]) -> tuple[int, M]:
+    """Decode a message of one of these ``kinds``, by name, like :func:`decode`."""
     numbered = codec(_Numbered).decode(data, "a message on the line")
-    kind = _KINDS.get(numbered.kind)
+    kind = kinds.get(numbered.kind)
     if kind is None:
         raise CoordinationError(f"a message of the unknown kind {numbered.kind!r:.40}")
-    message: Message = codec(kind).decode(numbered.body, f"a message of the kind {numbered.kind}")
+    message = codec(kind).decode(numbered.body, f"a message of the kind {numbered.kind}")
     return numbered.number, message

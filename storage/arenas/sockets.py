@@ -151,6 +151,11 @@ class Line:
         if self._closed:
             raise ConnectionResetError("closed on this side")
 
+    def hang_up(self) -> None:
+        """Tell the other end that nothing will follow. Needs no running loop."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket. Waiting tasks get a ConnectionError. Safe to call twice."""
         if self._closed:

@@ -138,6 +138,16 @@ class Fragment:
         body = b"".join([_LENGTH.pack(len(blobs)), *lengths, *blobs])
         return body + digest(body)
 
+    def with_image(
+        self,
+        head: tuple[str, int | None, float],
+        images: ImageTable,
+        extents: Extents | None = None,
+    ) -> Fragment:
+        """Return this draft of one rank's fragment with its image."""
+        groups = [replace(group, images=images, extents=extents) for group in self.groups]
+        return replace(self, head=head, groups=groups)
+
 
 def layout_of(tensors: TensorTable, container: Ints, tree: Tree) -> StateLayout:
     """Return the layout of a rank with these tensors and containers. ``tensors.owner``: -1, or

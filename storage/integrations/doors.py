@@ -121,6 +121,7 @@ class Door:
         :func:`holdfast.save`.
         """
         options = SaveOptions(
+            asynchronous=lazy is not None,
             lazy=lazy or False,
             budget_nbytes=BUDGET_NBYTES if lazy is None else None,
             compression=self._compression,

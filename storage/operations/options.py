@@ -30,8 +30,10 @@ nothing changed meanwhile."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """Options of :func:`~holdfast.async_save`."""
+    """Options of :func:`~holdfast.async_save`. ``asynchronous``: training continues meanwhile, so
+    that another process should write."""
 
+    asynchronous: bool = False
     lazy: Lazy = False
     budget_nbytes: int | None = None
     deadline_s: float = DEADLINE_S

@@ -99,10 +99,13 @@ async def capture_into(
     layout: ImageLayout,
     chunks: TensorChunks,
     moved: Callable[[], None] = lambda: None,
+    *,
+    beside: bool = False,
 ) -> None:
     """Copy a whole image except its pages into ``memory``, then close ``chunks``.
 
-    ``moved`` is called for each copied piece.
+    ``moved`` is called for each copied piece. ``beside``: training continues meanwhile, so leave it
+    a processor.
     """
 
     def range_of(piece: range) -> tuple[int, int]:
@@ -110,6 +113,8 @@ async def capture_into(
 
     async def capture(piece: range) -> None:
         start, stop = range_of(piece)
+        if not memory.is_populated:
+            await offload(memory.populate, start, stop)
         await chunks.copy_range(start, stop, memory.buffer(start, stop - start))
         moved()
 
@@ -118,11 +123,12 @@ async def capture_into(
         return Where("", start, stop - start)
 
     pieces = _pieces(layout)
-    budget = Budget(max(1, len(pieces)), {"cpu": CPU_THREADS})
+    budget = Budget(max(1, len(pieces)), {"cpu": CPU_THREADS - int(beside)})
     stages = [Stage("capture", "cpu", capture)]
     try:
         with short_switch_interval():
             await Pipeline(stages, budget, where=where).run(pieces, [1] * len(pieces))
+        memory.is_populated = True
     finally:
         chunks.close()
 

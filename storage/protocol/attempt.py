@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...drivers.contract import Driver, ObjectInfo
 from ...errors import (
@@ -43,9 +43,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at writing a checkpoint."""
+    """One attempt at writing a checkpoint. ``record``: the contents of its commit record; b"": new
+    ones. Of the processes that share them, the one that commits must outlive the others."""
 
     id: str
+    record: bytes = field(default=b"", compare=False)
 
     @classmethod
     def new(cls) -> Attempt:
@@ -144,12 +146,17 @@ async def time_of_marker_s(driver: Driver, attempt: Attempt) -> float:
     return (await check_marker(driver, attempt)).modified_s
 
 
-async def put_commit_record(driver: Driver, key: str) -> bytes:
-    """Put a commit record at ``key``, the attempt's ``record_key``; return its bytes. Raises
-    ExistsError if another process has put a commit or abort record; NotFoundError if the attempt is
-    being deleted; StorageError."""
-    data = _COMMIT_RECORD + secrets.token_hex(8).encode()
-    await put_once(driver, key, data)
+def new_commit_record() -> bytes:
+    """Return the contents of a commit record. Processes that share them count as one."""
+    return _COMMIT_RECORD + secrets.token_hex(8).encode()
+
+
+async def put_commit_record(driver: Driver, attempt: Attempt) -> bytes:
+    """Put the commit record of ``attempt``; return its bytes. Raises ExistsError if another process
+    has put a commit or abort record; NotFoundError if the attempt is being deleted;
+    StorageError."""
+    data = attempt.record or new_commit_record()
+    await put_once(driver, attempt.record_key, data)
     return data
 
 

@@ -206,7 +206,7 @@ async def commit(
     put, the manifest may have been stored."""
     data = await offload(manifest.encode)
     try:
-        record = await put_commit_record(driver, attempt.record_key)
+        record = await put_commit_record(driver, attempt)
     except (ExistsError, NotFoundError) as error:
         # NotFoundError: the attempt is being deleted, including its folder.
         raise await lost(driver, attempt) from error

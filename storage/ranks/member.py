@@ -30,9 +30,9 @@ from .calls import Call, CallHistory, FailedCall, RankStatus, Settled, logged
 from .failures import Failure
 from .hosts import host_key
 from .keys import Keys
+from .messages import LEADER
 from .watch import Participation, Watch
 
-LEADER = 0
 BLOCK = 256
 FAILURES_KEPT = 8
 NAMES_KEPT = 32

@@ -27,6 +27,9 @@ from typing import Generic, Protocol, TypeVar
 from ...core.decoded_json import Json, list_in, object_in
 from ...errors import CoordinationError
 
+LEADER = 0
+"""The rank that decides."""
+
 T = TypeVar("T")
 S = TypeVar("S")
 V = TypeVar("V")

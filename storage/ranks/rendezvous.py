@@ -30,8 +30,8 @@ from ...errors import CoordinationError, RankFailedError, UsageError
 from .calls import Call, CallHistory, OpenCall, RankStatus, Settled, paired
 from .failures import Failure
 from .hosts import compressed, numbers_in
-from .member import LEADER, Member
-from .messages import codec
+from .member import Member
+from .messages import LEADER, codec
 from .watch import Participation, Watch
 
 GRACE_S = 1.0

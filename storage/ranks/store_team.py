@@ -26,8 +26,8 @@ from .calls import Call, RankStatus
 from .failures import Failure
 from .hosts import numbers_in
 from .keys import Keys, StoreLike
-from .member import LEADER, Member
-from .messages import Codec, Nothing, Round, codec
+from .member import Member
+from .messages import LEADER, Codec, Nothing, Round, codec
 from .rendezvous import PAUSE_MAX_S, PAUSE_S, Answer, FollowerRendezvous, LeaderRendezvous, Verdict
 from .team import Decide, Team
 from .watch import Participation, Watch

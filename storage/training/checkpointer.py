@@ -137,6 +137,7 @@ class Checkpointer:
         self._when_busy = when_busy
         self._on_error = on_error
         self._save_options = SaveOptions(
+            asynchronous=True,
             lazy=lazy,
             budget_nbytes=budget_nbytes,
             deadline_s=deadline_s,

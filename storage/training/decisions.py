@@ -25,8 +25,8 @@ from typing import TypeVar
 
 from ...errors import CoordinationError, DeadlineError
 from ..format.digest import digest
-from ..ranks.member import LEADER, Member
-from ..ranks.messages import codec
+from ..ranks.member import Member
+from ..ranks.messages import LEADER, codec
 from ..ranks.process_group import current_member
 
 DECISIONS_KEPT = 16

@@ -33,8 +33,7 @@ from ..operations.saving.handle import SaveHandle
 from ..operations.saving.start_save import Destination, begin_save
 from ..pipeline.patching import Publication, PublishedImage
 from ..ranks.calls import Call
-from ..ranks.member import LEADER
-from ..ranks.messages import Nothing, Round
+from ..ranks.messages import LEADER, Nothing, Round
 from ..ranks.process_group import Group, acting_in, current_rank, current_team, current_world
 from ..ranks.team import Team
 from ..runtime.engine import check_may_wait, run, start

@@ -17,6 +17,7 @@ from support.simulation.engine import installed
 from support.simulation.found import SCHEDULES
 from support.simulation.loop import Crashed
 from support.simulation.run import Failure, Tally, bury, run
+from support.simulation.savers import with_savers
 from support.simulation.schedule import Fault, Schedule, drawn, packed
 from support.simulation.states import PACKED
 from support.simulation.world import World
@@ -80,6 +81,14 @@ def test_promises_hold_where_images_are_compressed() -> None:
     for seed in range(FIXED // 4):
         assert told(run(packed(drawn(seed), PACKED), tally)) == ""
     assert tally.outcomes["save: done"]
+
+
+def test_promises_hold_where_savers_write() -> None:
+    """Savers outlive the trainers of half of the jobs, commit instead of them, or die, too."""
+    tally = Tally()
+    for seed in range(FIXED // 4):
+        assert told(run(with_savers(drawn(seed)), tally)) == ""
+    assert tally.finished
 
 
 def logged(schedule: Schedule) -> list[str]:

@@ -226,7 +226,7 @@ def test_a_copy_that_finds_damage_deletes_no_attempt_that_another_commits(moment
         else:
             (attempt,) = {key.split("/")[1] for key in ours.objects}
             await ours.put(f"data/{attempt}/0.safetensors", b"what the other has written")
-            await put_commit_record(ours, f"data/{attempt}/fate")
+            await put_commit_record(ours, Attempt(attempt))
         for damaged in [
             key
             for key in theirs.objects

@@ -214,16 +214,8 @@ async def write_image(
     """Write an image that has shards, from where it lies. It is durable on return. Raises
     StorageError, and DamagedError if the image has changed in memory."""
     label = image.label
-    no_shards = np.zeros(1, np.int64)
-    layout = ImageLayout(
-        header=b"",
-        start=no_shards,
-        order=no_shards,
-        data_end=label.hashed_end,
-        hashed_end=label.hashed_end,
-        nbytes=label.nbytes,
-        chunk_nbytes=label.chunk_nbytes,
-        block_nbytes=label.block_nbytes,
+    layout = ImageLayout.of_sizes(
+        label.hashed_end, label.nbytes, label.chunk_nbytes, label.block_nbytes
     )
     chunks = MemoryChunks(layout, image.memory, packed=compression is not None)
     unseen = Callbacks(lambda: None, lambda: None)

@@ -30,7 +30,20 @@ _CONFIGURES_DRIVERS = re.compile(
     r"HOLDFAST_(?!KEEPER_|TEST_).*|AWS_.*|AZURE_.*|GOOGLE_.*|CLOUDSDK_.*|HADOOP_.*|KRB5.*"
     r"|SSL_CERT_.*|REQUESTS_CA_BUNDLE|(?i:https?|all|no)_proxy"
 )
-"""Environment variables passed to a keeper for a flush: they configure access to storage."""
+"""Environment variables passed to processes that write: they configure access to storage."""
+
+
+def driver_settings(options: Mapping[str, object]) -> tuple[str, dict[str, str]]:
+    """Return driver options as JSON, and the environment variables that configure drivers, for
+    another process. Raises SaveError if JSON cannot hold an option."""
+    try:
+        text = json.dumps(dict(options))
+    except (TypeError, ValueError) as error:
+        raise SaveError(
+            "storage_options for a keeper must be numbers, strings or booleans"
+        ) from error
+    settings = os.environ.items()
+    return text, {name: value for name, value in settings if _CONFIGURES_DRIVERS.fullmatch(name)}
 
 
 @dataclass(frozen=True)
@@ -45,15 +58,7 @@ class Storage:
 
     def request(self, step: int, branch: str) -> Flush:
         """Return the request to a keeper. Raises SaveError if JSON cannot hold an option."""
-        try:
-            options = json.dumps(dict(self.options))
-        except (TypeError, ValueError) as error:
-            raise SaveError(
-                "storage_options for a keeper must be numbers, strings or booleans"
-            ) from error
-        environment = {
-            name: value for name, value in os.environ.items() if _CONFIGURES_DRIVERS.fullmatch(name)
-        }
+        options, environment = driver_settings(self.options)
         flush = Flush(step, self.uri, options, environment, self.compression or "", branch)
         if self.base is None:
             return flush

@@ -122,7 +122,8 @@ async def _capture(
     try:
         equal = await _equal(job, global_plan)
         chunks = TensorChunks(plan.layout, plan.source)
-        await capture_into(slot.memory, plan.layout, chunks, job.callbacks.moved)
+        moved = job.callbacks.moved
+        await capture_into(slot.memory, plan.layout, chunks, moved, beside=not job.waits)
         job.callbacks.captured()
         head = ("", job.step, job.created_s)
         unhashed = ImageTable.of(rank, 0, np.empty((0, DIGEST_NBYTES), np.uint8))

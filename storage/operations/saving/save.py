@@ -28,26 +28,23 @@ from ...format.merge import merge
 from ...format.patches import PatchBases
 from ...format.save_telemetry import encode_record
 from ...format.tables import ImageTable
-from ...pipeline.base import Borrowing, ChosenBase, chosen
-from ...pipeline.borrowing import BaseImage
-from ...pipeline.capture import TensorChunks
-from ...pipeline.image_writer import ImageWriter, WrittenImage, check_image_size
+from ...pipeline.base import chosen
+from ...pipeline.image_writer import WrittenImage, check_image_size
 from ...protocol import limits
-from ...protocol.attempt import Attempt, check_marker, delete_attempt
+from ...protocol.attempt import Attempt, check_marker, delete_attempt, new_commit_record
 from ...protocol.collect import give_up, sweep
 from ...protocol.commit import begin, commit, settle
 from ...protocol.current import is_current
 from ...protocol.telemetry import put_telemetry
-from ...ranks.member import LEADER
-from ...ranks.messages import Nothing
+from ...ranks.messages import LEADER, Nothing
 from ...ranks.team import Team
 from ...runtime.engine import offload
-from ...state.capture.unwritten import Unwritten
 from ...state.plan import ImagePlan
 from ..driver_progress import with_progress
 from ..rounds import BEGIN, PATCH_ROUND, Begun, CanPatch, FragmentCodec, commit_round
 from ..telemetry import Wrote, encoded_telemetry, rank_telemetry
 from .global_plan import GlobalPlan
+from .image_save import ImageSave, has_begun
 from .keeper_save import global_plan_of, keep, planned
 from .save_job import SaveJob
 
@@ -82,10 +79,11 @@ async def run_save(driver: Driver, team: Team, job: SaveJob) -> Saved | None:
     """
     driver = with_progress(driver, team)
     leader = _Leader(driver, job)
-    async with team.session(), contextlib.aclosing(leader):
+    until_ended = contextlib.AsyncExitStack()
+    async with team.session(), contextlib.aclosing(leader), until_ended:
         try:
             async with job.deadline.holds(driver.uri, team.rank):
-                saved = await _save(driver, team, job, leader)
+                saved = await _save(driver, team, job, leader, until_ended)
         except BaseException as error:
             await team.fail(error)
             await leader.give_up()
@@ -109,7 +107,13 @@ async def _all_can_patch(statements: Sequence[CanPatch]) -> CanPatch:
     return CanPatch(all(statement.can for statement in statements))
 
 
-async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Saved | None:
+async def _save(
+    driver: Driver,
+    team: Team,
+    job: SaveJob,
+    leader: _Leader,
+    until_ended: contextlib.AsyncExitStack,
+) -> Saved | None:
     global_plan = await global_plan_of(team, driver.uri, job)
     if job.keeping is not None and await keep(team, job, global_plan):
         return None
@@ -118,39 +122,19 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
     job.bases = await _patch_bases(team, job, plan.layout)
     # Copying starts before the storage answers, because trainers wait for the copies.
     beginning = asyncio.ensure_future(leader.begin_for(team))
-    borrowing = Borrowing(job.base, ChosenBase())
-    opened = contextlib.AsyncExitStack()
-    unwritten = Unwritten() if job.lazy is None else job.lazy.unwritten
-
-    async def base() -> BaseImage | None:
-        nonlocal borrowing
-        borrowing = Borrowing(job.base, (await asyncio.shield(beginning)).base)
-        found = await borrowing.image(driver, team.rank, plan.layout, opened)
-        if found is not None and unwritten.since(borrowing.choice.attempt):
-            found.known = chunks.known
-        return found
-
+    image = ImageSave(driver, team, job, plan, beginning)
     try:
-        chunks = TensorChunks(plan.layout, plan.source)
-        callbacks = replace(job.callbacks, moved=team.report_progress)
-        writer = ImageWriter(
-            *(driver, plan.layout, chunks, job.budget_nbytes, callbacks, job.compression),
-            base=None if job.base is None else base,
-        )
-        job.publish_with(writer)
-        # Not behind an earlier save: the trainer would wait for its writes.
-        writer.awaits_base = unwritten.may_know and job.after is None
-        async with opened:
-            written = await _written(writer, beginning, team, job)
+        written = await image.write(leader.will, until_ended)
         attempt = Attempt((await beginning).attempt)
     except BaseException as error:
         beginning.cancel()
         await wait_out([beginning])
-        if _succeeded(beginning) and isinstance(error, NotFoundError):
+        if has_begun(beginning) and isinstance(error, NotFoundError):
             # Another process deleted files being written. If that was a later save, raise its
             # error.
             await check_marker(driver, Attempt(beginning.result().attempt))
         raise
+    borrowing = image.borrowing
     nbytes = plan.layout.nbytes if len(written.digests) else 0
     leader.wrote = Wrote(
         *(nbytes, written.stored_nbytes, written.borrowed_nbytes, borrowing.why_whole)
@@ -169,7 +153,7 @@ async def _save(driver: Driver, team: Team, job: SaveJob, leader: _Leader) -> Sa
         if not may_be_committed or not await _is_committed(driver, attempt):
             raise
         _log.info("the job's store was gone before word of the commit: %s", error)
-    unwritten.epoch.commit(attempt.id, written.unchanged)
+    image.unwritten.epoch.commit(attempt.id, written.unchanged)
     job.published(attempt.id)
     return Saved(
         *(attempt.id, nbytes, written.stored_nbytes, written.borrowed_nbytes),
@@ -232,6 +216,7 @@ class _Leader:
     _job: SaveJob
     wrote: Wrote = field(default_factory=Wrote)
     _branch: str = ROOT
+    _record: bytes = field(default_factory=new_commit_record)
     _attempt: Attempt | None = None
     _obsolete: Attempt | None = None
     _uncommitted: Attempt | None = None
@@ -259,7 +244,8 @@ class _Leader:
 
     async def _begin_attempt(self) -> Attempt:
         with span("begin"):
-            attempt = await begin(self._driver, overwrite=self._job.overwrite)
+            begun = await begin(self._driver, overwrite=self._job.overwrite)
+            attempt = Attempt(begun.id, self._record)
         self._attempt = self._uncommitted = attempt
         if not self._driver.traits.bounded:
             self._sweeping = asyncio.ensure_future(sweep(self._driver, limits.CLEAN_UP_S))
@@ -274,6 +260,10 @@ class _Leader:
             if self._job.admit is not None:
                 await self._job.admit()
             raise
+
+    def will(self) -> tuple[str, bytes]:
+        """Return what a saver that survives this process needs to commit."""
+        return self._branch, self._record
 
     async def commit(self, fragments: Sequence[Fragment]) -> Nothing:
         """Merge ``fragments``, one from each speaker, into a manifest and commit it."""
@@ -337,32 +327,6 @@ class _Leader:
             cancelled = await wait_out([self._sweeping])
             if cancelled is not None:
                 raise cancelled
-
-
-async def _written(
-    writer: ImageWriter, beginning: asyncio.Future[Begun], team: Team, job: SaveJob
-) -> WrittenImage:
-    async def key() -> str:
-        if job.after is not None:
-            await team.progress_with(asyncio.wrap_future(job.after))
-        begun = await asyncio.shield(beginning)
-        return image_key(begun.attempt, team.rank, job.packing)
-
-    try:
-        return await writer.write(key)
-    except StorageError as error:
-        # A leader that has learned of a failure removes the attempt even while other ranks are
-        # still writing to it.
-        first = None
-        if _succeeded(beginning):
-            first = await team.failure()
-        if first is not None:
-            raise first from error
-        raise
-
-
-def _succeeded(future: asyncio.Future[Begun]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def written_fragment(

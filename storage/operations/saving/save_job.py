@@ -21,7 +21,7 @@ from ...pipeline.patching import Publication
 from ...state.capture.lazy import LazyCapture
 from ...state.flat_state import FlatState
 from .global_plan import Digest, GlobalPlans
-from .keeper_request import Keeping
+from .keeper_request import Keeping, Storage
 
 PLANS_KEPT = 8
 """Number of global plans that a process keeps."""
@@ -93,6 +93,8 @@ class SaveJob:
     """Whether an existing checkpoint may be replaced; the same on all ranks."""
     keeping: Keeping | None = None
     """Set if the save goes through a keeper; None: this process writes to storage."""
+    storage: Storage | None = None
+    """The destination, if a saver may write the image."""
     admit: Admit | None = None
     base: Base | None = None
     """Where to borrow equal bytes; on all ranks or none."""
@@ -105,6 +107,11 @@ class SaveJob:
     def packing(self) -> Packing | None:
         """Form of the stored images; None if they are plain files."""
         return self.compression if self.bases is None or self.bases.whole else PATCH
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trainer waits until everything is copied."""
+        return self.lazy is None or self.lazy.waits
 
     @property
     def fenced_s(self) -> float:

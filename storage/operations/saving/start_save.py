@@ -22,7 +22,7 @@ from ....core.lru import LruCache
 from ....core.spans import Recorder, recording, span
 from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
-from ....drivers.uri import Uri, join
+from ....drivers.uri import Uri, join, parse
 from ....errors import CoordinationError, DeadlineError, SaveError, UsageError
 from ...arenas.messages import FlushEnd
 from ...pipeline.base import Base
@@ -56,7 +56,7 @@ from ..telemetry import (
 )
 from .global_plan import GlobalPlans
 from .handle import SaveHandle, StageHandle
-from .keeper_request import ByKeeper, Keeping
+from .keeper_request import ByKeeper, Keeping, Storage
 from .keeper_save import make_agreement, run_memory_step
 from .save import Saved, run_save
 from .save_job import PLANS_KEPT, Admit, Deadline, SaveJob
@@ -99,6 +99,7 @@ class Destination:
         milliseconds, for which training would wait. Otherwise it is opened now; raises like
         :func:`join` and :func:`open_driver`.
         """
+        self._place = (uri, below, storage_options or {})
         self._open = partial(_open, uri, below, current_world(), storage_options or {})
         self._driver = None
         self.uri = known
@@ -114,6 +115,12 @@ class Destination:
         if self._driver is None:
             self._driver = self._open()
         return self._driver
+
+    def storage(self) -> Storage:
+        """Return the destination for another process."""
+        uri, below, options = self._place
+        target = join(uri, below) if below else uri
+        return Storage(str(target if isinstance(target, Uri) else parse(target)), options)
 
     async def close(self) -> None:
         """Close the driver if it was opened."""
@@ -150,6 +157,8 @@ def begin_save(
         save.job.admit = admit
         save.job.base = to.base
         save.job.publication = to.publication
+        if options.asynchronous:
+            save.job.storage = to.storage()
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))

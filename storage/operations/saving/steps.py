@@ -21,8 +21,7 @@ from ...pipeline.image_writer import ImageWriter
 from ...protocol.attempt import Attempt
 from ...protocol.collect import give_up
 from ...protocol.commit import begin, commit_attempt
-from ...ranks.member import LEADER
-from ...ranks.messages import Nothing
+from ...ranks.messages import LEADER, Nothing
 from ...ranks.team import Team
 from ...runtime.engine import offload
 from ...state.plan import plan_save

@@ -84,6 +84,7 @@ class Crew:
         for rank in range(plan.world):
             process = self.world.process(f"{plan.name}.{number}/{rank}", f"{plan.name}-{rank // 2}")
             process.store = store  # type: ignore[attr-defined]
+            process.has_savers_of = self.world if plan.saver else None  # type: ignore[attr-defined]
             team = (
                 Team() if plan.world == 1 else StoreTeam(store, rank, plan.world, "job", SILENCE_S)
             )
@@ -91,9 +92,19 @@ class Crew:
             save = partial(self._act, act, plan)
             acting = save(team) if slipping is None else slipping.call(rank, process, save)
             ranks.append((process, self.world.loop.spawn(process, acting)))
+        if plan.killed_s and not number:
+            await self._kill(plan, ranks)
         while not all(task.done() or not process.alive for process, task in ranks):
             await self._one_ended(ranks)
         return [self._outcome(plan, process, task) for process, task in ranks]
+
+    async def _kill(self, plan: ActorPlan, ranks: list[tuple[Process, asyncio.Task[Any]]]) -> None:
+        """Let the launcher kill all ranks that have not ended."""
+        await asyncio.sleep(plan.killed_s)
+        for process, task in ranks:
+            if process.alive and not task.done():
+                self.world.kill(process)
+                await asyncio.sleep(plan.killed_s / 10)
 
     async def _one_ended(self, ranks: list[tuple[Process, asyncio.Task[Any]]]) -> None:
         """Or has died: which tells nobody, so it is looked for."""
@@ -219,7 +230,8 @@ class Crew:
 
 def _dies(plan: ActorPlan) -> bool:
     """Whether a rank dies in its first call, so that the job is started again."""
-    return plan.slip is not None and plan.world > 1 and plan.slip.kind == "death"
+    slips = plan.slip is not None and plan.world > 1 and plan.slip.kind == "death"
+    return slips or plan.killed_s > 0
 
 
 async def _but_the_last(listed: Sequence[ListedCheckpoint]) -> choice.Choice:

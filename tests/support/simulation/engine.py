@@ -27,12 +27,13 @@ from holdfast.storage.format import fragment, manifest, packed
 from holdfast.storage.operations.loading import load
 from holdfast.storage.operations.maintenance import copy, prune
 from holdfast.storage.operations.reading import reader
-from holdfast.storage.operations.saving import global_plan, plan_leader, save
+from holdfast.storage.operations.saving import global_plan, image_save, plan_leader, save
 from holdfast.storage.operations.saving import keeper_save as kept_save
 from holdfast.storage.pipeline import (
     base,
     borrowing,
     capture,
+    chunks,
     image_copier,
     image_reader,
     image_writer,
@@ -42,6 +43,7 @@ from holdfast.storage.pipeline import (
 from holdfast.storage.protocol import attempt, commit
 from holdfast.storage.protocol import current as committed
 from holdfast.storage.ranks import member, rendezvous, store_team
+from holdfast.storage.saver import finishing
 from holdfast.storage.state import plan
 
 from .loop import PROCESS, check_alive
@@ -137,8 +139,12 @@ def installed() -> Iterator[None]:
 
 
 def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
+    from .savers import SimSaverSave  # which needs this module
+
     engine = (
         capture,
+        chunks,
+        finishing,
         global_plan,
         committed,
         copy,
@@ -181,6 +187,7 @@ def _patches() -> Iterator[tuple[ModuleType | type, str, Any]]:
         yield module, "BLOCK_NBYTES", BLOCK_NBYTES
     yield borrowing, "RUN_BLOCKS_MIN", 1
     yield local, "Threads", _NoThreads
+    yield image_save, "SaverSave", SimSaverSave
     for module in (member, rendezvous, store_team):
         yield module, "asyncio", _Patient()
     yield member, "host_key", lambda: getattr(PROCESS.get(), "host", None)

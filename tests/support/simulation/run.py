@@ -11,11 +11,14 @@ from .actors import Crew
 from .checker import Checker, Violation
 from .endings import Ending, aftermath
 from .loop import Crashed, Deadlock
+from .savers import with_savers
 from .schedule import Schedule, drawn
 from .world import World
 
 MOMENTS = 0.5
 """Fraction of mutating operations before which all processes die, in a copy of the world."""
+WITH_SAVERS = 4
+"""Every so many-th seed is also explored with savers."""
 PATIENCE_S = 400.0
 """Seconds from the last disturbance until all actors must have ended.
 
@@ -42,6 +45,8 @@ class Tally:
     looks: int = 0
     copies: int = 0
     """Ranges that saves have borrowed."""
+    finished: int = 0
+    """Saves that savers have ended without their trainers."""
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     cpu_s: float = 0.0
@@ -53,6 +58,7 @@ class Tally:
         self.operations += other.operations
         self.looks += other.looks
         self.copies += other.copies
+        self.finished += other.finished
         self.cpu_s += other.cpu_s
         self.faults.update(other.faults)
         self.outcomes.update(other.outcomes)
@@ -67,7 +73,8 @@ class Tally:
             f"{self.schedules:,} schedules: {self.runs:,} runs, and "
             f"{self.schedules - self.runs:,} that begin like one of them and "
             f"end where everybody dies; {self.operations:,} operations of storage; "
-            f"what was visible was checked {self.looks:,} times; {self.copies:,} ranges were borrowed",
+            f"what was visible was checked {self.looks:,} times; {self.copies:,} ranges were borrowed; "
+            f"savers have ended {self.finished:,} saves",
             f"faults: {counted[0]}",
             f"outcomes: {counted[1]}",
         ]
@@ -106,6 +113,8 @@ def _run(world: World, tally: Tally | None) -> None:
     def over() -> bool:
         if world.loop.now_s > world.calm_s + PATIENCE_S and crew.running and not _waiting(world):
             raise Violation(f"somebody still waits {PATIENCE_S:g} s after the last disturbance")
+        if crew.running == 0 and any(saver.alive for saver in world.savers):
+            return False
         return crew.running == 0 or crew.problem is not None or bool(world.loop.problems)
 
     world.loop.run_until(over)
@@ -125,6 +134,7 @@ def _run(world: World, tally: Tally | None) -> None:
         tally.operations += world.operations
         tally.looks += checker.looked
         tally.copies += world.copies
+        tally.finished += world.finished
         tally.faults.update(world.struck)
         tally.faults.update({f"copy {kind}": n for kind, n in world.refused_copies.items()})
         tally.faults.update(
@@ -185,6 +195,8 @@ def explore(seeds: range, tally: Tally) -> Failure | None:
     """Run the schedules of these seeds until one fails."""
     for seed in seeds:
         failure = run(drawn(seed), tally)
+        if failure is None and seed % WITH_SAVERS == 0:
+            failure = run(with_savers(drawn(seed)), tally)
         if failure is not None:
             return failure
     return None

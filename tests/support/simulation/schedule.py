@@ -115,6 +115,10 @@ class ActorPlan:
     """Its ranks do not agree on who holds what: it must never be committed."""
     slip: Slip | None = None
     """In the job's first call; a second follows."""
+    saver: bool = False
+    """Its ranks save by savers."""
+    killed_s: float = 0.0
+    """When its ranks are killed after they have begun, one after the other; 0: they are not."""
     base: str = ""
     """One of ``BASES``: what a save or a copy may borrow from, or what a removal removes."""
 

@@ -71,6 +71,10 @@ class World:
         self.refused_copies: Counter[str] = Counter()
         """Faults that befell copies alone: no reason to fail."""
         self.copies = 0
+        self.savers: list[Process] = []
+        """Savers that are at work; those that have died are among them."""
+        self.finished = 0
+        """Saves that savers have ended without their trainers."""
         self.operations = 0
         self.calm_s = 0.0
         """When the last disturbance was over."""

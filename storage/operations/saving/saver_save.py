@@ -1,0 +1,197 @@
+"""A save by the saver, a process of this trainer: capture the image into shared memory; the saver
+hashes and writes it, and commits it if the trainer dies.
+
+Threads in this process do the same where the saver cannot: without memory for the whole image, for
+storage that lives in this process, or if no process can be started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+
+from ....core.spans import current
+from ....drivers.contract import Driver
+from ....errors import SaveError
+from ....planner.image import DIGEST_NBYTES
+from ...arenas.memory import Memory
+from ...format.fragment import fragment_of
+from ...format.manifest import image_key
+from ...format.tables import ImageTable
+from ...pipeline.capture import TensorChunks, capture_into
+from ...pipeline.chunks import MemoryChunks, chunks_to_write
+from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ...ranks.team import Team
+from ...runtime.engine import offload
+from ...saver import client
+from ...saver.image_memory import give_memory, take_memory
+from ...saver.messages import Moved, Write, Wrote
+from ...saver.process import BUDGET_NBYTES
+from ...state.pinned import pin
+from ...state.plan import SavePlan
+from ..rounds import Begun
+from .keeper_request import driver_settings
+from .save_job import SaveJob
+
+NBYTES_MIN = 32 << 20
+"""Smaller images are written by threads: they would not gain from another process."""
+
+_log = logging.getLogger(__name__)
+
+
+Will: TypeAlias = Callable[[], tuple[str, bytes]]
+"""Returns the branch and the commit record of a save whose attempt has begun."""
+
+
+class SaverSave:
+    """One image, captured into ``memory`` and written by the saver."""
+
+    def __init__(
+        self,
+        job: SaveJob,
+        plan: SavePlan,
+        team: Team,
+        place: tuple[str, str, Mapping[str, str]],
+        memory: Memory,
+    ) -> None:
+        """``place``: URI, options and environment of the destination, as in
+        :class:`~...saver.messages.Write`."""
+        self._place = place
+        self._job = job
+        self._plan = plan
+        self._rank, self._world = team.rank, team.world
+        self._moved = team.report_progress
+        self._memory = memory
+
+    @classmethod
+    async def of(cls, job: SaveJob, driver: Driver, plan: SavePlan, team: Team) -> SaverSave | None:
+        """Return a save by the saver, or None if threads have to do it."""
+        if job.storage is None or job.base is not None or job.publication is not None:
+            return None
+        nbytes = plan.layout.nbytes
+        fits = job.budget_nbytes is None or nbytes <= job.budget_nbytes
+        if not fits or plan.layout.hashed_end < NBYTES_MIN or not chunks_to_write(plan.layout):
+            return None
+        if driver.traits.in_process or not client.is_wanted():
+            return None
+        try:
+            settings = driver_settings(job.storage.options)
+        except SaveError:  # these options cannot be sent to another process
+            return None
+        memory = await offload(take_memory, nbytes, pin)
+        if memory is None:
+            return None
+        return cls(job, plan, team, (job.storage.uri, *settings), memory)
+
+    async def write(
+        self,
+        driver: Driver,
+        begin: Callable[[], Awaitable[Begun]],
+        will: Will,
+        until_ended: AsyncExitStack,
+    ) -> WrittenImage:
+        """Capture the image, and have it written once ``begin()`` has returned. The saver commits
+        it if this process dies before ``until_ended`` is closed, which also ends the use of the
+        memory. Raises the errors of :class:`~...pipeline.image_writer.ImageWriter`."""
+        until_ended.callback(give_memory, self._memory)
+        await self._capture()
+        attempt = (await begin()).attempt
+        key = image_key(attempt, self._rank, self._job.packing)
+        request = await offload(self._request, attempt, key, current() is not None, *will())
+        progress = _Progress(replace(self._job.callbacks, moved=self._moved))
+        while (saver := await client.running()) is not None:
+            writing = saver.writing(request, self._memory, progress.moved)
+            try:
+                answer = await until_ended.enter_async_context(writing)
+            except client.SaverLost as error:
+                _log.warning("an image is written once more: %s", error)
+                continue
+            if isinstance(answer, Wrote):
+                progress.end()
+                recorder = current()
+                if recorder is not None and answer.summary is not None:
+                    recorder.add(answer.summary)
+                digests = np.frombuffer(answer.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+                return WrittenImage(digests, answer.stored_nbytes)
+            if not answer.unopened:
+                answer.failure.raise_alike()
+            _log_unopened(driver.uri, answer.failure.message)
+            break
+        return await self._write_here(driver, key)
+
+    async def _capture(self) -> None:
+        """Copy the image into memory, while the saver starts."""
+        starting = asyncio.ensure_future(client.running())
+        try:
+            plan, callbacks = self._plan, self._job.callbacks
+            chunks = TensorChunks(plan.layout, plan.source)
+            beside = not self._job.waits
+            await capture_into(self._memory, plan.layout, chunks, self._moved, beside=beside)
+            callbacks.captured()
+        finally:
+            await starting
+
+    def _request(self, attempt: str, key: str, records: bool, branch: str, record: bytes) -> Write:
+        job, plan = self._job, self._plan
+        layout = plan.layout
+        head = (attempt, job.step, job.created_s)
+        unhashed = ImageTable.of(self._rank, 0, np.empty((0, DIGEST_NBYTES), np.uint8))
+        draft = fragment_of(head, self._rank, plan.reported, plan.shards, unhashed, job.flat.tree)
+        return Write(
+            *(*self._place, key, self._rank, self._world),
+            *(self._memory.nbytes, layout.nbytes, layout.hashed_end),
+            *(layout.chunk_nbytes, layout.block_nbytes),
+            compression=job.compression or "",
+            records=records,
+            attempt=attempt,
+            step=job.step,
+            created_s=job.created_s,
+            draft=draft.encode(),
+            record=record,
+            branch=branch,
+            overwrite=job.overwrite,
+        )
+
+    async def _write_here(self, driver: Driver, key: str) -> WrittenImage:
+        job, layout = self._job, self._plan.layout
+
+        async def known() -> str:
+            return key
+
+        chunks = MemoryChunks(layout, self._memory, packed=job.compression is not None)
+        callbacks = Callbacks(lambda: None, job.callbacks.sealed, self._moved, job.callbacks.wrote)
+        budget_nbytes = BUDGET_NBYTES
+        writer = ImageWriter(driver, layout, chunks, budget_nbytes, callbacks, job.compression)
+        return await writer.write(known)
+
+
+class _Progress:
+    """Passes the saver's progress on to the callbacks of a save."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self._callbacks = callbacks
+        self._is_sealed = False
+
+    def moved(self, event: Moved) -> None:
+        self._callbacks.moved()
+        if event.sealed:
+            self.end()
+        self._callbacks.wrote(event.done_nbytes, event.total_nbytes)
+
+    def end(self) -> None:
+        """Note that the image is sealed."""
+        if not self._is_sealed:
+            self._is_sealed = True
+            self._callbacks.sealed()
+
+
+@cache
+def _log_unopened(uri: str, problem: str) -> None:
+    _log.warning("threads write to %s, since another process cannot: %s", uri, problem)

@@ -1,0 +1,1 @@
+"""The saver: a process that writes the images of one trainer, and outlives it to commit them."""

@@ -1,0 +1,72 @@
+"""Memory for images that a saver writes, kept between saves: fresh memory costs a page fault per
+page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ...core.forks.renewal import in_child, new_lock
+from ..arenas.memory import Memory, available_nbytes, sealed_memory
+
+RESERVE_NBYTES = 256 << 20
+"""Memory left to the rest of the system."""
+_FIT = 1.25
+"""Memory that is up to this much larger than an image is used for it."""
+
+_log = logging.getLogger(__name__)
+_free: list[Memory] = []
+_lock = new_lock()
+
+
+def take_memory(nbytes: int, mapped: Callable[[Memory], object]) -> Memory | None:
+    """Return memory for an image of ``nbytes``, or None, with a warning, if there is not enough.
+    ``mapped`` is called with fresh memory. Blocks."""
+    with _lock:
+        fitting = [memory for memory in _free if nbytes <= memory.nbytes <= _FIT * nbytes]
+        if fitting:
+            _free.remove(fitting[0])
+            return fitting[0]
+        for memory in _free:  # of a former size
+            memory.close()
+        _free.clear()
+    left_nbytes = available_nbytes() - RESERVE_NBYTES
+    try:
+        if nbytes > left_nbytes:
+            raise MemoryError(f"{max(left_nbytes, 0):,} bytes are available")
+        memory = Memory(sealed_memory(nbytes), nbytes)
+    except (OSError, MemoryError) as error:
+        _log.warning("there is no memory for a copy of an image of %s bytes: %s", nbytes, error)
+        return None
+    mapped(memory)
+    return memory
+
+
+def give_memory(memory: Memory) -> None:
+    """Keep ``memory``, which nobody uses any more, for the next image."""
+    with _lock:
+        if _free:
+            memory.close()
+        else:
+            _free.append(memory)
+
+
+def release_memory() -> None:
+    """Return all unused memory to the system."""
+    with _lock:
+        for memory in _free:
+            memory.close()
+        _free.clear()
+
+
+_of_parents: list[Memory] = []
+
+
+def _leave_to_parent() -> None:
+    """Drop all memory in a forked child, which does not inherit the mappings; without unregistering
+    it from CUDA, whose errors in a forked child end the process."""
+    _of_parents.extend(_free)
+    _free.clear()
+
+
+in_child(_leave_to_parent)

@@ -1,0 +1,238 @@
+"""The process of a saver: ``python -m holdfast.storage.saver.process SOCKET PIDFD``.
+
+It inherits one end of a connection to its trainer, and a descriptor of the trainer's process. It
+writes what the trainer requests, and ends with it, once it has finished the saves under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from ...core.aio import wait_out
+from ...core.pool import Pool
+from ...core.spans import Recorder, Summary, recording
+from ...drivers.contract import Driver
+from ...drivers.registry import opened_driver
+from ...errors import HoldfastError
+from ...planner.image import ImageLayout
+from ..arenas.memory import Memory, release_unused
+from ..arenas.sockets import Line, MessageError, Received
+from ..format.packed import checked_compression
+from ..pipeline.chunks import MemoryChunks
+from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ..ranks.failures import Failure
+from ..runtime.buffers import release_pools
+from ..runtime.engine import CPU_THREADS
+from .finishing import finish
+from .messages import Cancel, Failed, Forget, Message, Moved, Write, Wrote, decode, encode
+
+NICE = 5
+"""Training goes before saving where both want a processor."""
+BUDGET_NBYTES = 256 << 20
+"""Limit for copies of chunks that are compressed. Others are written in place."""
+MOVED_S = 0.1
+"""Interval of progress messages."""
+_TRAINER_STAGES = ("capture",)
+"""Stages that the trainer records: here, chunks are only looked up."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Unopened(Exception):
+    """The driver cannot be opened in this process."""
+
+
+class Saver:
+    """Serves one trainer over ``line``. ``trainer``: descriptor of its process."""
+
+    def __init__(self, line: Line, trainer: int) -> None:
+        self._line = line
+        self._trainer = trainer
+        self._saves: dict[int, _Save] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Serve until the trainer has ended and nothing is left to finish."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._trainer, ended.set)
+        receiving = asyncio.ensure_future(self._receive())
+        waiting = asyncio.ensure_future(ended.wait())
+        await asyncio.wait([receiving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not self._saves:
+            return
+        await waiting  # a trainer that has only closed its end may still commit
+        loop.remove_reader(self._trainer)
+        for save in self._saves.values():
+            save.is_orphan.set()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await wait_out([receiving])
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                received = await self._line.receive()
+            except (ConnectionError, MessageError):
+                return
+            self._handle(received)
+
+    def _handle(self, received: Received) -> None:
+        number, message = decode(received.data)
+        if isinstance(message, Write):
+            save = _Save(self._line, number, message)
+            self._saves[number] = save
+            save.task = asyncio.ensure_future(self._run(save, received.fds[0]))
+            self._tasks.add(save.task)
+            save.task.add_done_callback(self._tasks.discard)
+        elif number in self._saves:
+            if isinstance(message, Cancel):
+                self._saves[number].cancel()
+            elif isinstance(message, Forget):
+                self._saves[number].is_forgotten.set()
+
+    async def _run(self, save: _Save, memory: int) -> None:
+        try:
+            await save.run(memory)
+        finally:
+            del self._saves[save.number]
+            if not self._saves:
+                release_pools()
+                release_unused()
+
+
+class _Save:
+    """One image to write, and perhaps its save to commit."""
+
+    def __init__(self, line: Line, number: int, write: Write) -> None:
+        self.number = number
+        self.is_orphan = asyncio.Event()
+        self.is_forgotten = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._line = line
+        self._write = write
+        self._writing: asyncio.Future[WrittenImage] | None = None
+        self._moved = Moved(0, 0, False)
+        self._told_s = 0.0
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def cancel(self) -> None:
+        """End the write of the image, if it has not ended."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def run(self, fd: int) -> None:
+        """Write the image in the memory behind ``fd``, report that, and then wait for the trainer
+        to end the save, or end it instead of the trainer."""
+        write = self._write
+        recorder = Recorder(write.rank) if write.records else None
+        os.environ.update(write.environment)
+        try:
+            memory = Memory(fd, write.memory_nbytes, writable=False)
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    opened = opened_driver(write.uri, write.world, **json.loads(write.options))
+                    driver = await stack.enter_async_context(opened)
+                except HoldfastError as error:
+                    raise _Unopened from error
+                with recording(recorder):
+                    self._writing = asyncio.ensure_future(self._image(driver, memory))
+                written = await self._writing
+                memory.close()
+                summary = None if recorder is None else _summary(recorder)
+                digests = written.digests.tobytes()
+                await self._tell(Wrote(digests, written.stored_nbytes, summary))
+                await self._end(driver, written)
+        except _Unopened as error:
+            await self._fail(error.__cause__ or error, unopened=True)
+        except (Exception, asyncio.CancelledError) as error:
+            await self._fail(error)
+
+    async def _fail(self, error: BaseException, *, unopened: bool = False) -> None:
+        if self.is_orphan.is_set():
+            _log.warning("a save whose trainer has died failed: %s", error)
+        await self._tell(Failed(Failure.of(error, self._write.rank), unopened))
+
+    async def _image(self, driver: Driver, memory: Memory) -> WrittenImage:
+        write = self._write
+        layout = ImageLayout.of_sizes(
+            write.hashed_end, write.nbytes, write.chunk_nbytes, write.block_nbytes
+        )
+
+        async def key() -> str:
+            return write.key
+
+        compression = checked_compression(write.compression or None)
+        chunks = MemoryChunks(layout, memory, packed=compression is not None)
+        callbacks = Callbacks(lambda: None, self._sealed, wrote=self._wrote)
+        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, compression)
+        return await writer.write(key)
+
+    def _sealed(self) -> None:
+        self._moved = Moved(self._moved.done_nbytes, self._write.hashed_end, True)
+        self._tell_moved(at_once=True)
+
+    def _wrote(self, done_nbytes: int, total_nbytes: int) -> None:
+        self._moved = Moved(done_nbytes, total_nbytes, self._moved.sealed)
+        self._tell_moved(at_once=done_nbytes == total_nbytes)
+
+    def _tell_moved(self, *, at_once: bool) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if at_once or now_s - self._told_s > MOVED_S:
+            self._told_s = now_s
+            telling = asyncio.ensure_future(self._tell(self._moved))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            await self._line.send(encode(self.number, message))
+
+    async def _end(self, driver: Driver, written: WrittenImage) -> None:
+        """Wait until the trainer has ended the save. Finish it if the trainer has died."""
+        waiting = [asyncio.ensure_future(e.wait()) for e in (self.is_forgotten, self.is_orphan)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        if self.is_forgotten.is_set():
+            return
+        if await finish(driver, self._write, written):
+            step = self._write.step
+            _log.warning("step %s is committed at %s, by the saver", step, driver.uri)
+
+
+def _summary(recorder: Recorder) -> Summary:
+    found = recorder.summary()
+    stages = {name: one for name, one in found.stages.items() if name not in _TRAINER_STAGES}
+    return Summary(stages, found.slowest, found.cpu_s, found.peak_nbytes, found.elapsed_s)
+
+
+async def _serve(sock: socket.socket, trainer: int) -> None:
+    asyncio.get_running_loop().set_default_executor(Pool(CPU_THREADS, "holdfast-cpu"))
+    await Saver(Line(sock), trainer).serve()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve the trainer at the other end of the inherited socket."""
+    sock, trainer = map(int, arguments)
+    # Whoever ends the trainer by a signal to its group would also end what is to survive it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    logging.basicConfig(format="%(asctime)s saver %(levelname)s %(message)s")
+    asyncio.run(_serve(socket.socket(fileno=sock), trainer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,99 @@
+"""kill -9 of trainers whose saves are written by their savers, and of the savers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.aftermath import check, check_next_save, some
+from support.savers import (
+    for_any_size,
+    pid_of_saver,
+    save_and_die_at,
+    save_as_rank,
+    until_savers_ended,
+)
+from support.victims import spawned, state_of_step
+
+import holdfast
+from holdfast.storage.saver import client
+
+WAIT_S = 60.0
+POINTS = 16
+"""Of about ninety; HOLDFAST_TEST_CRASH_POINTS=all tries all."""
+
+
+def test_a_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> None:
+    """Once a saver has the image, the checkpoint appears, wherever in the save the trainer dies:
+    also in the middle of its own commit. The saver then ends, and the next save removes all else."""
+    process, pipe = spawned(save_and_die_at, str(tmp_path / "counted"), 1, 0, "counted")
+    process.join(WAIT_S)
+    until_savers_ended("counted")
+    for at in some(range(1, pipe.recv() + 10), POINTS, POINTS):
+        uri, mark = tmp_path / str(at), f"{tmp_path}/{at}"
+        holdfast.save(uri, state_of_step(1000 + at))
+        process, pipe = spawned(save_and_die_at, str(uri), 2000 + at, at, mark)
+        process.join(WAIT_S)
+        until_savers_ended(mark)
+        before = [] if process.exitcode == 0 else pipe.recv()
+        has_begun_to_commit = any(label.startswith("open .fate") for label in before)
+        is_certain = process.exitcode == 0 or has_begun_to_commit
+        check(uri, {2000 + at} if is_certain else {1000 + at, 2000 + at})
+        check_next_save(uri, 3000 + at)
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder to save to, by savers that are killed in between."""
+    for_any_size(monkeypatch)
+    monkeypatch.setattr(client, "_state", client._State())
+    yield tmp_path / "saved"
+    saver = client._state.saver
+    if saver is not None:
+        saver.end()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.25, 0.4, 0.6])
+def test_a_killed_saver_is_replaced(saving: Path, delay_s: float) -> None:
+    """Wherever it dies, the save is written again, and training and later saves go on."""
+    slow = f"file://{saving}?faults=seed:1,delay:1,delay_s:0.05"
+    holdfast.async_save(slow, state_of_step(1)).wait()
+    first = pid_of_saver()
+    handle = holdfast.async_save(slow, state_of_step(2))
+    killer = threading.Timer(delay_s, os.kill, (first, signal.SIGKILL))
+    killer.start()
+    handle.wait()
+    killer.join()
+    check(saving, {2})
+    time.sleep(0.1)
+    holdfast.async_save(slow, state_of_step(3)).wait()
+    assert pid_of_saver() != first
+    check(saving, {3})
+
+
+@pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
+def test_the_savers_of_a_job_commit_without_it(tmp_path: Path, killed: tuple[int, int]) -> None:
+    """All ranks are killed, one after the other, while their images are written: the savers meet in
+    the storage."""
+    uri = f"file://{tmp_path}/at?faults=seed:1,delay:1,delay_s:0.3"
+    store = str(tmp_path / "store")
+    ranks = [spawned(save_as_rank, uri, rank, 2, store) for rank in range(2)]
+    for _, pipe in ranks:
+        assert pipe.recv() == "handed over"
+    for rank in killed:
+        process, _ = ranks[rank]
+        process.kill()
+        process.join(WAIT_S)
+        time.sleep(0.5)
+    until_savers_ended(store)
+    found = holdfast.load(tmp_path / "at")
+    assert found["step"] == 2
+    assert all((found[f"x{rank}"] == rank).all() for rank in range(2))
+    assert not list((tmp_path / "at").rglob("*.fragment"))
+    with holdfast.open(tmp_path / "at") as checkpoint:
+        assert checkpoint.verify().ok

@@ -1,0 +1,231 @@
+"""Savers: processes that write the asynchronous saves of a trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.aftermath import check
+from support.savers import MARK, for_any_size, pid_of_saver, savers_of, until_savers_ended
+from support.victims import state_of_step
+
+import holdfast
+from holdfast.errors import DeadlineError, StorageError
+from holdfast.storage.operations.saving import saver_save
+from holdfast.storage.saver import client, image_memory
+
+SAVES = """
+import os, signal, sys, torch, holdfast
+from support.savers import saver_save
+from support.victims import state_of_step
+saver_save.NBYTES_MIN = 1
+uri = sys.argv[1]
+handle = holdfast.async_save(uri, state_of_step(1))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_saver() -> Iterator[None]:
+    """Let these tests share one saver, which ends after them."""
+    yield
+    saver, client._state = client._state.saver, client._State()
+    if saver is not None:
+        saver.end()
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let savers write small images, too."""
+    for_any_size(monkeypatch)
+
+
+def stages_here(report: holdfast.SaveReport | None) -> bool:
+    """Return whether threads of this process have written the image."""
+    assert report is not None
+    return report.stages["capture"].count > 1
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_a_saver_writes_what_threads_write(tmp_path: Path, compression: str | None) -> None:
+    """The file is the same, the stages are recorded, and the memory is used again."""
+    image_memory.release_memory()
+    for step in (1, 2):
+        handle = holdfast.async_save(tmp_path / "a", state_of_step(step), compression=compression)  # type: ignore[arg-type]
+        seen: list[tuple[int, int]] = []
+        handle.wait()
+        assert handle.report is not None
+        assert {"capture", "open", "hash", "write", "upload_commit"} <= handle.report.stages.keys()
+        assert handle.report.cpu_s > 0
+        assert len(image_memory._free) == 1
+        assert not seen
+    check(tmp_path / "a", {2})
+    holdfast.save(tmp_path / "b", state_of_step(2), compression=compression)  # type: ignore[arg-type]
+    images = [next((tmp_path / at / "data").glob("*/0.*")) for at in ("a", "b")]
+    assert images[0].read_bytes() == images[1].read_bytes()
+    holdfast.release_memory()
+    assert not image_memory._free
+
+
+def test_the_state_may_change_once_captured(tmp_path: Path) -> None:
+    """Also while the saver writes."""
+    state = state_of_step(1)
+    uri = f"file://{tmp_path}/slow?faults=seed:1,delay:1,delay_s:0.05"
+    handle = holdfast.async_save(uri, state)
+    state["x"].zero_()
+    assert not handle.durable.done()
+    handle.wait()
+    check(tmp_path / "slow", {1})
+
+
+def test_errors_are_raised_as_they_are(tmp_path: Path) -> None:
+    """An error in the saver has its class, URI, key and rank, and the next save works."""
+    uri = f"file://{tmp_path}/at?faults=seed:1,error:1&retries=0"
+    with pytest.raises(StorageError) as caught:
+        holdfast.async_save(uri, state_of_step(1)).wait()
+    assert caught.value.uri
+    holdfast.async_save(tmp_path / "at", state_of_step(2)).wait()
+    check(tmp_path / "at", {2})
+
+
+def test_a_deadline_ends_the_write(tmp_path: Path) -> None:
+    """The save fails in time; nothing stays; its memory serves the next one."""
+    uri = f"file://{tmp_path}/at?faults=seed:1,delay:1,delay_s:1"
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineError):
+        holdfast.async_save(uri, state_of_step(1), timeout_s=2.5).wait()
+    assert time.monotonic() - began_s < 30
+    holdfast.async_save(tmp_path / "at", state_of_step(2)).wait()
+    check(tmp_path / "at", {2})
+    assert len(image_memory._free) == 1
+
+
+@pytest.mark.parametrize("why", ["off", "memory", "options", "budget", "process", "unknown"])
+def test_threads_write_where_a_saver_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """The save succeeds; the log says why if that is not obvious."""
+    uri, options = f"file://{tmp_path}/at", {}
+    monkeypatch.setattr(client, "_state", client._State())
+    if why == "off":
+        monkeypatch.setenv("HOLDFAST_SAVER", "off")
+    elif why == "memory":
+        monkeypatch.setattr(image_memory, "available_nbytes", lambda: 0)
+        image_memory.release_memory()
+    elif why == "process":
+        monkeypatch.setattr(client, "_PROGRAM", ("/nowhere/python",))
+    elif why == "unknown":
+        monkeypatch.setattr(client, "_PROGRAM", (sys.executable, "-c", "raise SystemExit(3)"))
+    elif why == "budget":
+        options["budget_nbytes"] = 32 << 20
+    state = {"step": 1, "x": torch.arange(10 << 20, dtype=torch.int32)}
+    with caplog.at_level(logging.WARNING):
+        if why == "options":
+            uri = "memory://threads"
+        handle = holdfast.async_save(uri, state, **options)  # type: ignore[arg-type]
+        handle.wait()
+    assert stages_here(handle.report)
+    assert bool(caplog.records) == (why in ("memory", "process", "unknown"))
+    assert client._state.saver is None or not client._state.saver.is_alive
+    assert torch.equal(holdfast.load(uri)["x"], state["x"])
+
+
+def ended(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run a trainer, and wait for its saver."""
+    mark = str(tmp_path / "at")
+    environment = os.environ | {MARK: mark, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, "-c", SAVES + code, mark]
+    run = subprocess.run(
+        program, env=environment, timeout=120, capture_output=True, text=True, check=False
+    )
+    until_savers_ended(mark)
+    return run
+
+
+def test_a_trainer_that_ends_finishes_its_save(tmp_path: Path) -> None:
+    """Without a wait, a guard of ``__main__`` or a warning."""
+    run = ended(tmp_path, "")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    check(tmp_path / "at", {1})
+
+
+def test_a_forked_child_has_a_saver_of_its_own(tmp_path: Path) -> None:
+    """Both save at the same time, and the child's end does not end the parent's saver."""
+    code = """
+from holdfast.storage.saver import client
+handle.wait()
+parents = client._state.saver.pid
+childs = state_of_step(2)  # torch's threads do not survive a fork
+pid = os.fork()
+if not pid:
+    holdfast.async_save(uri + "-child", childs).wait()
+    assert client._state.saver.pid != parents
+    os._exit(0)
+holdfast.async_save(uri, state_of_step(3)).wait()
+assert os.waitpid(pid, 0)[1] == 0
+holdfast.async_save(uri, state_of_step(4)).wait()
+assert client._state.saver.pid == parents
+"""
+    run = ended(tmp_path, code)
+    assert run.returncode == 0, run.stderr
+    check(tmp_path / "at", {4})
+    check(tmp_path / "at-child", {2})
+
+
+def test_a_saver_survives_what_ends_its_trainer(tmp_path: Path) -> None:
+    """Ctrl-C and SIGTERM to the whole process group; a forked child that lives on does not keep
+    it."""
+    code = """
+handle.wait()
+uri = f"file://{uri}?faults=seed:1,delay:1,delay_s:0.1"
+handle = holdfast.async_save(uri, state_of_step(2))
+import time
+while not os.path.exists(next(iter(__import__("glob").glob(sys.argv[1] + "/data/*/attempt.json")), "/x")): time.sleep(0.01)
+time.sleep(1.0)
+if not os.fork():
+    os.setsid()
+    os.closerange(0, 3)
+    time.sleep(20)
+    os._exit(0)
+os.killpg(os.getpgid(0), signal.SIGKILL)
+"""
+    mark = str(tmp_path / "at")
+    environment = os.environ | {MARK: mark, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, "-c", SAVES + code, mark]
+    run = subprocess.Popen(program, env=environment, start_new_session=True)
+    assert run.wait(120) == -signal.SIGKILL
+    until_savers_ended(mark)
+    check(tmp_path / "at", {2})
+
+
+def test_an_idle_saver_is_small_and_ends_with_its_trainer(tmp_path: Path) -> None:
+    """It holds no image, and hardly more than the interpreter with numpy (25 MiB)."""
+    holdfast.async_save(tmp_path / "at", state_of_step(1)).wait()
+    pid = pid_of_saver()
+    resident = [
+        int(line.split()[1]) << 10
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
+    assert resident[0] <= 48 << 20
+    run = ended(tmp_path / "b", "handle.wait(); os.kill(os.getpid(), signal.SIGKILL)")
+    assert run.returncode == -signal.SIGKILL
+    assert not savers_of(str(tmp_path / "b"))
+
+
+def test_small_images_are_written_by_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would not gain from another process, nor would a blocking save."""
+    monkeypatch.setattr(client, "_state", client._State())
+    holdfast.save(tmp_path / "at", state_of_step(1))
+    monkeypatch.setattr(saver_save, "NBYTES_MIN", 32 << 20)
+    holdfast.async_save(tmp_path / "at", state_of_step(1)).wait()
+    assert client._state.saver is None
