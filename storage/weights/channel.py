@@ -34,6 +34,8 @@ PATCHES_TO_ANCHOR = 4
 anchor never applies more patches than this."""
 LEASE_S = 600.0
 """Lifetime of a lease, by the clock of the storage."""
+LIST_LAG_S = 60.0
+"""How long a listing of shared storage may lack an object that was put, as on NFS."""
 _LOOK_S = 5.0
 """Interval of looks for a version whose publisher died before it changed the head."""
 _VERSION = 1
@@ -76,10 +78,12 @@ class Head:
         return cls(sequence, offered, anchors, kept)
 
     def with_next(self, *, anchor: bool, keep: int) -> Head:
-        """Return the head after one more version. It offers the newest ``keep`` versions."""
+        """Return the head after one more version. It offers the newest ``keep`` versions, but none
+        that was withdrawn before."""
         sequence = self.sequence + 1
+        offered = max(self.offered, sequence - keep + 1)
         anchors = (*self.anchors, sequence) if anchor else self.anchors
-        return Head(sequence, max(1, sequence - keep + 1), anchors, (*self.kept, sequence))
+        return Head(sequence, offered, anchors, (*self.kept, sequence))
 
     def without(self, deleted: Iterable[int]) -> Head:
         """Return the head after versions have been deleted."""

@@ -40,6 +40,7 @@ from ..runtime.engine import check_may_wait, run, start
 from .cast import cast_weights, checked_dtype
 from .channel import (
     HEAD_KEY,
+    LIST_LAG_S,
     PATCHES_TO_ANCHOR,
     Head,
     has_version,
@@ -118,6 +119,8 @@ class Publisher:
         self._id = secrets.token_hex(8)
         self._image = PublishedImage()
         self._head: Head | None = None
+        self._offers: list[tuple[float, int]] = []
+        """When the head was put, by the clock of the storage, and the oldest version on offer."""
         self._has_published = False
         self._anchor: VersionRef | None = None
         self._push: Future[None] | None = None
@@ -293,12 +296,14 @@ class Publisher:
         """Raise SupersededError if another publisher has published the next version, StorageError
         if this one has; return what marks a version as ours."""
         async with closing(self._open()) as driver:
-            if (await read_head(driver)).sequence > sequence:
-                raise self._told(sequence)  # and may have deleted the version since
-            if await has_version(driver, sequence):
+            manifest = None
+            with suppress(NotFoundError):
                 manifest, _ = await read_version(driver, sequence)
-                if manifest.branch != self._id:
-                    raise self._told(sequence)
+            # The head afterwards: it goes on before a version is deleted.
+            head = await read_head(driver)
+            if head.sequence > sequence or (manifest and manifest.branch != self._id):
+                raise self._told(sequence)
+            if manifest is not None:
                 raise StorageError(
                     "an earlier push, whose put seemed to have failed, was published meanwhile",
                     uri=printed_uri(self._uri),
@@ -346,8 +351,8 @@ class Publisher:
     async def _advance(self, driver: Driver, sequence: int, *, is_anchor: bool) -> None:
         """Announce a version in the head; delete versions that no subscriber needs.
 
-        Versions stay for one push after the head has withdrawn them: a storage may be late to list
-        a lease.
+        Versions stay for one push after the head has withdrawn them. On storage that hosts share
+        they also stay for LIST_LAG_S: a listing may lack the lease of a reader until then.
         """
         before, self._head = self._head, None  # until the put has succeeded
         stored = await read_head(driver)
@@ -357,11 +362,20 @@ class Publisher:
         head = before.with_next(anchor=is_anchor, keep=self._options.keep)
         await driver.put(HEAD_KEY, head.encode())
         now_s = (await driver.stat(HEAD_KEY)).modified_s
+        self._offers.append((now_s, head.offered))
+        if driver.traits.shared and self._store is None:
+            before = replace(before, offered=self._offered_at(now_s - LIST_LAG_S))
         deleted = before.unneeded(await leased(driver, now_s, tidy=True))
         for old in deleted:
             await driver.delete(version_key(old, MANIFEST_KEY))
             await driver.delete_all(version_key(old))
         self._head = head.without(deleted)
+
+    def _offered_at(self, at_s: float) -> int:
+        """Return the oldest version on offer at that time, 0 if this publisher does not know it."""
+        settled = [offered for put_s, offered in self._offers if put_s <= at_s]
+        self._offers = self._offers[max(0, len(settled) - 1) :]
+        return settled[-1] if settled else 0
 
 
 async def _head_before(driver: Driver, head: Head, sequence: int) -> Head:

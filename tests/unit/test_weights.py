@@ -200,6 +200,14 @@ def test_old_versions_are_deleted_unless_they_are_read() -> None:
     assert kept() - {9, 10} == set(range(17, 26))
 
 
+def test_a_withdrawn_version_is_not_offered_again() -> None:
+    """A publisher that keeps more versions than the one before offers none that may be deleted."""
+    head = Head()
+    for _ in range(10):
+        head = head.with_next(anchor=True, keep=4)
+    assert [head.with_next(anchor=False, keep=keep).offered for keep in (4, 8, 11)] == [8, 7, 7]
+
+
 @pytest.mark.parametrize("place", ["index", "patch", "missing"])
 def test_damage_leaves_the_old_version_in_use(place: str) -> None:
     """An engine never gets a version whose bytes are damaged; the next version repairs it."""

@@ -15,9 +15,10 @@ from ....drivers.contract import Driver
 from ....errors import (
     CheckpointError,
     CoordinationError,
-    ExistsError,
     InvisibleFilesError,
     NotFoundError,
+    SaveError,
+    StorageDownError,
     StorageError,
 )
 from ....planner.image import ImageLayout
@@ -253,11 +254,12 @@ class _Leader:
 
     @contextlib.asynccontextmanager
     async def _explaining(self) -> AsyncIterator[None]:
-        """If another save was faster, let ``admit`` raise what that means to the caller."""
+        """Let ``admit`` raise what a failure means to the caller: another save may have been
+        faster, or have deleted files of this one since."""
         try:
             yield
-        except ExistsError:
-            if self._job.admit is not None:
+        except (SaveError, StorageError) as error:
+            if self._job.admit is not None and not isinstance(error, StorageDownError):
                 await self._job.admit()
             raise
 
