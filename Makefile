@@ -65,9 +65,11 @@ nightly-tests:
 
 sim: $(READY)  ## explore the simulator's schedules, some twenty a run: make sim [SEEDS=5000], or replay one run: make sim SEED=n
 	@$(BIN)/python tests/simulation/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000)) $(SIM_ARGS)
+	@$(if $(SEED)$(SIM_ARGS),,$(BIN)/python tests/simulation/simulate.py --channels --seeds $(or $(SEEDS),2000))
 
 sim-broken: $(READY)  ## engines that are wrong on purpose: how many schedules it takes to catch each
 	@$(BIN)/python tests/simulation/simulate.py --broken $(or $(SEEDS),3000)
+	@$(BIN)/python tests/simulation/simulate.py --channels --broken 300
 
 mutants: $(READY)  ## change the engine in one small way at a time, and see that tests notice: make mutants [ONLY=text] [SAMPLE=1]
 	@$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample)

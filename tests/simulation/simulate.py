@@ -2,6 +2,8 @@
 
 make sim SEEDS=5000          so many runs, some twenty schedules each, on all cores
 make sim SEED=4711           one, with its whole log
+make sim SEED=4711 SIM_ARGS=--channels
+                             the same of weight channels, which make sim explores, too
 make sim-broken              engines that are wrong on purpose, and how many schedules it takes to see it
 """
 
@@ -14,13 +16,16 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
 
 import torch
+from support.simulation import channel_run, channel_schedule, channels
+from support.simulation.breaking import seeds_until_violation
 from support.simulation.broken import BROKEN, seeds_until_caught
+from support.simulation.broken_channels import BROKEN_CHANNELS, schedule_of, violation
 from support.simulation.engine import installed
 from support.simulation.found import SCHEDULES
 from support.simulation.run import Failure, Tally, explore, run
@@ -28,6 +33,7 @@ from support.simulation.schedule import Schedule, drawn
 
 BATCH = 50
 SHOW_S = 10.0
+OneBatch = Callable[[range], tuple[Failure | None, Tally]]
 
 
 def main() -> int:
@@ -44,19 +50,25 @@ def main() -> int:
         metavar="MOST",
         help="the broken engines, at most so many schedules each",
     )
+    parser.add_argument(
+        "--channels", action="store_true", help="weight channels, instead of saves and prunings"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    with installed():
+    simulated = channels.installed if given.channels else installed
+    with simulated():
         if given.broken:
-            return show_broken(given.broken)
+            lines = channel_lines if given.channels else broken_lines
+            return show_broken(lines(given.broken))
         if given.seed is not None:
-            return replay(drawn(given.seed))
-        return many(given.first, given.seeds, given.jobs)
+            return replay_channel(given.seed) if given.channels else replay(drawn(given.seed))
+        one_batch = batch_of_channels if given.channels else batch_of_saves
+        return many(given.first, given.seeds, given.jobs, one_batch)
 
 
-def many(first: int, seeds: int, jobs: int) -> int:
+def many(first: int, seeds: int, jobs: int, one_batch: OneBatch) -> int:
     """Run so many schedules, and say what came of it."""
     began_s, total, shown_s = time.perf_counter(), Tally(), time.perf_counter()
     gc.collect()
@@ -68,7 +80,8 @@ def many(first: int, seeds: int, jobs: int) -> int:
             total.add(tally)
             if failure is not None:
                 pool.terminate()
-                print(f"\nFAILED: {failure.why}: make sim SEED={failure.schedule.seed}")
+                print(f"\nFAILED: {failure.why}: make sim SEED={failure.schedule.seed}", end="")
+                print(" SIM_ARGS=--channels" if one_batch is batch_of_channels else "")
                 return 1
             if time.perf_counter() > shown_s + SHOW_S:
                 shown_s = time.perf_counter()
@@ -87,8 +100,20 @@ def many(first: int, seeds: int, jobs: int) -> int:
     return 0
 
 
-def one_batch(seeds: range) -> tuple[Failure | None, Tally]:
-    """In a process of the pool."""
+def batch_of_saves(seeds: range) -> tuple[Failure | None, Tally]:
+    """Explore seeds in a process of the pool."""
+    return explored(explore, seeds)
+
+
+def batch_of_channels(seeds: range) -> tuple[Failure | None, Tally]:
+    """Explore seeds of weight channels in a process of the pool."""
+    return explored(channel_run.explore, seeds)
+
+
+def explored(
+    explore: Callable[[range, Tally], Failure | None], seeds: range
+) -> tuple[Failure | None, Tally]:
+    """Explore seeds, and measure the processor time."""
     tally, began_s = Tally(), time.process_time()
     failure = explore(seeds, tally)
     tally.cpu_s = time.process_time() - began_s
@@ -103,14 +128,35 @@ def replay(schedule: Schedule) -> int:
     return int(failure is not None)
 
 
-def show_broken(most: int) -> int:
-    """The table of broken engines."""
-    missed = 0
-    for line, caught in broken_lines(most):
+def replay_channel(seed: int) -> int:
+    """Run the schedule of one weight channel, and print its whole log."""
+    print(channel_schedule.drawn(seed))
+    channel_run.run_seed(seed, log=print)
+    print("all promises were kept")
+    return 0
+
+
+def show_broken(lines: Iterator[tuple[str, bool]]) -> int:
+    """Print the table of broken engines."""
+    shown, missed = 0, 0
+    for line, caught in lines:
         print(line, flush=True)
+        shown += 1
         missed += not caught
-    print(f"{len(BROKEN) - missed} of {len(BROKEN)} broken engines were caught")
+    print(f"{shown - missed} of {shown} broken engines were caught")
     return 1 if missed else 0
+
+
+def channel_lines(most: int) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each broken weight channel."""
+    for channel in BROKEN_CHANNELS:
+        with channel.engine():
+            why = violation(schedule_of(channel))
+        how = "the known schedule"
+        if not why:
+            seed, why = seeds_until_violation(channel_run.run_seed, channel, most)
+            how = f"seed {seed}"
+        yield f"{channel.name:85} {how}: {why or 'NOT CAUGHT':.100}", bool(why)
 
 
 def broken_lines(most: int) -> Iterator[tuple[str, bool]]:

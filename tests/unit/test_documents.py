@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,11 @@ from support.documents import (
     holdfast_calls,
     python_blocks,
 )
+from support.simulation.breaking import Broken
+from support.simulation.broken_channels import BROKEN_CHANNELS
 from support.simulation.broken_keepers import BROKEN_ALONE, BROKEN_HOSTS
+from support.simulation.channel_truth import Truth
+from support.simulation.channels import Engine, Job
 from support.simulation.keeper_hosts import Hosts
 
 from holdfast.cli.app import command_parser
@@ -99,19 +104,28 @@ def test_pages_about_frameworks_run_there(page: str) -> None:
     assert f'"{Path(page).name}"' in (ROOT / RUN_ELSEWHERE[page]).read_text()
 
 
-def test_the_keepers_protocol_names_its_guards() -> None:
-    """Each promise names checks of the simulator, and keepers that are broken on purpose."""
-    _, _, proofs = TEXTS["docs/explanation/keeper-protocol.md"].partition("## Promises and proofs")
+@pytest.mark.parametrize(
+    ("page", "checking", "broken"),
+    [
+        ("keeper-protocol", (Hosts,), (*BROKEN_ALONE, *BROKEN_HOSTS)),
+        ("weight-channels", (Truth, Engine, Job), BROKEN_CHANNELS),
+    ],
+)
+def test_promises_name_their_guards(
+    page: str, checking: Sequence[type], broken: Sequence[Broken]
+) -> None:
+    """Each promise names checks of the simulator, and what is broken on purpose."""
+    _, _, proofs = TEXTS[f"docs/explanation/{page}.md"].partition("## Promises and proofs")
     rows = [line for line in proofs.splitlines() if line.startswith("| ")][1:]
     guards = [row.split("|")[3] for row in rows]
-    broken = {keeper.name for keeper in (*BROKEN_ALONE, *BROKEN_HOSTS)}
+    known = {one.name for one in broken}
     assert len(guards) > 10
     for guard in guards:
         checks, names = re.findall(r"`(\w+)`", guard), re.findall(r'"(.+?)"', guard)
         assert checks
         assert names
-        assert [check for check in checks if not hasattr(Hosts, check)] == []
-        assert set(names) <= broken
+        assert all(any(hasattr(one, check) for one in checking) for check in checks)
+        assert set(names) <= known
 
 
 EXCERPTS = [

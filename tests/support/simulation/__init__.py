@@ -11,5 +11,7 @@ one seed.
 ``endings``    what is left when everybody dies at some moment of a run, or when it is over
 ``checker``    what must hold at each moment, and of what survives
 ``broken``     engines that are wrong on purpose
+``blocking``   calls that block, each in a thread, one thread at a time
+``channels``   trainers that publish weights, and engines that follow (``channel_schedule``, ``channel_weights``, ``channel_truth``, ``channel_run``)
 ``found``      schedules that catch those of them which few seeds do
 """

@@ -108,6 +108,8 @@ class SimLoop(WithoutThreads):
         self._ready.append(handle)
         return handle
 
+    call_soon_threadsafe = call_soon  # one thread runs at a time
+
     def call_later(
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:  # type: ignore[override]

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .actors import Crew
 from .checker import Checker, Violation
@@ -30,7 +31,7 @@ They cover the longest silence that an actor waits for, some retries and the cle
 class Failure:
     """A schedule that broke a promise. ``schedule`` includes the delays that it drew."""
 
-    schedule: Schedule
+    schedule: Any
     why: str
 
 
@@ -69,12 +70,15 @@ class Tally:
             ", ".join(f"{n:,} {name}" for name, n in c.most_common())
             for c in (self.faults, self.outcomes)
         ]
+        looked = (
+            f"; what was visible was checked {self.looks:,} times; "
+            f"{self.copies:,} ranges were borrowed; savers have ended {self.finished:,} saves"
+        )
         return [
             f"{self.schedules:,} schedules: {self.runs:,} runs, and "
             f"{self.schedules - self.runs:,} that begin like one of them and "
-            f"end where everybody dies; {self.operations:,} operations of storage; "
-            f"what was visible was checked {self.looks:,} times; {self.copies:,} ranges were borrowed; "
-            f"savers have ended {self.finished:,} saves",
+            f"end where everybody dies; {self.operations:,} operations of storage"
+            f"{looked if self.looks else ''}",
             f"faults: {counted[0]}",
             f"outcomes: {counted[1]}",
         ]

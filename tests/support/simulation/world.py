@@ -38,6 +38,7 @@ _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
 _KINDS |= dict.fromkeys(("list", "scandir"), "list") | dict.fromkeys(("pwrite", "write"), "write")
 _KINDS["copy"] = "copy"
+_KINDS |= dict.fromkeys(("read", "pread"), "read")
 _WRITES = {"creat", "pwrite", "fsync", "rename", "link", "put", "write", "close"}
 _CHANGING = {
     "rename",
@@ -230,6 +231,14 @@ class World:
             return node.data if isinstance(node, Inode) else None
         found = self.server.objects.get(path)
         return None if found is None else found[0]
+
+    def modified_s(self, path: str) -> float | None:
+        """When a file was put; None if there is none."""
+        if self.is_posix:
+            node = self.fs.find(path)
+            return node.mtime_s if isinstance(node, Inode) else None
+        found = self.server.objects.get(path)
+        return None if found is None else found[1]
 
     def plant(self, path: str, data: bytes) -> None:
         """Put a durable file there, as if it had always been."""
