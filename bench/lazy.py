@@ -17,11 +17,11 @@ nothing to a training host, but half of a two-core machine.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import holdfast
+from holdfast.storage.saver.client import SWITCH
 
 from .program import Options, Program, each_alone
 from .report import OURS, Report, Series, median_ratio
@@ -131,11 +132,28 @@ class _DCPProcess(_DCP):
             self._saving.staging_completion.result()
 
 
-# A Checkpointer with a save at every step, as a user would have it, and DCP in the same form.
+def _ours(folder: Path, **options: Any) -> holdfast.Checkpointer:
+    """Return a Checkpointer with a save at every step, as a user would have it."""
+    return holdfast.Checkpointer(
+        folder, every=1, keep=1, when_busy="wait", on_error="raise", grace_s=None, **options
+    )
+
+
+def _by_threads(folder: Path) -> holdfast.Checkpointer:
+    os.environ[SWITCH] = "off"
+    return _ours(folder)
+
+
+def _by_keeper(folder: Path) -> holdfast.Checkpointer:
+    made = _ours(folder, keeper=holdfast.Keeper(linger="10s"))
+    made.resume({})
+    return made
+
+
 CONTESTANTS: dict[str, Callable[[Path], Any]] = {
-    OURS: partial(
-        holdfast.Checkpointer, every=1, keep=1, when_busy="wait", on_error="raise", grace_s=None
-    ),
+    OURS: _ours,
+    f"{OURS}, threads": _by_threads,
+    f"{OURS}, keeper": _by_keeper,
     "DCP": _DCP,
     "DCP, process": _DCPProcess,
 }
@@ -146,7 +164,7 @@ def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     a step and a save."""
     name: str = task["name"]
     folder = given.dir
-    if name != OURS:
+    if name.startswith("DCP"):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     state = build(given.gib)
     clocks = _Clocks()
@@ -160,9 +178,9 @@ def _measure(given: Options, task: dict[str, Any]) -> list[dict[str, Any]]:
     found = [each for kind in _kinds(name) for each in rounds.beside(kind, state, given.runs)]
     steps = 1 if given.tiny else max(LEAST_STEPS, given.runs)
     found += [rounds.every_step(state, steps, copies) for copies in LENGTHS]
-    if name != OURS:
+    if name.startswith("DCP"):
         dist.destroy_process_group()
-    elif given.tiny:
+    elif given.tiny and name == OURS:
         _check(folder, training, state)
     return [vars(series) for series in found]
 
@@ -242,7 +260,7 @@ def _table(found: dict[str, list[Series]]) -> list[list[str]]:
 
 
 def _kinds(name: str) -> list[str]:
-    if name == OURS:
+    if name.startswith(OURS):
         return list(KINDS)
     return ["accelerator"]
 
