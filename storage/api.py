@@ -14,7 +14,7 @@ from .operations.loading.differences import Strict
 from .operations.loading.load import Exchanging
 from .operations.loading.start_load import load_state
 from .operations.location import Place, UriLike
-from .operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
+from .operations.options import DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from .operations.report import LoadReport, SaveReport
 from .operations.saving.handle import SaveHandle, StageHandle
 from .operations.saving.save_job import Admit
@@ -38,7 +38,7 @@ def save(
     state: object,
     *,
     step: int | None = None,
-    budget_nbytes: int = BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
     deadline_s: float = DEADLINE_S,
     timeout_s: float | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -57,7 +57,8 @@ def save(
     bytes, and objects with a state: modules, optimizers, schedulers, random generators. In a
     distributed job every rank calls this with its own part. Plain tensors that are equal on all
     ranks are stored once, others per rank. ``step`` is recorded in the checkpoint (default:
-    ``state["step"]`` if that is an int). Extra host memory stays within ``budget_nbytes``.
+    ``state["step"]`` if that is an int). All ranks of a host
+    together take at most ``budget_nbytes`` of extra memory there; None: 512 MiB each.
     ``storage_options`` are storage options by name; options in the URI take precedence.
 
     ``timeout_s``: if the save is not committed this many seconds after the call, cancel it, delete
@@ -140,10 +141,11 @@ def async_save(
 ) -> SaveHandle:
     """Start saving ``state`` as the checkpoint ``uri``; return once it is copied to host memory.
 
-    The state may change as soon as this returns. If ``budget_nbytes`` is smaller than this rank's
-    image, copying runs at the speed of the storage, and this returns accordingly later. None holds
-    a buffer for the whole image and keeps it between saves (see :func:`release_memory`). Other
-    parameters as in :func:`save`. Later failures are logged, and raised by the handle's ``wait()``.
+    The state may change as soon as this returns. All ranks of a host share ``budget_nbytes``. If a
+    share is smaller than the rank's image, copying runs at the speed of the storage, and this
+    returns accordingly later. None holds a buffer for the whole image and keeps it between saves
+    (see :func:`release_memory`). Other parameters as in :func:`save`. Later failures are logged,
+    and raised by the handle's ``wait()``.
     If this process is already saving to ``uri``, the new save starts after that one.
 
     If another thread or process modifies or frees host memory while it is being copied, the save
@@ -221,7 +223,7 @@ def load(
     only: Only | None = ...,
     strict: Strict = ...,
     cast: bool = ...,
-    budget_nbytes: int = ...,
+    budget_nbytes: int | None = ...,
     deadline_s: float = ...,
     storage_options: Mapping[str, object] | None = ...,
     exchange: Exchanging = ...,
@@ -238,7 +240,7 @@ def load(
     only: Only | None = ...,
     strict: Strict = ...,
     cast: bool = ...,
-    budget_nbytes: int = ...,
+    budget_nbytes: int | None = ...,
     deadline_s: float = ...,
     storage_options: Mapping[str, object] | None = ...,
     exchange: Exchanging = ...,
@@ -255,7 +257,7 @@ def load(
     only: Only | None = None,
     strict: Strict = True,
     cast: bool = False,
-    budget_nbytes: int = BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
     deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, object] | None = None,
     exchange: Exchanging = "auto",
@@ -283,8 +285,8 @@ def load(
     listed in the report. All mismatches are raised together as one MismatchError, before anything
     is filled: missing names and, in every mode, different shapes or dtypes, objects where the
     checkpoint has something else, and a state with no name in common with the checkpoint.
-    ``cast=True`` converts dtypes. Every byte is verified before use. ``storage_options`` as in
-    :func:`save`. ``on_report`` is called with the report of this rank.
+    ``cast=True`` converts dtypes. Every byte is verified before use. ``storage_options`` and
+    ``budget_nbytes`` as in :func:`save`. ``on_report`` is called with the report of this rank.
 
     ``exchange``: data that several ranks need is read by one of them, which passes it on to the
     others. "auto": among ranks of one host, through shared memory, if the amount is worth it. True:

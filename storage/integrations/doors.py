@@ -19,7 +19,7 @@ from ..format.packed import Compression
 from ..operations.location import Place, UriLike
 from ..operations.maintenance.listing import ListedCheckpoint, read_lineage
 from ..operations.maintenance.prune import remove
-from ..operations.options import BUDGET_NBYTES, Lazy, SaveOptions
+from ..operations.options import Lazy, SaveOptions
 from ..operations.saving.handle import SaveHandle
 from ..ranks.process_group import Group, current_rank
 from ..runtime.engine import check_may_wait, run
@@ -123,7 +123,6 @@ class Door:
         options = SaveOptions(
             asynchronous=lazy is not None,
             lazy=lazy or False,
-            budget_nbytes=BUDGET_NBYTES if lazy is None else None,
             compression=self._compression,
             overwrite=overwrite,
         )

@@ -11,6 +11,7 @@ from ..format.packed import Compression, checked_compression
 from ..format.part import Only
 from ..pipeline.base import Base
 from ..pipeline.borrowing import Incremental
+from ..ranks.hosts import BUDGET_MIN_NBYTES
 from ..runtime.progress import ProgressCallback
 from ..state.flattening.walk import Default
 from .loading.differences import Strict
@@ -21,7 +22,6 @@ from .telemetry import Telemetry, check_telemetry
 
 BUDGET_NBYTES = 512 << 20
 DEADLINE_S = 300.0
-_BUDGET_MIN_NBYTES = 32 << 20
 
 Lazy = bool | Literal["prove"]
 """Whether training continues while the state is copied; ``prove`` also verifies by digests that
@@ -31,7 +31,8 @@ nothing changed meanwhile."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """Options of :func:`~holdfast.async_save`. ``asynchronous``: training continues meanwhile, so
-    that another process should write."""
+    that another process should write. ``budget_nbytes``: of all ranks of a host; None: for the
+    whole image if asynchronous, else :data:`BUDGET_NBYTES` for this rank."""
 
     asynchronous: bool = False
     lazy: Lazy = False
@@ -78,7 +79,8 @@ class LoadOptions:
     only: Only | None = None
     strict: Strict = True
     cast: bool = False
-    budget_nbytes: int = BUDGET_NBYTES
+    budget_nbytes: int | None = None
+    """The budget of all ranks of a host. None: :data:`BUDGET_NBYTES` for this one."""
     deadline_s: float = DEADLINE_S
     storage_options: Mapping[str, object] | None = None
     exchange: Exchanging = "auto"
@@ -88,7 +90,8 @@ class LoadOptions:
 
     def check(self) -> None:
         """Raise UsageError for unknown values."""
-        check_budget(self.budget_nbytes)
+        if self.budget_nbytes is not None:
+            check_budget(self.budget_nbytes)
         if self.exchange not in (True, False, "auto"):
             raise UsageError(f"exchange={self.exchange!r}", advice='Give "auto", True or False.')
         check_telemetry(self.telemetry)
@@ -100,8 +103,8 @@ class LoadOptions:
 
 def check_budget(budget_nbytes: int) -> None:
     """Raise UsageError for a budget too small to make progress."""
-    if budget_nbytes < _BUDGET_MIN_NBYTES:
+    if budget_nbytes < BUDGET_MIN_NBYTES:
         raise UsageError(
             f"a budget of {budget_nbytes:,} bytes is too small",
-            advice=f"Give at least {_BUDGET_MIN_NBYTES:,}.",
+            advice=f"Give at least {BUDGET_MIN_NBYTES:,}.",
         )

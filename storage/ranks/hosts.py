@@ -1,7 +1,10 @@
-"""Host identity, and compact encoding of a number per rank, such as that of its host."""
+"""Host identity, compact encoding of a number per rank, such as that of its host, and what the
+ranks of a host share."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import zlib
 from collections.abc import Sequence
@@ -11,6 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+
+BUDGET_MIN_NBYTES = 32 << 20
+"""Memory that a rank needs to make progress."""
+
+_log = logging.getLogger(__name__)
 
 
 def host_key() -> str | None:
@@ -49,3 +57,23 @@ def ranks_with(rank: int, numbers: Ints) -> list[int]:
     """Return the ranks with the same number as ``rank``, itself included, ascending."""
     found: list[int] = np.flatnonzero(numbers == numbers[rank]).tolist()
     return found
+
+
+def share_of(budget_nbytes: int, ranks: int) -> int:
+    """Return the share of each of ``ranks`` on one host: at least :data:`BUDGET_MIN_NBYTES`, with
+    a warning if the budget is too short for that."""
+    share_nbytes = budget_nbytes // ranks
+    if share_nbytes >= BUDGET_MIN_NBYTES:
+        return share_nbytes
+    _warn_short(budget_nbytes, ranks)
+    return BUDGET_MIN_NBYTES
+
+
+@functools.cache
+def _warn_short(budget_nbytes: int, ranks: int) -> None:
+    _log.warning(
+        "a budget of %s bytes is short for the %d ranks of a host: each takes %s bytes",
+        f"{budget_nbytes:,}",
+        ranks,
+        f"{BUDGET_MIN_NBYTES:,}",
+    )

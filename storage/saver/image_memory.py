@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ...core.forks.renewal import in_child, new_lock
 from ..arenas.memory import Memory, available_nbytes, sealed_memory
+from .promises import promise
 
 RESERVE_NBYTES = 256 << 20
 """Memory left to the rest of the system."""
@@ -21,7 +22,8 @@ _lock = new_lock()
 
 def take_memory(nbytes: int, mapped: Callable[[Memory], object]) -> Memory | None:
     """Return memory for an image of ``nbytes``, or None, with a warning, if there is not enough.
-    ``mapped`` is called with fresh memory. Blocks."""
+    ``mapped`` is called with fresh memory. Once it is populated, call
+    :func:`.promises.keep_promise`. Blocks."""
     with _lock:
         fitting = [memory for memory in _free if nbytes <= memory.nbytes <= _FIT * nbytes]
         if fitting:
@@ -30,13 +32,11 @@ def take_memory(nbytes: int, mapped: Callable[[Memory], object]) -> Memory | Non
         for memory in _free:  # of a former size
             memory.close()
         _free.clear()
-    left_nbytes = available_nbytes() - RESERVE_NBYTES
     try:
-        if nbytes > left_nbytes:
-            raise MemoryError(f"{max(left_nbytes, 0):,} bytes are available")
+        promise(nbytes, lambda: available_nbytes() - RESERVE_NBYTES)
         memory = Memory(sealed_memory(nbytes), nbytes)
     except (OSError, MemoryError) as error:
-        _log.warning("there is no memory for a copy of an image of %s bytes: %s", nbytes, error)
+        _log.warning("no memory for a copy of an image of %s bytes: %s", f"{nbytes:,}", error)
         return None
     mapped(memory)
     return memory

@@ -28,7 +28,7 @@ from ...errors import CoordinationError, HoldfastError, UsageError
 from ..format.packed import Compression, checked_compression
 from ..operations.loading.differences import Strict
 from ..operations.location import Place, UriLike
-from ..operations.options import BUDGET_NBYTES, DEADLINE_S, Lazy, LoadOptions, SaveOptions
+from ..operations.options import DEADLINE_S, Lazy, LoadOptions, SaveOptions
 from ..operations.saving.handle import SaveHandle
 from ..operations.saving.keeper_request import ByKeeper, Storage
 from ..operations.saving.save_job import Deadline
@@ -236,7 +236,7 @@ class Checkpointer:
             progress=progress,
             deadline_s=self._save_options.deadline_s,
             storage_options=self._root.options,
-            budget_nbytes=self._save_options.budget_nbytes or BUDGET_NBYTES,
+            budget_nbytes=self._save_options.budget_nbytes,
             telemetry=self._save_options.telemetry,
         )
         with acting_in(self._group):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from holdfast.storage.arenas.sockets import Line
 from holdfast.storage.operations.saving import saver_save
 from holdfast.storage.saver import client
 
@@ -76,9 +79,16 @@ def save_as_rank(pipe: Connection, uri: str, rank: int, world: int, store: str) 
     saver_save.NBYTES_MIN = 1
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     state = {"step": 2, f"x{rank}": torch.full((100_000,), rank), "same": torch.arange(100_000)}
+    sent, plain = threading.Event(), Line.send
+
+    async def send(self: Line, data: bytes, fds: Sequence[int] = ()) -> None:
+        await plain(self, data, fds)
+        if fds:
+            sent.set()
+
+    Line.send = send  # type: ignore[method-assign]
     handle = holdfast.async_save(uri, state)
-    while client._state.saver is None or client._state.saver.is_idle:
-        time.sleep(0.001)
+    assert sent.wait(WAIT_S)
     pipe.send("handed over")
     handle.wait()
     pipe.send("committed")

@@ -20,7 +20,8 @@ from support.victims import state_of_step
 import holdfast
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.storage.operations.saving import saver_save
-from holdfast.storage.saver import client, image_memory
+from holdfast.storage.ranks.hosts import BUDGET_MIN_NBYTES, share_of
+from holdfast.storage.saver import client, image_memory, promises
 
 SAVES = """
 import os, signal, sys, torch, holdfast
@@ -229,3 +230,60 @@ def test_small_images_are_written_by_threads(
     monkeypatch.setattr(saver_save, "NBYTES_MIN", 32 << 20)
     holdfast.async_save(tmp_path / "at", state_of_step(1)).wait()
     assert client._state.saver is None
+
+
+@pytest.fixture
+def promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a host's promises."""
+    monkeypatch.setenv("HOLDFAST_KEEPER_DIR", str(tmp_path / "private"))
+    return tmp_path / "private" / "promises.json"
+
+
+def test_ranks_of_a_host_heed_what_others_take(promised: Path) -> None:
+    """What a living process has promised is not available to another, until it is taken."""
+    code = "from holdfast.storage.saver.promises import promise\npromise(60, lambda: 100)\ninput()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE)
+    until_s = time.monotonic() + 60
+    while not (promised.exists() and promised.read_text()):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    with pytest.raises(MemoryError, match="40 bytes are available, since others take 60"):
+        promises.promise(41, lambda: 100)
+    promises.promise(40, lambda: 100)
+    with pytest.raises(MemoryError):
+        promises.promise(1, lambda: 100)
+    promises.keep_promise()
+    other.kill()
+    other.communicate(timeout=60)
+    promises.promise(100, lambda: 100)
+    promises.keep_promise()
+    assert promised.read_text() == "[]"
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1, 2]", '[["a", 1, 2]]', "[[1, 2]]", "{}", "null"])
+def test_damaged_promises_are_none(promised: Path, text: str) -> None:
+    """They are replaced."""
+    promised.parent.mkdir(mode=0o700)
+    promised.write_text(text)
+    promises.promise(5, lambda: 5)
+    with pytest.raises(MemoryError):
+        promises.promise(1, lambda: 5)
+
+
+def test_promises_of_strangers_are_not_read(promised: Path) -> None:
+    """A folder that others can write to is not used, and nothing fails."""
+    promised.parent.mkdir()
+    promised.parent.chmod(0o777)
+    promises.promise(5, lambda: 5)
+    promises.promise(5, lambda: 5)
+    assert not promised.exists()
+
+
+def test_ranks_of_a_host_share_a_budget(caplog: pytest.LogCaptureFixture) -> None:
+    """Each gets at least what it needs; then the log says that it is short."""
+    assert share_of(1 << 30, 8) == 128 << 20
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert share_of(128 << 20, 8) == share_of(128 << 20, 8) == BUDGET_MIN_NBYTES
+    assert len(caplog.records) == 1

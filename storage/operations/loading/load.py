@@ -29,7 +29,7 @@ from ...format.tree import Key, dotted, format_path
 from ...pipeline.image_reader import ImageReader, plan_reads
 from ...pipeline.mapping import image_driver
 from ...protocol.current import is_current, read_manifest
-from ...ranks.hosts import numbered, numbers_in, ranks_with
+from ...ranks.hosts import numbered, numbers_in, ranks_with, share_of
 from ...ranks.team import Team
 from ...runtime.engine import offload
 from ...state.adapters.stateful import restore
@@ -64,6 +64,8 @@ class LoadJob:
     strict: Strict
     cast: bool
     budget_nbytes: int
+    shares_budget: bool = False
+    """True if all ranks of the host share the budget."""
     exchange: Exchanging = False
     exchange_limits: ExchangeLimits = field(default_factory=ExchangeLimits)
     progress: Report = lambda done_nbytes, total_nbytes: None
@@ -85,7 +87,10 @@ async def run_load(driver: Driver, team: Team, job: LoadJob) -> tuple[Manifest, 
     error on this rank; RankFailedError and DeadlineError for other ranks."""
     driver = with_progress(driver, team)
     async with team.session():
-        host_ranks = await _host_ranks(team, job.exchange)
+        sharing = await _sharing(team)
+        if job.shares_budget:
+            job.budget_nbytes = share_of(job.budget_nbytes, len(sharing))
+        host_ranks = sharing if job.exchange else [team.rank]
         for attempt in range(RETRIES):
             loaded = await _load(driver, team, job, attempt, host_ranks)
             if loaded is not None:
@@ -123,12 +128,11 @@ def _replaced_each_time(driver: Driver) -> ReplacedError:
     )
 
 
-async def _host_ranks(team: Team, exchange: Exchanging) -> list[int]:
-    """Return the ranks for which one reads the manifest: of this host, or only this one."""
+async def _sharing(team: Team) -> list[int]:
+    """Return the ranks of this host."""
     if team.world == 1:
         return [team.rank]
-    host = team.host if exchange else None
-    verdict = await team.round(HOSTS, OnHost(host), _hosts)
+    verdict = await team.round(HOSTS, OnHost(team.host), _hosts)
     return ranks_with(team.rank, numbers_in(verdict.numbers))
 
 

@@ -25,7 +25,7 @@ from ...state.capture.lazy import fence
 from ...state.flattening.flatten import flatten
 from ..call_errors import announcing_errors, closing, printed_uri
 from ..location import UriLike
-from ..options import LoadOptions
+from ..options import BUDGET_NBYTES, LoadOptions
 from ..report import LoadReport
 from ..rounds import Differences
 from ..telemetry import Outcome, announce, log_loaded, log_safely, recorded_figures, recorder_of
@@ -120,7 +120,9 @@ def _load_new(driver: Driver, part: Part | None, options: LoadOptions) -> _Loade
 
     async def build(reporter: ProgressReporter) -> tuple[object, Manifest, ImageReader]:
         async with closing(driver):
-            return await run_build(driver, rank, options.budget_nbytes, reporter.report, part)
+            return await run_build(
+                driver, rank, options.budget_nbytes or BUDGET_NBYTES, reporter.report, part
+            )
 
     with ProgressReporter(options.progress) as reporter:
         state, manifest, reader = run(build(reporter))
@@ -151,7 +153,8 @@ def _load_into(
                 part=part,
                 strict=options.strict,
                 cast=options.cast,
-                budget_nbytes=options.budget_nbytes,
+                budget_nbytes=options.budget_nbytes or BUDGET_NBYTES,
+                shares_budget=options.budget_nbytes is not None,
                 exchange=options.exchange,
                 progress=reporter.report,
                 touched=set() if touched is None else touched,

@@ -62,20 +62,21 @@ class Route:
 
     ``host_ranks``: the ranks of its host, the first of which forwards the fragments of all; only
     the rank itself on the leader's host. ``speakers``: the ranks that send to the leader: all of
-    its own host, and the first of each other host.
+    its own host, and the first of each other host. ``sharing``: number of ranks on its host.
     """
 
     host_ranks: Sequence[int]
     speakers: Sequence[int]
+    sharing: int = 1
 
     @classmethod
     def of(cls, rank: int, hosts: Ints) -> Route:
         """Return the route of ``rank``, given each rank's host number."""
         first_of_hosts = np.unique(hosts, return_index=True)[1]
         speakers = np.union1d(ranks_with(0, hosts), first_of_hosts).tolist()
-        if hosts[rank] == hosts[0]:
-            return cls([rank], speakers)
-        return cls(ranks_with(rank, hosts), speakers)
+        sharing = ranks_with(rank, hosts)
+        host_ranks = [rank] if hosts[rank] == hosts[0] else sharing
+        return cls(host_ranks, speakers, len(sharing))
 
 
 @dataclass(frozen=True, eq=False)

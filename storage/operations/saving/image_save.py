@@ -24,7 +24,7 @@ from .saver_save import SaverSave, Will
 
 class ImageSave:
     """Writes the image of ``plan`` for the attempt that ``beginning`` returns. ``borrowing``: its
-    use of a base; ``unwritten``: what has not been written to since the save before."""
+    use of a base; ``unwritten``: memory without a write since the save before."""
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ from ...protocol.collect import give_up, sweep
 from ...protocol.commit import begin, commit, settle
 from ...protocol.current import is_current
 from ...protocol.telemetry import put_telemetry
+from ...ranks.hosts import share_of
 from ...ranks.messages import LEADER, Nothing
 from ...ranks.team import Team
 from ...runtime.engine import offload
@@ -118,6 +119,8 @@ async def _save(
     global_plan = await global_plan_of(team, driver.uri, job)
     if job.keeping is not None and await keep(team, job, global_plan):
         return None
+    if job.budget_nbytes is not None and job.shares_budget and global_plan is not None:
+        job.budget_nbytes = share_of(job.budget_nbytes, global_plan.route.sharing)
     plan = await planned(job, team.rank, global_plan)
     check_image_size(driver, plan.layout.nbytes)  # before anything is put
     job.bases = await _patch_bases(team, job, plan.layout)
@@ -156,6 +159,7 @@ async def _save(
         _log.info("the job's store was gone before word of the commit: %s", error)
     image.unwritten.epoch.commit(attempt.id, written.unchanged)
     job.published(attempt.id)
+    await until_ended.aclose()  # its memory is free for the next save
     return Saved(
         *(attempt.id, nbytes, written.stored_nbytes, written.borrowed_nbytes),
         *(borrowing.uri, borrowing.why_whole),

@@ -75,6 +75,8 @@ class SaveJob:
     step: int | None
     budget_nbytes: int | None
     """Host memory for chunks; None: room for the whole image."""
+    shares_budget: bool = False
+    """True if all ranks of the host share the budget."""
     lazy: LazyCapture | None = None
     """Set if training continues while ``flat`` is copied."""
     callbacks: Callbacks = field(default=Callbacks(lambda: None, lambda: None))

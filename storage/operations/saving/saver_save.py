@@ -34,6 +34,7 @@ from ...saver import client
 from ...saver.image_memory import give_memory, take_memory
 from ...saver.messages import Moved, Write, Wrote
 from ...saver.process import BUDGET_NBYTES
+from ...saver.promises import keep_promise
 from ...state.pinned import pin
 from ...state.plan import SavePlan
 from ..rounds import Begun
@@ -133,7 +134,12 @@ class SaverSave:
             plan, callbacks = self._plan, self._job.callbacks
             chunks = TensorChunks(plan.layout, plan.source)
             beside = not self._job.waits
-            await capture_into(self._memory, plan.layout, chunks, self._moved, beside=beside)
+            is_fresh = not self._memory.is_populated
+            try:
+                await capture_into(self._memory, plan.layout, chunks, self._moved, beside=beside)
+            finally:
+                if is_fresh:
+                    await offload(keep_promise)
             callbacks.captured()
         finally:
             await starting

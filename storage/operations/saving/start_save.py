@@ -42,7 +42,7 @@ from ...state.flattening.flatten import flatten
 from ...state.flattening.placeholders import refuse_placeholders
 from ..call_errors import announcing_errors, printed_step
 from ..location import UriLike
-from ..options import SaveOptions
+from ..options import BUDGET_NBYTES, SaveOptions
 from ..report import SaveReport
 from ..rounds import MEET
 from ..telemetry import (
@@ -260,6 +260,8 @@ class _RunningSave:
         if self._by is not None:
             keeping = Keeping(self._by, self.handle, self._sealed)
         budget_nbytes = options.budget_nbytes
+        if budget_nbytes is None and not options.asynchronous:
+            budget_nbytes = BUDGET_NBYTES
         if budget_nbytes is not None:
             budget_nbytes = max(1, budget_nbytes - lazy.host.arena_nbytes)
         self._job = SaveJob(
@@ -274,6 +276,7 @@ class _RunningSave:
             compression=options.compression,
             overwrite=options.overwrite,
             keeping=keeping,
+            shares_budget=options.budget_nbytes is not None,
         )
         self._queued = Queued.now(devices)  # the work that devices have pending
 
