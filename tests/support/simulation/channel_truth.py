@@ -21,6 +21,7 @@ from .world import World
 
 ROOT = "run/channel"
 _IN_VERSION = re.compile(rf"/*{ROOT}/(?P<sequence>[0-9]{{8}})/(?P<key>.+)")
+_SLEEPS = {"pause", "cut", "hang"}
 Values = Mapping[str, torch.Tensor]
 
 
@@ -141,7 +142,7 @@ class Truth:
         """Return whether a version is deleted, no reader may find it again, and one of the
         publishers has slept for a while."""
         head = self.head()
-        slept = self.world.struck.keys() & {"pause", "cut", "hang"}
+        slept = self.world.struck.keys() & _SLEEPS
         is_hidden = head is not None and sequence < head.offered
         return bool(slept) and sequence in self.deleted and is_hidden
 
@@ -233,18 +234,17 @@ class Truth:
 
     def check_space(self, keep: int, anchor: int) -> None:
         """Check that old weights have been deleted. A publisher that has slept may leave a record of
-        its times."""
+        its times, and a temporary file."""
         head = self.head()
         assert head is not None
         last = self.newest - keep - 1  # withdrawn with the push before
         needed = set[int]().union(*map(self.needed_for, range(max(1, last), self.newest + 1)))
         first = min(needed)
-        left = {
-            int(match["sequence"])
-            for path in self.world.files()
-            if (match := _IN_VERSION.fullmatch(path)) and ".safetensors" in path
-        }
-        left -= self.returned
+        weights = [path for path in self.world.files() if ".safetensors" in path]
+        if self.world.struck.keys() & _SLEEPS:
+            weights = [path for path in weights if "/." not in path]
+        matches = map(_IN_VERSION.fullmatch, weights)
+        left = {int(match["sequence"]) for match in matches if match} - self.returned
         too_old = sorted(n for n in left if n < first)
         if too_old or len(left) > keep + anchor + 2:
             raise Violation(f"of versions before {first}, {too_old} are left; kept: {sorted(left)}")
