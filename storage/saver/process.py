@@ -34,7 +34,7 @@ from ..runtime.engine import CPU_THREADS
 from .finishing import finish
 from .messages import Cancel, Failed, Forget, Message, Moved, Write, Wrote, decode, encode
 
-NICE = 5
+NICE = 10
 """Training goes before saving where both want a processor."""
 BUDGET_NBYTES = 256 << 20
 """Limit for copies of chunks that are compressed. Others are written in place."""
