@@ -15,6 +15,7 @@ while it is being read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -191,10 +192,14 @@ async def read_version(driver: Driver, sequence: int) -> tuple[Manifest, bytes]:
 
 async def leased(driver: Driver, now_s: float, *, tidy: bool = False) -> list[int]:
     """Return the versions with a lease at ``now_s`` on the storage's clock, one for each lease.
-    ``tidy``: delete old leases."""
+    ``tidy``: delete old leases. A listing may show an earlier time of a lease, so it does not
+    prove that one is old."""
     found: list[int] = []
     for info in [info async for info in driver.list(LEASES_FOLDER)]:
         age_s = now_s - info.modified_s
+        if age_s > LEASE_S:
+            with contextlib.suppress(NotFoundError):
+                age_s = now_s - (await driver.stat(info.key)).modified_s
         if age_s <= LEASE_S:
             found += await _leased_by(driver, info.key)
         elif tidy and age_s > 2 * LEASE_S:

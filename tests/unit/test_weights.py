@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import torch
 from support.bits import difference, fresh_uri
 
 import holdfast
-from holdfast.drivers.memory import STORES
-from holdfast.storage.weights.channel import Head
+from holdfast.drivers.contract import ObjectInfo
+from holdfast.drivers.memory import STORES, MemoryDriver
+from holdfast.storage.weights.channel import LEASE_S, Head, encoded_lease, leased
 
 SIZE = 3_000_000
 """Elements of the largest tensor: its image has two chunks."""
@@ -198,6 +202,24 @@ def test_old_versions_are_deleted_unless_they_are_read() -> None:
     head = Head.decode(store["newest.json"][0])
     assert head.sequence == 25
     assert kept() - {9, 10} == set(range(17, 26))
+
+
+def test_a_lease_is_not_old_because_a_listing_is() -> None:
+    """A listing may show a lease as it was before it was renewed: then it counts, and stays."""
+
+    class StaleListing(MemoryDriver):
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            async for info in super().list(prefix):
+                yield replace(info, modified_s=info.modified_s - 3 * LEASE_S)
+
+    async def look() -> list[int]:
+        driver = StaleListing()
+        await driver.put("leases/reader.json", encoded_lease(10))
+        now_s = (await driver.stat("leases/reader.json")).modified_s
+        found = await leased(driver, now_s, tidy=True)
+        return found + await leased(driver, now_s + 3 * LEASE_S, tidy=True)
+
+    assert asyncio.run(look()) == [10]
 
 
 def test_a_withdrawn_version_is_not_offered_again() -> None:
