@@ -17,6 +17,7 @@ from support.simulation.engine import installed
 from support.simulation.found import SCHEDULES
 from support.simulation.loop import Crashed
 from support.simulation.run import Failure, Tally, bury, run
+from support.simulation.savers import BROKEN as BROKEN_SAVERS
 from support.simulation.savers import with_savers
 from support.simulation.schedule import Fault, Schedule, drawn, packed
 from support.simulation.states import PACKED
@@ -89,6 +90,17 @@ def test_promises_hold_where_savers_write() -> None:
     for seed in range(FIXED // 4):
         assert told(run(with_savers(drawn(seed)), tally)) == ""
     assert tally.finished
+
+
+@pytest.mark.nightly(3)
+@pytest.mark.parametrize("broken", BROKEN_SAVERS, ids=lambda broken: broken.name)
+def test_the_simulator_catches_a_broken_saver(broken: Broken) -> None:
+    """A mixture, or a manifest without its data, is noticed."""
+    assert broken.seed is not None
+    with broken.engine():
+        failure = run(with_savers(drawn(broken.seed)))
+    assert failure is not None
+    assert failure.why.startswith("Violation")
 
 
 def logged(schedule: Schedule) -> list[str]:

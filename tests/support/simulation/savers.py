@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -16,19 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.drivers.contract import Driver
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.format.manifest import image_key
+from holdfast.storage.format.manifest import Manifest, image_key
 from holdfast.storage.operations.rounds import Begun
 from holdfast.storage.operations.saving.save_job import SaveJob
 from holdfast.storage.operations.saving.saver_save import SaverSave, Will
 from holdfast.storage.pipeline.capture import TensorChunks, capture_into
 from holdfast.storage.pipeline.chunks import MemoryChunks
 from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from holdfast.storage.protocol.attempt import Attempt
+from holdfast.storage.protocol.commit import commit
 from holdfast.storage.ranks.team import Team
 from holdfast.storage.runtime.buffers import HostBuffer
+from holdfast.storage.saver import finishing
 from holdfast.storage.saver.finishing import finish
 from holdfast.storage.saver.messages import Write
 from holdfast.storage.state.plan import SavePlan
 
+from .breaking import Broken
 from .checker import MAIN
 from .loop import PROCESS, Crashed, Process
 from .schedule import Schedule
@@ -144,6 +149,33 @@ def serve(world: World, trainer: Process, request: _Request) -> Process:
     return process
 
 
+def is_alive(trainer: Process) -> bool:
+    """Return whether a trainer lives, which its saver learns from the kernel."""
+    return trainer.alive
+
+
+async def _force(
+    driver: Driver, attempt: Attempt, manifest: Manifest, *, overwrite: bool
+) -> Attempt | None:
+    """Commit although another process has decided otherwise."""
+    await driver.delete(attempt.record_key)
+    return await commit(driver, attempt, manifest, overwrite=overwrite)
+
+
+BROKEN = [
+    Broken(
+        "a saver does not wait for the end of its trainer",
+        lambda: iter([(sys.modules[__name__], "is_alive", lambda trainer: False)]),
+        seed=7,
+    ),
+    Broken(
+        "a saver removes the record of another process",
+        lambda: iter([(finishing, "commit", _force)]),
+        seed=47,
+    ),
+]
+
+
 async def _serve(world: World, process: Process, trainer: Process, request: _Request) -> None:
     driver = world.driver(MAIN)
     try:
@@ -155,7 +187,7 @@ async def _serve(world: World, process: Process, trainer: Process, request: _Req
                 request.answer.exception()
             return
         request.answer.set_result(written)
-        while not request.is_forgotten and trainer.alive:
+        while not request.is_forgotten and is_alive(trainer):
             await asyncio.sleep(LOOK_S)
         if not request.is_forgotten:
             await finish(driver, request.write, written)
