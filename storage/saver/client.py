@@ -24,12 +24,14 @@ from ...errors import CoordinationError
 from ..arenas.memory import Memory
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import CLEAN_UP_S, offload
-from .messages import Cancel, Failed, Forget, Message, Moved, Write, Wrote, decode, encode
+from .messages import BEAT_S, Cancel, Failed, Forget, Message, Moved, Write, Wrote, decode, encode
 
 SWITCH = "HOLDFAST_SAVER"
 """Environment variable; "off": write in this process, by threads."""
 LOSSES_MAX = 3
 """Number of savers in a row that may die without having written anything."""
+SILENT_S = 60.0
+"""Time without a sign of life after which a saver is killed: it is stopped, or hangs."""
 END_S = 2.0
 """Longest time that the exiting interpreter waits for an idle saver."""
 
@@ -60,6 +62,8 @@ class Saver:
         self._pending: dict[int, _Pending] = {}
         self._reading = asyncio.ensure_future(self._read())
         self.has_written = False
+        self._heard = 0
+        """Number of messages received."""
 
     @property
     def pid(self) -> int:
@@ -84,6 +88,7 @@ class Saver:
         saver commits the save. ``memory`` must not change before the end. Raises SaverLost."""
         number = next(self._numbers)
         pending = self._pending[number] = _Pending(moved)
+        watching = asyncio.ensure_future(self._watch())
         try:
             try:
                 await self._line.send(encode(number, write), [memory.fd])
@@ -91,9 +96,20 @@ class Saver:
                 raise await self._lost() from error
             yield await self._answer(number, pending)
         finally:
+            watching.cancel()
             self._pending.pop(number, None)
             with contextlib.suppress(OSError):
                 await self._line.send(encode(number, Forget()))
+
+    async def _watch(self) -> None:
+        """Kill a silent saver. Time while this process is stopped does not count."""
+        silent_s = 0.0
+        while silent_s < SILENT_S:
+            heard = self._heard
+            await asyncio.sleep(BEAT_S)
+            silent_s = silent_s + BEAT_S if heard == self._heard else 0.0
+        _log.warning("the saver, process %d, has been silent for %g s", self.pid, silent_s)
+        self.kill()
 
     async def _answer(self, number: int, pending: _Pending) -> Wrote | Failed:
         cancelled = await wait_out([pending.answer], on_cancel=lambda: self._cancel(number))
@@ -121,6 +137,7 @@ class Saver:
         try:
             while True:
                 received = await self._line.receive()
+                self._heard += 1
                 number, message = decode(received.data)
                 self._handle(number, message)
         except (ConnectionError, MessageError, CoordinationError):
@@ -148,7 +165,7 @@ class Saver:
         return SaverLost(f"the saver, process {self.pid}, has ended with status {code}")
 
     def kill(self) -> None:
-        """End its process, whatever it does."""
+        """End its process at once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

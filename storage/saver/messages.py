@@ -15,7 +15,22 @@ from ...core.spans import Summary
 from ..arenas.messages import decode_kind, encode
 from ..ranks.failures import Failure
 
-__all__ = ["Cancel", "Failed", "Forget", "Message", "Moved", "Write", "Wrote", "decode", "encode"]
+__all__ = [
+    "BEAT_S",
+    "Alive",
+    "Cancel",
+    "Failed",
+    "Forget",
+    "Message",
+    "Moved",
+    "Write",
+    "Wrote",
+    "decode",
+    "encode",
+]
+
+BEAT_S = 5.0
+"""Interval of signs of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,11 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """Event, of no request: sent every :data:`BEAT_S` while images are written."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wrote:
     """Answer: the image is durable. ``digests``: 16 bytes per chunk; ``stored_nbytes``: size of its
     file; ``summary``: of the recorded stages."""
@@ -93,7 +113,7 @@ class Failed:
     unopened: bool = False
 
 
-Message: TypeAlias = Write | Cancel | Forget | Moved | Wrote | Failed
+Message: TypeAlias = Write | Cancel | Forget | Moved | Alive | Wrote | Failed
 _KINDS = {kind.__name__: kind for kind in Message.__args__}
 
 

@@ -1,7 +1,7 @@
 """The process of a saver: ``python -m holdfast.storage.saver.process SOCKET PIDFD``.
 
 It inherits one end of a connection to its trainer, and a descriptor of the trainer's process. It
-writes what the trainer requests, and ends with it, once it has finished the saves under way.
+writes the images that the trainer hands over, finishes the saves under way, and ends with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,19 @@ from ..ranks.failures import Failure
 from ..runtime.buffers import release_pools
 from ..runtime.engine import CPU_THREADS
 from .finishing import finish
-from .messages import Cancel, Failed, Forget, Message, Moved, Write, Wrote, decode, encode
+from .messages import (
+    BEAT_S,
+    Alive,
+    Cancel,
+    Failed,
+    Forget,
+    Message,
+    Moved,
+    Write,
+    Wrote,
+    decode,
+    encode,
+)
 
 NICE = 10
 """Training goes before saving where both want a processor."""
@@ -66,7 +78,9 @@ class Saver:
         loop.add_reader(self._trainer, ended.set)
         receiving = asyncio.ensure_future(self._receive())
         waiting = asyncio.ensure_future(ended.wait())
+        beating = asyncio.ensure_future(self._beat())
         await asyncio.wait([receiving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        beating.cancel()
         if not self._saves:
             return
         await waiting  # a trainer that has only closed its end may still commit
@@ -76,6 +90,13 @@ class Saver:
         while self._tasks:
             await asyncio.wait(self._tasks)
         await wait_out([receiving])
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                await asyncio.sleep(BEAT_S)
+                if self._saves:
+                    await self._line.send(encode(0, Alive()))
 
     async def _receive(self) -> None:
         while True:
@@ -225,7 +246,7 @@ async def _serve(sock: socket.socket, trainer: int) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Serve the trainer at the other end of the inherited socket."""
     sock, trainer = map(int, arguments)
-    # Whoever ends the trainer by a signal to its group would also end what is to survive it.
+    # A signal to the trainer's whole group must not end its saver, too.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

@@ -74,7 +74,7 @@ def _decoded(text: str) -> list[Note]:
 
 
 def _start_of(pid: int) -> int:
-    """Return when a process began; -1 if there is none. Ids are used again."""
+    """Return when a process began; -1 without one. Ids are used again."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

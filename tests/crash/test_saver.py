@@ -76,6 +76,23 @@ def test_a_killed_saver_is_replaced(saving: Path, delay_s: float) -> None:
     check(saving, {3})
 
 
+def test_a_stopped_saver_is_replaced(saving: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like one that hangs. A save does not wait for it for ever."""
+    monkeypatch.setattr(client, "SILENT_S", 0.3)
+    monkeypatch.setattr(client, "BEAT_S", 0.1)
+    slow = f"file://{saving}?faults=seed:1,delay:1,delay_s:0.05"
+    handle = holdfast.async_save(slow, state_of_step(1))
+    until_s = time.monotonic() + WAIT_S
+    while client._state.saver is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    first = pid_of_saver()
+    os.kill(first, signal.SIGSTOP)
+    handle.wait()
+    check(saving, {1})
+    assert not Path(f"/proc/{first}").exists()
+
+
 @pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
 def test_the_savers_of_a_job_commit_without_it(tmp_path: Path, killed: tuple[int, int]) -> None:
     """All ranks are killed, one after the other, while their images are written: the savers meet in
