@@ -18,6 +18,7 @@ _FIT = 1.25
 _log = logging.getLogger(__name__)
 _free: list[Memory] = []
 _lock = new_lock()
+_warned = False
 
 
 def take_memory(nbytes: int, mapped: Callable[[Memory], object]) -> Memory | None:
@@ -36,10 +37,22 @@ def take_memory(nbytes: int, mapped: Callable[[Memory], object]) -> Memory | Non
         promise(nbytes, lambda: available_nbytes() - RESERVE_NBYTES)
         memory = Memory(sealed_memory(nbytes), nbytes)
     except (OSError, MemoryError) as error:
-        _log.warning("no memory for a copy of an image of %s bytes: %s", f"{nbytes:,}", error)
+        _warn_once(f"an image of {nbytes:,} bytes", str(error))
         return None
     mapped(memory)
     return memory
+
+
+def _warn_once(image: str, problem: str) -> None:
+    global _warned  # noqa: PLW0603
+    level = logging.DEBUG if _warned else logging.WARNING
+    _warned = True
+    _log.log(
+        level,
+        "%s is copied as fast as the storage takes it, for want of memory: %s",
+        image,
+        problem,
+    )
 
 
 def give_memory(memory: Memory) -> None:

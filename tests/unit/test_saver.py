@@ -119,6 +119,7 @@ def test_threads_write_where_a_saver_cannot(
         monkeypatch.setenv("HOLDFAST_SAVER", "off")
     elif why == "memory":
         monkeypatch.setattr(image_memory, "available_nbytes", lambda: 0)
+        monkeypatch.setattr(image_memory, "_warned", False)
         image_memory.release_memory()
     elif why == "process":
         monkeypatch.setattr(client, "_PROGRAM", ("/nowhere/python",))
@@ -126,13 +127,17 @@ def test_threads_write_where_a_saver_cannot(
         monkeypatch.setattr(client, "_PROGRAM", (sys.executable, "-c", "raise SystemExit(3)"))
     elif why == "budget":
         options["budget_nbytes"] = 32 << 20
-    state = {"step": 1, "x": torch.arange(10 << 20, dtype=torch.int32)}
+    count = 80 << 20 if why == "memory" else 10 << 20
+    state = {"step": 1, "x": torch.arange(count, dtype=torch.int32)}
     with caplog.at_level(logging.WARNING):
         if why == "options":
             uri = "memory://threads"
         handle = holdfast.async_save(uri, state, **options)  # type: ignore[arg-type]
         handle.wait()
     assert stages_here(handle.report)
+    if why == "memory":
+        assert handle.report is not None
+        assert handle.report.peak_nbytes <= saver_save.BUDGET_NBYTES
     assert bool(caplog.records) == (why in ("memory", "process", "unknown"))
     assert client._state.saver is None or not client._state.saver.is_alive
     assert torch.equal(holdfast.load(uri)["x"], state["x"])

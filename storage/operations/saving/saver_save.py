@@ -88,6 +88,7 @@ class SaverSave:
             return None
         memory = await offload(take_memory, nbytes, pin)
         if memory is None:
+            job.budget_nbytes = BUDGET_NBYTES
             return None
         return cls(job, plan, team, (job.storage.uri, *settings), memory)
 
