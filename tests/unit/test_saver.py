@@ -35,9 +35,11 @@ handle = holdfast.async_save(uri, state_of_step(1))
 
 @pytest.fixture(scope="module", autouse=True)
 def own_saver() -> Iterator[None]:
-    """Let these tests share one saver, which ends after them."""
+    """Let these tests share one saver, which ends after them. One of other tests may be larger: it
+    has loaded drivers."""
+    before, client._state = client._state, client._State()
     yield
-    saver, client._state = client._state.saver, client._State()
+    saver, client._state = client._state.saver, before
     if saver is not None:
         saver.end()
 
