@@ -53,7 +53,7 @@ def until_savers_ended(mark: str) -> None:
     until_s = time.monotonic() + WAIT_S
     while savers_of(mark):
         assert time.monotonic() < until_s, f"savers that do not end: {savers_of(mark)}"
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def save_and_die_at(pipe: Connection, uri: str, step: int, at: int, mark: str) -> None:
