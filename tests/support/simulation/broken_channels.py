@@ -39,6 +39,11 @@ AIMED = {
     "a lease is put after the head is read": _aimed(
         Fault("pause", "other", 14, 110.0), trainer=replace(_TRAINER, steps=24, gap_s=5.0)
     ),
+    "leases are ignored": _aimed(
+        Fault("pause", "read", 8, 30.0),
+        trainer=replace(_TRAINER, steps=24, gap_s=2.0),
+        storage="posix",
+    ),
     "a publisher whose files were deleted by another one is not told so": overtaken(4),
     "a patch to the anchor is applied to an older version, and nothing is verified": _aimed(
         engine=replace(_ENGINE, begin_s=3.5, gap_s=6.0)

@@ -340,7 +340,10 @@ class Job:
         before, self.failed = self.failed, True
         slept = self.world.struck.keys() & _SILENT
         is_lost = bool(slept) and "lost with their whole file" in str(error)  # no lease any more
-        if isinstance(error, DamagedError | MismatchError) and not is_lost:
+        # A flipped bit is read again, unless something else ends the update meanwhile.
+        flips = self.world.struck["flip"]
+        is_flipped = 0 < flips < sum(self.world.struck.values())
+        if isinstance(error, DamagedError | MismatchError) and not (is_lost or is_flipped):
             raise Violation(f"{rank}: {error!r}") from error
         if isinstance(error, DeadlineError):
             is_excused = bool(slept)
@@ -355,7 +358,7 @@ class Job:
         elif isinstance(error, ExistsError):
             is_excused = False  # it is another publisher, and says so
         else:
-            is_excused = is_lost or isinstance(error, StorageError | SupersededError)
+            is_excused = is_lost or is_flipped or isinstance(error, StorageError | SupersededError)
         others = sum(job.plan.kind == "publish" for job in self.crew.jobs) > 1
         calm = not self.world.struck and self.plan.failing < 0 and not self.tried
         if not is_excused or (calm and not before and not others):
