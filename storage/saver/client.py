@@ -112,7 +112,9 @@ class Saver:
         self.kill()
 
     async def _answer(self, number: int, pending: _Pending) -> Wrote | Failed:
-        cancelled = await wait_out([pending.answer], on_cancel=lambda: self._cancel(number))
+        cancelled = await wait_out(
+            [pending.answer], on_cancel=lambda: self._cancel(number, pending)
+        )
         if cancelled is not None:
             raise cancelled
         answer = pending.answer.result()
@@ -120,14 +122,14 @@ class Saver:
             self.has_written = True
         return answer
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int, pending: _Pending) -> None:
         """Have a write end. A saver that does not answer in time is killed."""
 
         async def cancel() -> None:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CLEAN_UP_S):
                     await self._line.send(encode(number, Cancel()))
-                    await asyncio.wait([self._pending[number].answer])
+                    await asyncio.wait([pending.answer])
                     return
             self.kill()
 

@@ -58,10 +58,6 @@ _TRAINER_STAGES = ("capture",)
 _log = logging.getLogger(__name__)
 
 
-class _Unopened(Exception):
-    """The driver cannot be opened in this process."""
-
-
 class Saver:
     """Serves one trainer over ``line``. ``trainer``: descriptor of its process."""
 
@@ -86,7 +82,7 @@ class Saver:
         await waiting  # a trainer that has only closed its end may still commit
         loop.remove_reader(self._trainer)
         for save in self._saves.values():
-            save.is_orphan.set()
+            save.lose_trainer()
         while self._tasks:
             await asyncio.wait(self._tasks)
         await wait_out([receiving])
@@ -109,16 +105,15 @@ class Saver:
     def _handle(self, received: Received) -> None:
         number, message = decode(received.data)
         if isinstance(message, Write):
-            save = _Save(self._line, number, message)
-            self._saves[number] = save
-            save.task = asyncio.ensure_future(self._run(save, received.fds[0]))
-            self._tasks.add(save.task)
-            save.task.add_done_callback(self._tasks.discard)
+            save = self._saves[number] = _Save(self._line, number, message)
+            task = asyncio.ensure_future(self._run(save, received.fds[0]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         elif number in self._saves:
             if isinstance(message, Cancel):
                 self._saves[number].cancel()
             elif isinstance(message, Forget):
-                self._saves[number].is_forgotten.set()
+                self._saves[number].forget()
 
     async def _run(self, save: _Save, memory: int) -> None:
         try:
@@ -135,15 +130,26 @@ class _Save:
 
     def __init__(self, line: Line, number: int, write: Write) -> None:
         self.number = number
-        self.is_orphan = asyncio.Event()
-        self.is_forgotten = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+        self._is_orphan = False
+        self._is_forgotten = False
+        self._trainer_is_done = asyncio.Event()
+        """Set when the trainer has ended the save, or has died."""
         self._line = line
         self._write = write
         self._writing: asyncio.Future[WrittenImage] | None = None
         self._moved = Moved(0, 0, False)
         self._told_s = 0.0
         self._telling: set[asyncio.Task[None]] = set()
+
+    def forget(self) -> None:
+        """Note that the trainer has ended the save."""
+        self._is_forgotten = True
+        self._trainer_is_done.set()
+
+    def lose_trainer(self) -> None:
+        """Note that the trainer has died."""
+        self._is_orphan = True
+        self._trainer_is_done.set()
 
     def cancel(self) -> None:
         """End the write of the image, if it has not ended."""
@@ -163,7 +169,8 @@ class _Save:
                     opened = opened_driver(write.uri, write.world, **json.loads(write.options))
                     driver = await stack.enter_async_context(opened)
                 except HoldfastError as error:
-                    raise _Unopened from error
+                    await self._fail(error, unopened=True)
+                    return
                 with recording(recorder):
                     self._writing = asyncio.ensure_future(self._image(driver, memory))
                 written = await self._writing
@@ -172,13 +179,11 @@ class _Save:
                 digests = written.digests.tobytes()
                 await self._tell(Wrote(digests, written.stored_nbytes, summary))
                 await self._end(driver, written)
-        except _Unopened as error:
-            await self._fail(error.__cause__ or error, unopened=True)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(error)
 
     async def _fail(self, error: BaseException, *, unopened: bool = False) -> None:
-        if self.is_orphan.is_set():
+        if self._is_orphan:
             _log.warning("a save whose trainer has died failed: %s", error)
         await self._tell(Failed(Failure.of(error, self._write.rank), unopened))
 
@@ -219,13 +224,8 @@ class _Save:
 
     async def _end(self, driver: Driver, written: WrittenImage) -> None:
         """Wait until the trainer has ended the save. Finish it if the trainer has died."""
-        waiting = [asyncio.ensure_future(e.wait()) for e in (self.is_forgotten, self.is_orphan)]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
-        if self.is_forgotten.is_set():
+        await self._trainer_is_done.wait()
+        if self._is_forgotten:
             return
         if await finish(driver, self._write, written):
             step = self._write.step

@@ -50,8 +50,7 @@ def _notes() -> Iterator[list[Note]]:
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)  # held for microseconds, and released with its process
-        before = [note for note in _decoded(file.read()) if _start_of(note[0]) == note[1]]
-        notes = list(before)
+        notes = [note for note in _decoded(file.read()) if _start_of(note[0]) == note[1]]
         yield notes
         file.seek(0)
         file.truncate()

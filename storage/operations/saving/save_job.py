@@ -95,8 +95,9 @@ class SaveJob:
     """Whether an existing checkpoint may be replaced; the same on all ranks."""
     keeping: Keeping | None = None
     """Set if the save goes through a keeper; None: this process writes to storage."""
-    storage: Storage | None = None
-    """The destination, if a saver may write the image."""
+    storage: Callable[[], Storage] | None = None
+    """Returns the destination, if a saver may write the image. Composing its URI takes a while, for
+    which training must not wait."""
     admit: Admit | None = None
     base: Base | None = None
     """Where to borrow equal bytes; on all ranks or none."""

@@ -82,15 +82,16 @@ class SaverSave:
             return None
         if driver.traits.in_process or not client.is_wanted():
             return None
+        storage = job.storage()
         try:
-            settings = driver_settings(job.storage.options)
+            settings = driver_settings(storage.options)
         except SaveError:  # these options cannot be sent to another process
             return None
         memory = await offload(take_memory, nbytes, pin)
         if memory is None:
             job.budget_nbytes = BUDGET_NBYTES
             return None
-        return cls(job, plan, team, (job.storage.uri, *settings), memory)
+        return cls(job, plan, team, (storage.uri, *settings), memory)
 
     async def write(
         self,
@@ -174,8 +175,7 @@ class SaverSave:
 
         chunks = MemoryChunks(layout, self._memory, packed=job.compression is not None)
         callbacks = Callbacks(lambda: None, job.callbacks.sealed, self._moved, job.callbacks.wrote)
-        budget_nbytes = BUDGET_NBYTES
-        writer = ImageWriter(driver, layout, chunks, budget_nbytes, callbacks, job.compression)
+        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, job.compression)
         return await writer.write(known)
 
 

@@ -158,7 +158,7 @@ def begin_save(
         save.job.base = to.base
         save.job.publication = to.publication
         if options.asynchronous:
-            save.job.storage = to.storage()
+            save.job.storage = to.storage
         with _in_flight_lock:
             before = _in_flight.get(to.uri)
             future = _in_flight[to.uri] = start(_run(to, team, save, before))
