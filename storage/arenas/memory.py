@@ -24,6 +24,8 @@ from .numa import prefer_node
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE
+RESERVE_NBYTES = 256 << 20
+"""Memory to leave to the rest of the system."""
 _RESERVED_AT_ONCE_NBYTES = 256 << 20
 _POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)

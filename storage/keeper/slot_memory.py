@@ -14,6 +14,7 @@ from functools import partial
 from ...errors import DamagedError
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
 from ..arenas.memory import (
+    RESERVE_NBYTES,
     Memory,
     available_nbytes,
     check_sealed,
@@ -26,9 +27,6 @@ from .decisions.generations import Generations
 from .decisions.slots import Refusal
 from .sealing import is_sealed
 from .tiers import LocalImage
-
-RESERVE_NBYTES = 256 << 20
-"""Memory left to the rest of the system."""
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,9 @@ import logging
 from collections.abc import Callable
 
 from ...core.forks.renewal import in_child, new_lock
-from ..arenas.memory import Memory, available_nbytes, sealed_memory
+from ..arenas.memory import RESERVE_NBYTES, Memory, available_nbytes, sealed_memory
 from .promises import promise
 
-RESERVE_NBYTES = 256 << 20
-"""Memory left to the rest of the system."""
 _FIT = 1.25
 """Memory that is up to this much larger than an image is used for it."""
 
@@ -30,9 +28,7 @@ def take_memory(nbytes: int, mapped: Callable[[Memory], object]) -> Memory | Non
         if fitting:
             _free.remove(fitting[0])
             return fitting[0]
-        for memory in _free:  # of a former size
-            memory.close()
-        _free.clear()
+    release_memory()  # it is of a former size
     try:
         promise(nbytes, lambda: available_nbytes() - RESERVE_NBYTES)
         memory = Memory(sealed_memory(nbytes), nbytes)

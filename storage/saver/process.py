@@ -26,8 +26,8 @@ from ...planner.image import ImageLayout
 from ..arenas.memory import Memory, release_unused
 from ..arenas.sockets import Line, MessageError, Received
 from ..format.packed import checked_compression
-from ..pipeline.chunks import MemoryChunks
-from ..pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ..pipeline.image_writer import Callbacks, WrittenImage
+from ..pipeline.memory_writer import write_memory
 from ..ranks.failures import Failure
 from ..runtime.buffers import release_pools
 from ..runtime.engine import CPU_THREADS
@@ -48,8 +48,6 @@ from .messages import (
 
 NICE = 10
 """Training goes before saving where both want a processor."""
-BUDGET_NBYTES = 256 << 20
-"""Limit for copies of chunks that are compressed. Others are written in place."""
 MOVED_S = 0.1
 """Interval of progress messages."""
 _TRAINER_STAGES = ("capture",)
@@ -193,14 +191,11 @@ class _Save:
             write.hashed_end, write.nbytes, write.chunk_nbytes, write.block_nbytes
         )
 
-        async def key() -> str:
-            return write.key
-
         compression = checked_compression(write.compression or None)
-        chunks = MemoryChunks(layout, memory, packed=compression is not None)
         callbacks = Callbacks(lambda: None, self._sealed, wrote=self._wrote)
-        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, compression)
-        return await writer.write(key)
+        return await write_memory(
+            driver, write.key, layout, memory, compression, callbacks=callbacks
+        )
 
     def _sealed(self) -> None:
         self._moved = Moved(self._moved.done_nbytes, self._write.hashed_end, True)

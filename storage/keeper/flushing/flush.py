@@ -23,8 +23,8 @@ from ...format.manifest import image_key
 from ...format.packed import Compression, checked_compression
 from ...pipeline.base import Base, Borrowing, ChosenBase, chosen
 from ...pipeline.borrowing import BaseImage, Incremental
-from ...pipeline.chunks import MemoryChunks
-from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ...pipeline.image_writer import WrittenImage
+from ...pipeline.memory_writer import write_memory
 from ...protocol.collect import give_up
 from ...protocol.commit import begin, commit_attempt
 from ..decisions.standing import FlushOrder, Written
@@ -32,8 +32,6 @@ from ..reading import peers_of
 from ..reporting import Reporting
 from ..tiers import LocalImage
 
-BUDGET_NBYTES = 256 << 20
-"""Limit for compressed chunks. Uncompressed chunks are written in place and take none of it."""
 _LOOK_S = 1.0
 
 
@@ -217,20 +215,14 @@ async def write_image(
     layout = ImageLayout.of_sizes(
         label.hashed_end, label.nbytes, label.chunk_nbytes, label.block_nbytes
     )
-    chunks = MemoryChunks(layout, image.memory, packed=compression is not None)
-    unseen = Callbacks(lambda: None, lambda: None)
     async with AsyncExitStack() as opened:
-
-        async def known() -> str:
-            return key
 
         async def base() -> BaseImage | None:
             if borrowing is None:
                 return None
             return await borrowing.image(driver, label.rank, layout, opened)
 
-        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, unseen, compression, base)
-        written = await writer.write(known)
+        written = await write_memory(driver, key, layout, image.memory, compression, base=base)
     if written.digests.tobytes() != label.digests:
         raise DamagedError(
             f"the image of rank {label.rank} of step {label.generation.step} has changed in memory",

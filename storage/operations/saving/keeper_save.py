@@ -11,14 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import numpy as np
-
 from ....core.spans import span
 from ....errors import CoordinationError, SaveError
-from ....planner.image import DIGEST_NBYTES
 from ...arenas.arena import Capture, FillingSlot
-from ...format.fragment import fragment_of
-from ...format.tables import ImageTable
 from ...pipeline.capture import TensorChunks, capture_into
 from ...pipeline.chunks import chunks_to_write
 from ...ranks.team import Decide, Team
@@ -125,10 +120,7 @@ async def _capture(
         moved = job.callbacks.moved
         await capture_into(slot.memory, plan.layout, chunks, moved, beside=not job.waits)
         job.callbacks.captured()
-        head = ("", job.step, job.created_s)
-        unhashed = ImageTable.of(rank, 0, np.empty((0, DIGEST_NBYTES), np.uint8))
-        draft = fragment_of(head, rank, plan.reported, plan.shards, unhashed, job.flat.tree)
-        encoded = await offload(draft.encode)
+        encoded = await offload(job.draft, plan, rank)
     except BaseException:
         await keeping.arena.dropped(slot)
         raise

@@ -10,16 +10,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+
 from ....core.lru import LruCache
 from ....errors import DeadlineError, UsageError
+from ....planner.image import DIGEST_NBYTES
+from ...format.fragment import fragment_of
 from ...format.manifest import PATCH, Packing
 from ...format.packed import Compression
 from ...format.patches import PatchBases
+from ...format.tables import ImageTable
 from ...pipeline.base import Base
 from ...pipeline.image_writer import Callbacks, ImageWriter
 from ...pipeline.patching import Publication
 from ...state.capture.lazy import LazyCapture
 from ...state.flat_state import FlatState
+from ...state.plan import ImagePlan
 from .global_plan import Digest, GlobalPlans
 from .keeper_request import Keeping, Storage
 
@@ -120,6 +126,14 @@ class SaveJob:
     def fenced_s(self) -> float:
         """Seconds that training has waited for a lazy capture."""
         return 0.0 if self.lazy is None else self.lazy.waited_s
+
+    def draft(self, plan: ImagePlan, rank: int) -> bytes:
+        """Return the encoded fragment of this rank's image, without attempt and digests, for a
+        process that completes it (:meth:`~...format.fragment.Fragment.with_image`)."""
+        unhashed = ImageTable.of(rank, 0, np.empty((0, DIGEST_NBYTES), np.uint8))
+        head = ("", self.step, self.created_s)
+        tables = (plan.reported, plan.shards, unhashed)
+        return fragment_of(head, rank, *tables, self.flat.tree).encode()
 
     def publish_with(self, writer: ImageWriter) -> None:
         """Let ``writer`` store a patch, if this save publishes a version."""

@@ -22,18 +22,16 @@ from ....drivers.contract import Driver
 from ....errors import SaveError
 from ....planner.image import DIGEST_NBYTES
 from ...arenas.memory import Memory
-from ...format.fragment import fragment_of
 from ...format.manifest import image_key
-from ...format.tables import ImageTable
 from ...pipeline.capture import TensorChunks, capture_into
-from ...pipeline.chunks import MemoryChunks, chunks_to_write
-from ...pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from ...pipeline.chunks import chunks_to_write
+from ...pipeline.image_writer import Callbacks, WrittenImage
+from ...pipeline.memory_writer import BUDGET_NBYTES, write_memory
 from ...ranks.team import Team
 from ...runtime.engine import offload
 from ...saver import client
 from ...saver.image_memory import give_memory, take_memory
 from ...saver.messages import Moved, Write, Wrote
-from ...saver.process import BUDGET_NBYTES
 from ...saver.promises import keep_promise
 from ...state.pinned import pin
 from ...state.plan import SavePlan
@@ -149,9 +147,6 @@ class SaverSave:
     def _request(self, attempt: str, key: str, records: bool, branch: str, record: bytes) -> Write:
         job, plan = self._job, self._plan
         layout = plan.layout
-        head = (attempt, job.step, job.created_s)
-        unhashed = ImageTable.of(self._rank, 0, np.empty((0, DIGEST_NBYTES), np.uint8))
-        draft = fragment_of(head, self._rank, plan.reported, plan.shards, unhashed, job.flat.tree)
         return Write(
             *(*self._place, key, self._rank, self._world),
             *(self._memory.nbytes, layout.nbytes, layout.hashed_end),
@@ -161,7 +156,7 @@ class SaverSave:
             attempt=attempt,
             step=job.step,
             created_s=job.created_s,
-            draft=draft.encode(),
+            draft=job.draft(plan, self._rank),
             record=record,
             branch=branch,
             overwrite=job.overwrite,
@@ -169,14 +164,10 @@ class SaverSave:
 
     async def _write_here(self, driver: Driver, key: str) -> WrittenImage:
         job, layout = self._job, self._plan.layout
-
-        async def known() -> str:
-            return key
-
-        chunks = MemoryChunks(layout, self._memory, packed=job.compression is not None)
         callbacks = Callbacks(lambda: None, job.callbacks.sealed, self._moved, job.callbacks.wrote)
-        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, job.compression)
-        return await writer.write(known)
+        return await write_memory(
+            driver, key, layout, self._memory, job.compression, callbacks=callbacks
+        )
 
 
 class _Progress:

@@ -1,0 +1,39 @@
+"""Writes an image that is already in memory, from where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from ...drivers.contract import Driver
+from ...planner.image import ImageLayout
+from ..arenas.memory import Memory
+from ..format.packed import Compression
+from .borrowing import BaseImage
+from .chunks import MemoryChunks
+from .image_writer import Callbacks, ImageWriter, WrittenImage
+
+BUDGET_NBYTES = 256 << 20
+"""Limit for compressed chunks. Uncompressed chunks are written in place and take none of it."""
+UNSEEN = Callbacks(lambda: None, lambda: None)
+"""Callbacks of a write that nobody follows."""
+
+
+async def write_memory(
+    driver: Driver,
+    key: str,
+    layout: ImageLayout,
+    memory: Memory,
+    compression: Compression | None = None,
+    *,
+    callbacks: Callbacks = UNSEEN,
+    base: Callable[[], Awaitable[BaseImage | None]] | None = None,
+) -> WrittenImage:
+    """Write the image of ``layout`` in ``memory``, which stays as it is. The image is durable on
+    return. Raises as :meth:`.image_writer.ImageWriter.write`."""
+
+    async def known() -> str:
+        return key
+
+    chunks = MemoryChunks(layout, memory, packed=compression is not None)
+    writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, compression, base)
+    return await writer.write(known)
