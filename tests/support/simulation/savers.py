@@ -22,8 +22,8 @@ from holdfast.storage.operations.rounds import Begun
 from holdfast.storage.operations.saving.save_job import SaveJob
 from holdfast.storage.operations.saving.saver_save import SaverSave, Will
 from holdfast.storage.pipeline.capture import TensorChunks, capture_into
-from holdfast.storage.pipeline.chunks import MemoryChunks
-from holdfast.storage.pipeline.image_writer import Callbacks, ImageWriter, WrittenImage
+from holdfast.storage.pipeline.image_writer import WrittenImage
+from holdfast.storage.pipeline.memory_writer import write_memory
 from holdfast.storage.protocol.attempt import Attempt
 from holdfast.storage.protocol.commit import commit
 from holdfast.storage.ranks.team import Team
@@ -37,7 +37,6 @@ from .breaking import Broken
 from .checker import MAIN
 from .loop import PROCESS, Crashed, Process
 from .schedule import Schedule
-from .states import BUDGET_NBYTES
 
 if TYPE_CHECKING:
     from .world import World
@@ -67,6 +66,10 @@ class _Memory:
 
     whole: HostBuffer
     is_populated: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.whole.view)
 
     def buffer(self, start: int, nbytes: int) -> HostBuffer:
         return self.whole.part(start, start + nbytes)
@@ -100,10 +103,9 @@ class SimSaverSave(SaverSave):
         memory = _Memory(HostBuffer.allocate(plan.layout.nbytes))
         memory_: Any = memory
         made = cls(job, plan, team, ("", "", {}), memory_)
-        made._shared, made._process, made._world_of = memory, process, world
+        made._process, made._world_of = process, world
         return made
 
-    _shared: _Memory
     _process: Process
     _world_of: World
 
@@ -116,15 +118,14 @@ class SimSaverSave(SaverSave):
     ) -> WrittenImage:
         """See :meth:`SaverSave.write`. A saver that dies is replaced."""
         layout, callbacks = self._plan.layout, self._job.callbacks
-        memory: Any = self._shared
+        memory: Any = self._memory
         await capture_into(memory, layout, TensorChunks(layout, self._plan.source), self._moved)
         callbacks.captured()
         attempt = (await begin()).attempt
         key = image_key(attempt, self._rank, self._job.packing)
-        self._memory = SimpleMemory(layout.nbytes)  # type: ignore[assignment]
         message = self._request(attempt, key, False, *will())
         while True:
-            request = _Request(message, self._plan, self._shared)
+            request = _Request(message, self._plan, memory)
             saver = serve(self._world_of, self._process, request)
             while not request.answer.done() and saver.alive:
                 await asyncio.wait([request.answer], timeout=LOOK_S)
@@ -132,13 +133,6 @@ class SimSaverSave(SaverSave):
                 until_ended.callback(setattr, request, "is_forgotten", True)
                 callbacks.sealed()
                 return request.answer.result()
-
-
-@dataclass
-class SimpleMemory:
-    """The size of memory."""
-
-    nbytes: int
 
 
 def serve(world: World, trainer: Process, request: _Request) -> Process:
@@ -201,13 +195,6 @@ async def _serve(world: World, process: Process, trainer: Process, request: _Req
 
 async def _written(driver: Driver, request: _Request) -> WrittenImage:
     write, memory = request.write, request.memory
-
-    async def key() -> str:
-        return write.key
-
     shared: Any = memory
-    chunks = MemoryChunks(request.plan.layout, shared, packed=bool(write.compression))
-    callbacks = Callbacks(lambda: None, lambda: None)
     compression: Any = write.compression or None
-    writer = ImageWriter(driver, request.plan.layout, chunks, BUDGET_NBYTES, callbacks, compression)
-    return await writer.write(key)
+    return await write_memory(driver, write.key, request.plan.layout, shared, compression)
