@@ -73,12 +73,10 @@ def test_a_run_killed_in_an_incremental_save_goes_on_from_the_newest_checkpoint(
     process, pipe = spawned(save_increment_and_die_at, str(folder / "counted"), 0)
     process.join(WAIT_S)
     resumed = set()
-    for at in some(range(1, pipe.recv() + 1), POINTS, seed):
+    for at in some(range(1, pipe.recv() + 10), POINTS, seed):
         uri = folder / str(at)
         process, _ = spawned(save_increment_and_die_at, str(uri), at)
         process.join(WAIT_S)
-        if process.exitcode == 0:  # this run took fewer calls than the counted one
-            continue
         assert process.exitcode == -9
         newest = steps(uri)[-1]
         state = tuned_state(0)
