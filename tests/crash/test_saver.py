@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.aftermath import check, check_next_save, some
+from support.fresh import first_seed
 from support.savers import (
     for_any_size,
     pid_of_saver,
@@ -35,7 +36,7 @@ def test_a_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> N
     process, pipe = spawned(save_and_die_at, str(tmp_path / "counted"), 1, 0, "counted")
     process.join(WAIT_S)
     until_savers_ended("counted")
-    for at in some(range(1, pipe.recv() + 10), POINTS, os.getpid()):
+    for at in some(range(1, pipe.recv() + 10), POINTS, first_seed()):
         uri, mark = tmp_path / str(at), f"{tmp_path}/{at}"
         holdfast.save(uri, state_of_step(1000 + at))
         process, pipe = spawned(save_and_die_at, str(uri), 2000 + at, at, mark)

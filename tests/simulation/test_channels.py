@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.fresh import first_seed
 from support.simulation.breaking import Broken, seeds_until_violation
 from support.simulation.broken_channels import BROKEN_CHANNELS, schedule_of, violation
 from support.simulation.channel_run import run, run_seed
@@ -55,7 +56,7 @@ def test_every_engine_has_exactly_one_published_version(
     counts = Counter[str]()
     for seed in KNOWN:
         counts += checked(seed)
-    first = int.from_bytes(os.urandom(4), "big")
+    first = first_seed()
     end_s, fresh = time.monotonic() + FRESH_S, 0
     while fresh < int(SEEDS or 0) or time.monotonic() < end_s:
         counts += checked(first + fresh)

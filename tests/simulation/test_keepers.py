@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fresh import first_seed
 from support.simulation.breaking import Broken, seeds_until_violation
 from support.simulation.broken_keepers import BROKEN_ALONE, BROKEN_HOSTS
 from support.simulation.keeper_hosts import FAULTS, FAULTS_ALONE, Hosts, run_alone, run_seed
@@ -64,7 +65,7 @@ def test_promises_hold_in_known_and_fresh_schedules(
     fixed = int(SEEDS or fixed)
     for seed in range(fixed):
         assert violation(run, seed, counts) == ""
-    first = int.from_bytes(os.urandom(4), "big")
+    first = first_seed()
     end_s, fresh = time.monotonic() + FRESH_S, 0
     while fresh < 10 or time.monotonic() < end_s:
         assert violation(run, first + fresh, counts) == ""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.fresh import first_seed
 from support.simulation.broken import BROKEN, Broken, seeds_until_caught
 from support.simulation.engine import installed
 from support.simulation.found import SCHEDULES
@@ -59,7 +60,7 @@ def test_promises_hold_in_known_and_in_fresh_schedules(
     tally = Tally()
     for seed in (*range(FIXED), *TELLING):
         assert told(run(drawn(seed), tally)) == ""
-    first = int.from_bytes(os.urandom(4), "big")
+    first = first_seed()
     end_s, fresh = time.monotonic() + FRESH_S, 0
     while fresh < 20 or time.monotonic() < end_s:
         assert told(run(drawn(first + fresh), tally)) == ""

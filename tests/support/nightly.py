@@ -3,7 +3,7 @@
 A test is marked ``nightly(seconds)`` if it is slow and its neighbours prove nearly the same, and
 ``drill`` if it kills or fills up real servers for minutes. ``make nightly`` runs all of them.
 ``.ci/run`` adds a random share of the nightly ones to its plain run, so that each of them runs now
-and then: ``--nightly 600`` adds tests that take about 600 seconds of one core together.
+and then, the same for the same content: ``--nightly 600`` adds tests that take about 600 seconds of one core together.
 
 A test that is named on the command line always runs.
 """
@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+
+from .fresh import first_seed
 
 
 def share(costs_s: Mapping[str, float], budget_s: float, seed: int) -> set[str]:
@@ -50,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed, or take that of the process whose tests this one shares."""
     if config.option.nightly_seed is None:
         from_main = getattr(config, "workerinput", {})
-        config.option.nightly_seed = from_main.get("nightly_seed", random.randrange(1 << 32))
+        config.option.nightly_seed = from_main.get("nightly_seed", first_seed())
 
 
 @pytest.hookimpl(optionalhook=True)
