@@ -1,15 +1,13 @@
-"""Options of a keeper, and of the HTTP server for its memory."""
+"""Options of a keeper."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..arenas.numa import cpus_of
 
-LOOPBACK = "127.0.0.1"
 RATE_VARIABLE = "HOLDFAST_PEER_MAX_BYTES_PER_S"
 """Environment variable that tells drivers how fast they may read from other keepers."""
 FIXED = ("serve", "certificate", "key")
@@ -61,36 +59,6 @@ def wanted_options(text: str, current: KeeperOptions) -> tuple[KeeperOptions, tu
     kept = {name: getattr(current, name) for name in ("run", *FIXED)}
     differing = [name for name in FIXED if getattr(wanted, name) != kept[name]]
     return replace(wanted, **kept), tuple(differing)
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """``token``: from :func:`new_token`. ``interface``: a name such as ``eth0``, or an address.
-    ``port``: 0 for any free one. ``certificate`` and ``key``: PEM files; empty for no TLS."""
-
-    token: str = field(repr=False)
-    interface: str = LOOPBACK
-    port: int = 0
-    certificate: str = ""
-    key: str = ""
-    requests_max: int = 64
-    """Besides two of each keeper of the job. Further requests get status 503 and Retry-After."""
-    connections_max: int = 256
-    """Limit of connections that have sent the token, besides four of each keeper of the job.
-    Further ones get status 503."""
-    strangers_max: int = 64
-    """Limit of connections that have not sent the token, besides one of each keeper of the job. A
-    further one displaces the oldest of the address that has the most."""
-    stranger_s: float = 5.0
-    """Time limit from the connection, and before any TLS handshake, to a request with the token."""
-    quiet_s: float = 60.0
-    """Time limit for a client that has sent the token to send its next request, or to accept 1 MiB
-    of an answer."""
-
-
-def new_token() -> str:
-    """Return 128 random bits in hexadecimal."""
-    return secrets.token_hex(16)
 
 
 def confine(options: KeeperOptions, before: KeeperOptions | None = None) -> None:

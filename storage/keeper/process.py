@@ -30,17 +30,24 @@ from ..arenas.messages import Rebuild, Refused
 from ..arenas.numa import reset_policy
 from ..arenas.sockets import Line, listening
 from ..runtime.engine import CPU_THREADS
+from ..serving.options import (
+    ServeOptions,
+    address_and_port,
+    interface_and_port,
+    is_token,
+    new_token,
+)
 from .decisions.choice import Choice, Stock, choices
 from .descriptor_store import DescriptorStore
 from .detached import UPGRADE
 from .keeper import Keeper
-from .options import KeeperOptions, ServeOptions, confine, new_token
+from .options import KeeperOptions, confine
 from .reading import Unheard, stock_of
-from .serving.serve import address_and_port, interface_and_port, is_token, serve
+from .serving.serve import serve
 from .succession import Estate, RunningError, take_over
 
 if TYPE_CHECKING:
-    from .serving.http_server import MemoryServer
+    from .serving.memory_server import MemoryServer
 
 
 TOKEN_VARIABLE = "HOLDFAST_PEER_TOKEN"

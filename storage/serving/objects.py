@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import DamagedError, ExistsError, FullError, NotFoundError
+from .requests import is_below
 
 
 @dataclass(eq=False, slots=True)
@@ -30,16 +31,6 @@ class MemoryObject:
     def nbytes(self) -> int:
         """Size in bytes."""
         return sum(map(len, self.parts))
-
-    def pieces(self, start: int, stop: int, most_nbytes: int) -> Iterator[memoryview]:
-        """Yield the bytes from ``start`` to ``stop`` in pieces of at most ``most_nbytes``."""
-        begin = 0
-        for part in self.parts:
-            end = begin + len(part)
-            last = min(stop, end)
-            for at in range(max(start, begin), last, most_nbytes):
-                yield part[at - begin : min(at + most_nbytes, last) - begin]
-            begin = end
 
 
 @dataclass(slots=True)
@@ -160,12 +151,12 @@ class ObjectMemory:
         for key in self.below(prefix):
             self.delete(key)
         for upload_id, upload in [*self.uploads.items()]:
-            if _is_below(upload.key, prefix):
+            if is_below(upload.key, prefix):
                 self.abort(upload_id)
 
     def below(self, prefix: str) -> list[str]:
         """Return the keys of all objects at or below a key; "" for all."""
-        return [key for key in self.objects if _is_below(key, prefix)]
+        return [key for key in self.objects if is_below(key, prefix)]
 
     @contextmanager
     def open(self, key: str) -> Iterator[MemoryObject]:
@@ -211,7 +202,3 @@ class ObjectMemory:
             return self.uploads[upload_id]
         except KeyError as error:
             raise NotFoundError("no such upload") from error
-
-
-def _is_below(key: str, prefix: str) -> bool:
-    return not prefix or key == prefix or key.startswith(prefix + "/")

@@ -1,30 +1,25 @@
 """``MemoryStore``: an object store in the memory of a process, for ``peer://…?store=on``.
 
-It shares the limits against strangers with the HTTP server of keepers. No client without the token
-makes it receive a body.
+No client without the token makes it receive a body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import os
 import re
-import socket
-import ssl
 import threading
 import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Self
 
 from aiohttp import hdrs, web
 
 from ...core.forks.renewal import in_child
-from ...drivers.contract import check_key
-from ...drivers.peer.driver import MODIFIED_HEADER, SIZE_HEADER, WAIT_HEADER
+from ...drivers.contract import ObjectInfo, check_key
+from ...drivers.peer.driver import SIZE_HEADER, WAIT_HEADER
 from ...drivers.peer.driver import token as checked_token
 from ...errors import (
     DamagedError,
@@ -34,25 +29,16 @@ from ...errors import (
     NotFoundError,
     UsageError,
 )
-from ..keeper.options import ServeOptions, new_token
-from ..keeper.serving.connections import Connection, Connections, Refusals
-from ..keeper.serving.http_requests import RequestError, asked_of, is_authorized, range_of
-from ..keeper.serving.serve import address_and_port, address_of, interface_and_port
-from .objects import MemoryObject, ObjectMemory
+from .connections import Connection
+from .objects import ObjectMemory
+from .options import ServeOptions, address_and_port, interface_and_port, new_token
+from .requests import RequestError, asked_of
+from .server import GRACE_S, HttpServer, listing
 
-_PIECE_NBYTES = 1 << 20
-_LINE_NBYTES_MAX = 8190
-_BACKLOG = 1024
-_GRACE_S = 5.0
 _WAIT_S_MAX = 3600.0
 _UPLOAD = re.compile(r"/v1/upload/([0-9a-f]{32})(?:/(.+))?", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _STATUS = {NotFoundError: 404, ExistsError: 412, FullError: 507, DamagedError: 400}
-
-_log = logging.getLogger(__name__)
-_unread = logging.getLogger(f"{__name__}.unread")
-"""Logger for malformed requests. Silenced, since anyone can send these."""
-_unread.setLevel(logging.CRITICAL)
 
 
 class MemoryStore:
@@ -88,25 +74,21 @@ class MemoryStore:
             self.token = checked_token(token) or new_token()
         except ValueError as error:
             raise UsageError(f"the token of a store {error}") from error
-        self._options = ServeOptions(
+        options = ServeOptions(
             self.token, interface, port, certificate, key, connections_max=connections_max
         )
-        self._address = address_of(interface)
-        self._tls = _tls(certificate, key)
+        self._server = HttpServer(self._answered, options, lingering_s=GRACE_S)
         self._budget_nbytes = budget_nbytes
         self._idle_s = upload_idle_s
-        self._refusals = Refusals()
         self._process = os.getpid()
-        self._sent_nbytes = 0
-        self._listening: socket.socket | None = None
         self._began: Future[int] = Future()
         self._thread = threading.Thread(target=self._run, name="holdfast-store", daemon=True)
 
     @property
     def uri(self) -> str:
         """URI for drivers, without the token. Only valid in the block."""
-        where = address_and_port(self._address, self._began.result())
-        return f"peer://{where}/?store=on" + ("&tls=on" if self._tls else "")
+        where = address_and_port(self._server.address, self._began.result())
+        return f"peer://{where}/?store=on" + ("&tls=on" if self._server.options.certificate else "")
 
     @property
     def used_nbytes(self) -> int:
@@ -116,7 +98,7 @@ class MemoryStore:
     @property
     def sent_nbytes(self) -> int:
         """Bytes of objects sent so far. Safe on any thread."""
-        return self._sent_nbytes
+        return self._server.served.nbytes
 
     def __enter__(self) -> Self:
         """Start to listen. Raises UsageError if the address cannot be used."""
@@ -125,8 +107,9 @@ class MemoryStore:
             self._began.result()
         except OSError as error:
             reason = error.strerror or error
-            raise UsageError(f"a store cannot listen on {self._address}: {reason}") from error
-        _stores.add(self)
+            where = self._server.address
+            raise UsageError(f"a store cannot listen on {where}: {reason}") from error
+        _servers.add(self._server)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,74 +131,33 @@ class MemoryStore:
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         self._memory = ObjectMemory(self._budget_nbytes, self._idle_s)
-        self._http = web.Server(
-            self._answer,
-            access_log=None,
-            logger=_unread,
-            keepalive_timeout=self._options.quiet_s,
-            max_line_size=_LINE_NBYTES_MAX,
-            max_field_size=_LINE_NBYTES_MAX,
-            lingering_time=_GRACE_S,  # a client that is still sending finds a refusal afterwards
-        )
-        self._connections = Connections(
-            self._options, self._tls, self._http, self._refusals, lambda: 0
-        )
-        where = (self._address, self._options.port)
-        family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server(where, family=family, backlog=_BACKLOG) as listening:
-            listening.setblocking(False)
-            self._listening = listening
-            self._connections.accept_from(listening)
-            self._began.set_result(listening.getsockname()[1])
+        async with self._server:
+            self._began.set_result(self._server.port)
             while not self._end.is_set():
                 self._memory.expire()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._end.wait(), self._idle_s / 4)
-            self._connections.stop_accepting()
-        self._memory.end_waits()
-        self._http.pre_shutdown()
-        await self._http.shutdown(_GRACE_S)
-        await self._connections.close()
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = self._connections.get(request.protocol)
-        if connection is None:
-            raise ConnectionResetError("the client is gone")
-        connection.request_began()
-        try:
-            response = await self._answered(request, connection)
-        except RequestError as error:
-            response = _refusal(error.status, str(error))
-        except HoldfastError as error:
-            response = _refusal(_STATUS.get(type(error), 500), error.message)
-        except (ConnectionError, TimeoutError) as error:
-            _log.debug("the client is gone, or has stopped sending or reading: %s", error)
-            connection.abort()
-            return web.Response(status=400)  # never delivered
-        except Exception:  # must not affect other requests
-            _log.exception("a request of %s has failed", request.remote)
-            response = web.Response(status=500)
-        finally:
-            connection.request_ended()
-        if connection.is_stranger:
-            response.force_close()
-        return response
+            self._memory.end_waits()
 
     async def _answered(
         self, request: web.BaseRequest, connection: Connection
     ) -> web.StreamResponse:
-        if not is_authorized(request.headers.get(hdrs.AUTHORIZATION), self.token):
-            self._refusals.add("requests without the token of a store", request.remote)
-            raise RequestError(401, "the token is missing or wrong")
-        if not self._connections.authenticate(connection):
-            raise RequestError(503, "too many connections")
+        self._server.authenticate(request, connection)
+        try:
+            return await self._authorized(request, connection)
+        except HoldfastError as error:
+            raise RequestError(_STATUS.get(type(error), 500), error.message) from error
+
+    async def _authorized(
+        self, request: web.BaseRequest, connection: Connection
+    ) -> web.StreamResponse:
         method = request.method
         upload = _UPLOAD.fullmatch(request.raw_path)
         if upload is not None:
             return await self._use_upload(request, upload[1], upload[2] or "")
         asked = asked_of(request.raw_path)
         if asked.what == "list" and method in (hdrs.METH_GET, hdrs.METH_HEAD):
-            return web.Response(text=self._list(asked.key), content_type="application/jsonl")
+            return listing(self._below(asked.key))
         if asked.what == "list" and method == hdrs.METH_DELETE:
             self._memory.delete_all(asked.key)
             return web.Response()
@@ -278,7 +220,7 @@ class MemoryStore:
         with self._memory.reserved(nbytes) as memory:
             filled = 0
             while filled < nbytes:
-                async with asyncio.timeout(self._options.quiet_s):
+                async with asyncio.timeout(self._server.options.quiet_s):
                     data = await request.content.readany()
                 if not data:
                     raise ConnectionResetError("the body is cut short")
@@ -286,13 +228,9 @@ class MemoryStore:
                 filled += len(data)
             yield memory
 
-    def _list(self, prefix: str) -> str:
+    def _below(self, prefix: str) -> list[ObjectInfo]:
         found = [(key, self._memory.objects[key]) for key in self._memory.below(prefix)]
-        lines = [
-            json.dumps({"key": key, "nbytes": one.nbytes, "modified_s": one.modified_s})
-            for key, one in found
-        ]
-        return "".join(line + "\n" for line in lines)
+        return [ObjectInfo(key, one.nbytes, one.modified_s) for key, one in found]
 
     async def _send_object(
         self, request: web.BaseRequest, connection: Connection, key: str
@@ -300,85 +238,22 @@ class MemoryStore:
         known = request.headers.get(hdrs.IF_NONE_MATCH)
         if wait_s := _seconds(request.headers.get(WAIT_HEADER)):
             await self._memory.changed(key, known, wait_s)
-        with ExitStack() as pinned:
-            found = pinned.enter_context(self._memory.open(key))
+        with self._memory.open(key) as found:
             if found.tag == known:
                 return web.Response(status=304, headers={hdrs.ETAG: found.tag})
-            nbytes = found.nbytes
-            try:
-                wanted = range_of(request.headers.get(hdrs.RANGE), nbytes)
-            except RequestError as error:
-                if error.status != 416:
-                    raise
-                return _refusal(416, str(error), {hdrs.CONTENT_RANGE: f"bytes */{nbytes}"})
-            response = _headed(found, wanted)
-            await response.prepare(request)
-            if request.method == hdrs.METH_GET:
-                try:
-                    await self._send(response, connection, found, wanted or range(nbytes))
-                except BaseException:  # the client must not take a part for the whole
-                    connection.abort()
-                    raise
-            return response
-
-    async def _send(
-        self,
-        response: web.StreamResponse,
-        connection: Connection,
-        found: MemoryObject,
-        wanted: range,
-    ) -> None:
-        for piece in found.pieces(wanted.start, wanted.stop, _PIECE_NBYTES):
-            async with asyncio.timeout(self._options.quiet_s):
-                await response.write(piece)
-                await connection.drained()
-            self._sent_nbytes += len(piece)
-
-    def leave_to_parent(self) -> None:
-        """Close the sockets in a forked child. Otherwise clients would not notice the end of this
-        process as long as a child lives. Their numbers stay taken, as the objects stay."""
-        sockets = [self._listening]
-        for handler in self._http.connections:
-            if handler.transport is not None:
-                sockets.append(handler.transport.get_extra_info("socket"))
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for sock in sockets:
-            if sock is not None and sock.fileno() >= 0:
-                os.dup2(nothing, sock.fileno(), inheritable=False)
-        os.close(nothing)
+            send = self._server.send
+            return await send(request, connection, found.parts, found.modified_s, found.tag)
 
 
-_stores: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
+_servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
-    for store in tuple(_stores):
-        store.leave_to_parent()
+    for server in tuple(_servers):
+        server.leave_to_parent()
 
 
 in_child(_leave_all_to_parent)
-
-
-def _headed(found: MemoryObject, wanted: range | None) -> web.StreamResponse:
-    headers = {
-        hdrs.ACCEPT_RANGES: "bytes",
-        hdrs.CONTENT_TYPE: "application/octet-stream",
-        hdrs.ETAG: found.tag,
-        MODIFIED_HEADER: repr(found.modified_s),
-    }
-    nbytes = found.nbytes
-    if wanted is not None:
-        headers[hdrs.CONTENT_RANGE] = f"bytes {wanted.start}-{wanted.stop - 1}/{nbytes}"
-    response = web.StreamResponse(status=200 if wanted is None else 206, headers=headers)
-    response.content_length = nbytes if wanted is None else len(wanted)
-    return response
-
-
-def _refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:
-    response = web.Response(status=status, text=f"{reason}\n", headers=headers)
-    if status == 503:
-        response.headers[hdrs.RETRY_AFTER] = "1"
-    return response
 
 
 def _seconds(text: str | None) -> float:
@@ -389,17 +264,3 @@ def _seconds(text: str | None) -> float:
         return max(0.0, min(float(text), _WAIT_S_MAX))
     except ValueError as error:
         raise RequestError(400, f"{WAIT_HEADER} is a number of seconds") from error
-
-
-def _tls(certificate: str, key: str) -> ssl.SSLContext | None:
-    if not certificate and not key:
-        return None
-    if not certificate or not key:
-        raise UsageError("TLS needs both a certificate and its key")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        reason = error.strerror or type(error).__name__
-        raise UsageError(f"the certificate {certificate} and its key {key}: {reason}") from error
-    return context

@@ -21,8 +21,8 @@ from ..arenas.numa import cpus_of
 from ..keeper.decisions.history import LEVELS_MAX
 from ..keeper.detached import TAKE_OVER
 from ..keeper.options import KeeperOptions
-from ..keeper.serving.serve import interface_and_port
 from ..runtime.engine import offload
+from ..serving.options import interface_and_port
 
 START_S = 30.0
 

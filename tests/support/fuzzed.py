@@ -29,13 +29,13 @@ from holdfast.storage.format.columns import decode_columns, encode_columns
 from holdfast.storage.format.digest import digest
 from holdfast.storage.format.manifest import Manifest, check_complete
 from holdfast.storage.format.packed import Compression
-from holdfast.storage.keeper.serving.http_requests import (
+from holdfast.storage.pipeline.image_reader import plan_reads
+from holdfast.storage.serving.requests import (
     RequestError,
     asked_of,
     is_authorized,
     range_of,
 )
-from holdfast.storage.pipeline.image_reader import plan_reads
 
 from .lending import tiny_borrowed
 from .tiny import tiny

@@ -35,8 +35,9 @@ from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.slots import Slot
 from holdfast.storage.keeper.descriptor_store import DescriptorStore
 from holdfast.storage.keeper.keeper import Keeper
-from holdfast.storage.keeper.options import KeeperOptions, ServeOptions
+from holdfast.storage.keeper.options import KeeperOptions
 from holdfast.storage.keeper.serving.serve import serve
+from holdfast.storage.serving.options import ServeOptions
 from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 from holdfast.storage.training.epochs import Epochs

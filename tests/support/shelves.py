@@ -15,9 +15,9 @@ from holdfast.drivers import memory
 from holdfast.drivers.contract import ObjectInfo
 from holdfast.errors import NotFoundError
 from holdfast.storage.arenas.memory import Memory, sealed_bytes
-from holdfast.storage.keeper.options import ServeOptions, new_token
 from holdfast.storage.keeper.serving.memory_catalog import Content
 from holdfast.storage.keeper.serving.serve import serve
+from holdfast.storage.serving.options import ServeOptions, new_token
 
 
 @dataclass

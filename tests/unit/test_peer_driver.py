@@ -32,7 +32,7 @@ from holdfast.errors import (
     StorageError,
     UriError,
 )
-from holdfast.storage.keeper.serving.http_requests import (
+from holdfast.storage.serving.requests import (
     is_authorized,
 )
 

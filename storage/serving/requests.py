@@ -1,16 +1,17 @@
-"""Parses HTTP requests to a keeper into values. No I/O."""
+"""Parses HTTP requests into values. No I/O."""
 
 from __future__ import annotations
 
 import hmac
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote_to_bytes
 
-from ....drivers.contract import check_key
-from ....errors import UriError
+from ...drivers.contract import check_key
+from ...errors import UriError
 
 LIST_PATH = "/v1/list"
 OBJECT_PATH = "/v1/object/"
@@ -25,11 +26,12 @@ _RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
 
 
 class RequestError(Exception):
-    """A rejected request. ``status``: HTTP status code."""
+    """A rejected request. ``status``: HTTP status code; ``headers`` of the answer."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
         self.status = status
+        self.headers = headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ def _key(text: str) -> str:
         raise RequestError(400, "that is not a plain relative path") from error
 
 
+def is_below(key: str, prefix: str) -> bool:
+    """Return whether an object is at or below a key; "" for any."""
+    return not prefix or key == prefix or key.startswith(prefix + "/")
+
+
 def range_of(header: str | None, nbytes: int) -> range | None:
     """Return the bytes that a ``Range`` header selects of an object of ``nbytes``; None without a
     header. Raises RequestError: 416 if the object ends before them, 400 for anything but a single
@@ -93,7 +100,8 @@ def range_of(header: str | None, nbytes: int) -> range | None:
                 raise RequestError(400, "that range ends before it begins")
             stop = min(nbytes, int(last) + 1)
     if start >= stop:
-        raise RequestError(416, "the object ends before that range")
+        whole = {"Content-Range": f"bytes */{nbytes}"}
+        raise RequestError(416, "the object ends before that range", whole)
     return range(start, stop)
 
 

@@ -18,7 +18,7 @@ from typing import cast
 
 from aiohttp import web
 
-from ..options import ServeOptions
+from .options import ServeOptions
 
 CONNECTIONS_PER_KEEPER = 4
 _ACCEPT_PAUSE_S = 0.1
