@@ -69,7 +69,7 @@ class SaveOptions:
                 f"an incremental save with compression={self.compression!r}",
                 advice="Leave out the compression: what has not changed is not written anyway.",
             )
-        return Base(place.opened, key, incremental)
+        return Base.below(place.uri, place.options, key, incremental)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

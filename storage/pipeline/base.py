@@ -7,11 +7,13 @@ base is uncertain, and its report says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 
 from ...drivers.contract import Driver
+from ...drivers.registry import opened_driver
+from ...drivers.uri import Uri, join
 from ...errors import HoldfastError, NotACheckpointError
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, ImageLayout
 from ..format.manifest import Manifest, image_key
@@ -25,11 +27,28 @@ NO_SHARING = "this storage can neither copy within itself nor link"
 @dataclass(frozen=True, slots=True)
 class Base:
     """The place of a base: ``opened(key())`` opens its driver. ``key()`` returns None without an
-    earlier checkpoint; only the leader calls it."""
+    earlier checkpoint; only the leader calls it. ``folder``: URI of the folder of all keys, for
+    another process; "" if only this one can open them."""
 
     opened: Callable[[str], AbstractAsyncContextManager[Driver]]
     key: Callable[[], str | None]
     limits: Incremental = field(default_factory=Incremental)
+    folder: str = ""
+
+    @classmethod
+    def below(
+        cls,
+        folder: Uri,
+        options: Mapping[str, object],
+        key: Callable[[], str | None],
+        limits: Incremental,
+    ) -> Base:
+        """Return a base at ``key()`` below ``folder``, opened with these driver options."""
+
+        def opened(key: str) -> AbstractAsyncContextManager[Driver]:
+            return opened_driver(join(folder, *key.split("/")) if key else folder, **options)
+
+        return cls(opened, key, limits, str(folder))
 
 
 @dataclass(frozen=True, slots=True)

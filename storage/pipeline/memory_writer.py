@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 from ...drivers.contract import Driver
 from ...planner.image import ImageLayout
 from ..arenas.memory import Memory
 from ..format.packed import Compression
+from .base import Borrowing
 from .borrowing import BaseImage
 from .chunks import MemoryChunks
 from .image_writer import Callbacks, ImageWriter, WrittenImage
@@ -26,14 +27,23 @@ async def write_memory(
     compression: Compression | None = None,
     *,
     callbacks: Callbacks = UNSEEN,
-    base: Callable[[], Awaitable[BaseImage | None]] | None = None,
+    borrower: tuple[Borrowing, int] | None = None,
 ) -> WrittenImage:
     """Write the image of ``layout`` in ``memory``, which stays as it is. The image is durable on
-    return. Raises as :meth:`.image_writer.ImageWriter.write`."""
+    return. ``borrower``: a base to borrow equal bytes from, and the rank of the image. Raises as
+    :meth:`.image_writer.ImageWriter.write`."""
 
     async def known() -> str:
         return key
 
     chunks = MemoryChunks(layout, memory, packed=compression is not None)
-    writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, compression, base)
-    return await writer.write(known)
+    async with AsyncExitStack() as opened:
+
+        async def base() -> BaseImage | None:
+            if borrower is None:
+                return None
+            borrowing, rank = borrower
+            return await borrowing.image(driver, rank, layout, opened)
+
+        writer = ImageWriter(driver, layout, chunks, BUDGET_NBYTES, callbacks, compression, base)
+        return await writer.write(known)

@@ -44,7 +44,7 @@ def fragment_of(write: Write, written: WrittenImage) -> Fragment:
     stored_nbytes = written.stored_nbytes if write.compression else None
     images = ImageTable.of(write.rank, write.hashed_end, written.digests, stored_nbytes)
     draft = decode_fragment(write.draft, "the draft of a fragment", {})
-    return draft.with_image((write.attempt, write.step, write.created_s), images)
+    return draft.with_image((write.attempt, write.step, write.created_s), images, written.extents)
 
 
 async def finish(driver: Driver, write: Write, written: WrittenImage) -> bool:
@@ -68,7 +68,7 @@ async def finish(driver: Driver, write: Write, written: WrittenImage) -> bool:
     fragments = [fragment, *await _fragments_of(driver, attempt, others)]
     compression = checked_compression(write.compression or None)
     manifest = await offload(merge, [join(fragments)], compression)
-    manifest = replace(manifest, branch=write.branch)
+    manifest = replace(manifest, branch=write.branch, increments=write.choice.increments)
     # Not settled: a put of the dead trainer may still be on its way.
     obsolete = await commit(driver, attempt, manifest, overwrite=write.overwrite)
     if obsolete is not None:

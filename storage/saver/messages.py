@@ -8,11 +8,17 @@ since one has started the other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+
 from ...core.spans import Summary
+from ...planner.image import DIGEST_NBYTES
 from ..arenas.messages import decode_kind, encode
+from ..format.extents import Extents
+from ..pipeline.base import Borrowing, ChosenBase
+from ..pipeline.image_writer import WrittenImage
 from ..ranks.failures import Failure
 
 __all__ = [
@@ -41,6 +47,8 @@ class Write:
     ``options``: of the driver, as JSON. ``environment``: variables that configure the driver,
     including secrets; never stored. ``nbytes``, ``hashed_end``, ``chunk_nbytes``, ``block_nbytes``:
     of the image, see :class:`~...planner.image.ImageLayout`. ``records``: time the stages.
+    ``base``: URI of the folder of the checkpoint ``choice``, whose equal bytes are borrowed, "" to
+    write everything; ``limits``: the fields of :class:`~..pipeline.borrowing.Incremental`.
 
     The rest is needed to commit without the trainer. ``attempt``, ``step``, ``created_s``,
     ``branch``: for the manifest. ``draft``: this rank's fragment of it, without the image.
@@ -67,6 +75,9 @@ class Write:
     record: bytes
     branch: str = ""
     overwrite: bool = True
+    base: str = ""
+    choice: ChosenBase = field(default_factory=ChosenBase)
+    limits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +107,38 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """Answer: the image is durable. ``digests``: 16 bytes per chunk; ``stored_nbytes``: size of its
-    file; ``summary``: of the recorded stages."""
+    """Answer: the image is durable. ``digests``: 16 bytes per chunk; ``stored_nbytes``,
+    ``borrowed_nbytes``, ``unchanged``, ``extents``: see
+    :class:`~..pipeline.image_writer.WrittenImage`; ``base``, ``why_whole``: see
+    :class:`~..pipeline.base.Borrowing`; ``summary``: of the recorded stages."""
 
     digests: bytes
     stored_nbytes: int
     summary: Summary | None = None
+    borrowed_nbytes: int = 0
+    unchanged: tuple[tuple[int, int], ...] = ()
+    extents: bytes = b""
+    base: str = ""
+    why_whole: str = ""
+
+    @classmethod
+    def of(cls, written: WrittenImage, borrowing: Borrowing, summary: Summary | None) -> Wrote:
+        """Return the answer for an image."""
+        return cls(
+            *(written.digests.tobytes(), written.stored_nbytes, summary, written.borrowed_nbytes),
+            tuple(written.unchanged),
+            b"" if written.extents is None else written.extents.encode(),
+            *(borrowing.uri, borrowing.why_whole),
+        )
+
+    @property
+    def image(self) -> WrittenImage:
+        """The image. Raises DamagedError."""
+        digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+        extents = Extents.decode(self.extents, "a saver's extents") if self.extents else None
+        return WrittenImage(
+            *(digests, self.stored_nbytes, self.borrowed_nbytes, self.unchanged, extents)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,14 @@ from ...core.pool import Pool
 from ...core.spans import Recorder, Summary, recording
 from ...drivers.contract import Driver
 from ...drivers.registry import opened_driver
+from ...drivers.uri import parse
 from ...errors import HoldfastError
 from ...planner.image import ImageLayout
 from ..arenas.memory import Memory, release_unused
 from ..arenas.sockets import Line, MessageError, Received
 from ..format.packed import checked_compression
+from ..pipeline.base import Base, Borrowing
+from ..pipeline.borrowing import Incremental
 from ..pipeline.image_writer import Callbacks, WrittenImage
 from ..pipeline.memory_writer import write_memory
 from ..ranks.failures import Failure
@@ -169,13 +172,13 @@ class _Save:
                 except HoldfastError as error:
                     await self._fail(error, unopened=True)
                     return
+                borrowing = Borrowing(_base_of(write), write.choice)
                 with recording(recorder):
-                    self._writing = asyncio.ensure_future(self._image(driver, memory))
+                    self._writing = asyncio.ensure_future(self._image(driver, memory, borrowing))
                 written = await self._writing
                 memory.close()
                 summary = None if recorder is None else _summary(recorder)
-                digests = written.digests.tobytes()
-                await self._tell(Wrote(digests, written.stored_nbytes, summary))
+                await self._tell(Wrote.of(written, borrowing, summary))
                 await self._end(driver, written)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(error)
@@ -185,7 +188,7 @@ class _Save:
             _log.warning("a save whose trainer has died failed: %s", error)
         await self._tell(Failed(Failure.of(error, self._write.rank), unopened))
 
-    async def _image(self, driver: Driver, memory: Memory) -> WrittenImage:
+    async def _image(self, driver: Driver, memory: Memory, borrowing: Borrowing) -> WrittenImage:
         write = self._write
         layout = ImageLayout.of_sizes(
             write.hashed_end, write.nbytes, write.chunk_nbytes, write.block_nbytes
@@ -194,7 +197,9 @@ class _Save:
         compression = checked_compression(write.compression or None)
         callbacks = Callbacks(lambda: None, self._sealed, wrote=self._wrote)
         return await write_memory(
-            driver, write.key, layout, memory, compression, callbacks=callbacks
+            *(driver, write.key, layout, memory, compression),
+            callbacks=callbacks,
+            borrower=(borrowing, write.rank),
         )
 
     def _sealed(self) -> None:
@@ -225,6 +230,13 @@ class _Save:
         if await finish(driver, self._write, written):
             step = self._write.step
             _log.warning("step %s is committed at %s, by the saver", step, driver.uri)
+
+
+def _base_of(write: Write) -> Base | None:
+    if not write.base:
+        return None
+    options, limits = json.loads(write.options), Incremental.of(write.limits)
+    return Base.below(parse(write.base), options, lambda: write.choice.key, limits)
 
 
 def _summary(recorder: Recorder) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.aftermath import check, check_next_save, some
+from support.bits import difference
 from support.fresh import first_seed
 from support.savers import (
     for_any_size,
@@ -19,7 +21,7 @@ from support.savers import (
     save_as_rank,
     until_savers_ended,
 )
-from support.victims import spawned, state_of_step
+from support.victims import spawned, state_of_step, tuned_state
 
 import holdfast
 from holdfast.storage.saver import client
@@ -47,6 +49,37 @@ def test_a_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> N
         is_certain = process.exitcode == 0 or has_begun_to_commit
         check(uri, {2000 + at} if is_certain else {1000 + at, 2000 + at})
         check_next_save(uri, 3000 + at)
+
+
+@pytest.mark.timeout(300)
+def test_an_incremental_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> None:
+    """What its saver has borrowed stays, also without the base."""
+    base = tmp_path / "base"
+    holdfast.save(base, tuned_state(1))
+    arguments = (str(tmp_path / "counted"), 2, 0, "counted", str(base))
+    process, pipe = spawned(save_and_die_at, *arguments)
+    process.join(WAIT_S)
+    until_savers_ended("counted")
+    found = []
+    for at in some(range(1, pipe.recv() + 10), POINTS, first_seed()):
+        uri, mark = tmp_path / str(at), f"{tmp_path}/{at}"
+        process, pipe = spawned(save_and_die_at, str(uri), 2, at, mark, str(base))
+        process.join(WAIT_S)
+        until_savers_ended(mark)
+        if (uri / "manifest.safetensors").exists():
+            found.append(uri)
+        else:
+            assert process.exitcode == -signal.SIGKILL
+            assert not any(label.startswith("open .fate") for label in pipe.recv())
+    shutil.rmtree(base)
+    for uri in found:
+        assert difference(tuned_state(2), holdfast.load(uri)) is None
+        with holdfast.open(uri) as checkpoint:
+            assert checkpoint.verify().ok
+            manifest = checkpoint._manifest
+            assert manifest.increments == 1
+            assert manifest.extents is not None
+    assert len(found) > 1
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from holdfast.storage.arenas.sockets import Line
 from holdfast.storage.operations.saving import saver_save
 from holdfast.storage.saver import client
 
-from .victims import count_calls, state_of_step
+from .victims import count_calls, state_of_step, tuned_state
 
 MARK = "HOLDFAST_TEST_SAVER_OF"
 """Environment variable that names the trainer, which its saver inherits."""
@@ -56,15 +56,19 @@ def until_savers_ended(mark: str) -> None:
         time.sleep(0.1)
 
 
-def save_and_die_at(pipe: Connection, uri: str, step: int, at: int, mark: str) -> None:
+def save_and_die_at(
+    pipe: Connection, uri: str, step: int, at: int, mark: str, base: str | None = None
+) -> None:
     """Save asynchronously by a saver, and die before the ``at``-th changing call, after sending the
-    labels of all calls before it; or send all labels."""
+    labels of all calls before it; or send how many there were. With a ``base``, most of the state
+    can be borrowed from it."""
     import holdfast
 
     os.environ[MARK] = mark
     saver_save.NBYTES_MIN = 1
     seen = count_calls(at, pipe.send)
-    holdfast.async_save(uri, state_of_step(step)).wait()
+    state = state_of_step(step) if base is None else tuned_state(step)
+    holdfast.async_save(uri, state, base=base).wait()
     pipe.send(seen())
 
 

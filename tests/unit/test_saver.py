@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from support.victims import state_of_step
 import holdfast
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.storage.operations.saving import saver_save
+from holdfast.storage.pipeline.image_writer import WrittenImage
 from holdfast.storage.ranks.hosts import BUDGET_MIN_NBYTES, share_of
 from holdfast.storage.saver import client, image_memory, promises
+from holdfast.storage.state.capture.write_tracking import write_tracker
 
 SAVES = """
 import os, signal, sys, torch, holdfast
@@ -75,6 +78,72 @@ def test_a_saver_writes_what_threads_write(tmp_path: Path, compression: str | No
     assert images[0].read_bytes() == images[1].read_bytes()
     holdfast.release_memory()
     assert not image_memory._free
+
+
+def tuned(step: int) -> dict[str, object]:
+    """Return a state of which most is the same in all steps."""
+    frozen = torch.arange(2 << 20, dtype=torch.int32)
+    return {"step": step, "frozen": frozen, "tuned": torch.full((200_000,), step)}
+
+
+def tuned_for_steps(folder: Path) -> list[holdfast.SaveReport]:
+    """Save a few steps, each with the one before as its base."""
+    reports = []
+    for step in (1, 2, 3):
+        uri = folder / str(step)
+        handle = holdfast.async_save(uri, tuned(step), base=folder / str(step - 1))
+        handle.wait()
+        assert handle.report is not None
+        reports.append(handle.report)
+        assert torch.equal(holdfast.load(uri)["tuned"], tuned(step)["tuned"])
+        with holdfast.open(uri) as checkpoint:
+            assert checkpoint.verify().ok
+    return reports
+
+
+def test_a_saver_borrows_what_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As threads do, and the report says so."""
+    found = tuned_for_steps(tmp_path / "a")
+    monkeypatch.setenv("HOLDFAST_SAVER", "off")
+    expected = tuned_for_steps(tmp_path / "b")
+    assert [stages_here(report) for report in found] == [False, False, False]
+    assert [report.why_whole for report in found] == ["the earlier checkpoint is gone", "", ""]
+    assert [report.base[-3:] for report in found] == ["", "a/1", "a/2"]
+    for report, other in zip(found, expected, strict=True):
+        assert report.borrowed_nbytes == other.borrowed_nbytes
+        assert report.stored_nbytes == other.stored_nbytes
+    assert found[-1].borrowed_nbytes > 7 << 20
+
+
+@pytest.mark.skipif(write_tracker() is None, reason="writes cannot be tracked on this machine")
+@pytest.mark.usefixtures("no_write_history")
+def test_what_is_known_to_be_unchanged_is_not_handed_to_a_saver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads write the rest, so that nothing else is copied. The kernel tells them after three,
+    which a saver has written."""
+    state = tuned(0)
+    by_saver, plain = list[int](), saver_save.SaverSave.write
+
+    async def write(self: saver_save.SaverSave, *args: Any) -> WrittenImage:
+        by_saver.append(step)
+        return await plain(self, *args)
+
+    monkeypatch.setattr(saver_save.SaverSave, "write", write)
+    with holdfast.Checkpointer(tmp_path, every=1, incremental=True) as run:
+        run.resume({})
+        for step in range(1, 6):
+            state["tuned"].fill_(step)  # type: ignore[attr-defined]
+            if step == 5:  # most of it changes
+                state["frozen"].add_(1)  # type: ignore[attr-defined]
+            handle = run.step(step, state)
+            assert handle is not None
+            handle.wait()
+            assert (holdfast.load(tmp_path / f"step-{step:08}")["tuned"] == step).all()
+    assert 4 not in by_saver
+    assert {1, 5} <= set(by_saver)
 
 
 def test_the_state_may_change_once_captured(tmp_path: Path) -> None:

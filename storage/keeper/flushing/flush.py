@@ -7,13 +7,13 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import numpy as np
 
 from ....drivers.contract import Driver
 from ....drivers.registry import opened_driver
-from ....drivers.uri import divided, join, parse
+from ....drivers.uri import divided, parse
 from ....errors import DamagedError, SaveError, SupersededError
 from ....planner.image import DIGEST_NBYTES, ImageLayout
 from ...arenas.label import GenerationId, Label
@@ -22,7 +22,7 @@ from ...format.extents import Extents
 from ...format.manifest import image_key
 from ...format.packed import Compression, checked_compression
 from ...pipeline.base import Base, Borrowing, ChosenBase, chosen
-from ...pipeline.borrowing import BaseImage, Incremental
+from ...pipeline.borrowing import Incremental
 from ...pipeline.image_writer import WrittenImage
 from ...pipeline.memory_writer import write_memory
 from ...protocol.collect import give_up
@@ -53,11 +53,8 @@ def base_of(request: Flush) -> Base | None:
         return None
     folder, _ = divided(parse(request.uri))
     options = json.loads(request.options)
-    return Base(
-        lambda key: opened_driver(join(folder, key), **options),
-        lambda: request.base or None,
-        Incremental.of(request.limits),
-    )
+    limits = Incremental.of(request.limits)
+    return Base.below(folder, options, lambda: request.base or None, limits)
 
 
 async def flush_part(request: Flush, order: FlushOrder, images: Sequence[LocalImage]) -> Written:
@@ -215,14 +212,8 @@ async def write_image(
     layout = ImageLayout.of_sizes(
         label.hashed_end, label.nbytes, label.chunk_nbytes, label.block_nbytes
     )
-    async with AsyncExitStack() as opened:
-
-        async def base() -> BaseImage | None:
-            if borrowing is None:
-                return None
-            return await borrowing.image(driver, label.rank, layout, opened)
-
-        written = await write_memory(driver, key, layout, image.memory, compression, base=base)
+    borrower = None if borrowing is None else (borrowing, label.rank)
+    written = await write_memory(driver, key, layout, image.memory, compression, borrower=borrower)
     if written.digests.tobytes() != label.digests:
         raise DamagedError(
             f"the image of rank {label.rank} of step {label.generation.step} has changed in memory",

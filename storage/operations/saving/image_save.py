@@ -54,7 +54,7 @@ class ImageSave:
         else:
             writing = by_saver.write(self._driver, self._begin, will, until_ended)
         try:
-            return await writing
+            written = await writing
         except StorageError as error:
             # A leader that has learned of a failure removes the attempt even while other ranks are
             # still writing to it.
@@ -62,6 +62,9 @@ class ImageSave:
             if first is not None:
                 raise first from error
             raise
+        if by_saver is not None:
+            self.borrowing = by_saver.borrowing
+        return written
 
     async def _by_threads(self) -> WrittenImage:
         job, plan = self._job, self._plan

@@ -11,18 +11,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from typing import TypeAlias
-
-import numpy as np
 
 from ....core.spans import current
 from ....drivers.contract import Driver
 from ....errors import SaveError
-from ....planner.image import DIGEST_NBYTES
 from ...arenas.memory import Memory
 from ...format.manifest import image_key
+from ...pipeline.base import Borrowing, ChosenBase
 from ...pipeline.capture import TensorChunks, capture_into
 from ...pipeline.chunks import chunks_to_write
 from ...pipeline.image_writer import Callbacks, WrittenImage
@@ -41,6 +39,9 @@ from .save_job import SaveJob
 
 NBYTES_MIN = 32 << 20
 """Smaller images are written by threads: they would not gain from another process."""
+
+_KNOWN_SHARE_MAX = 0.5
+"""Share of an image that is known to be unchanged above which threads write the rest."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,11 +69,12 @@ class SaverSave:
         self._rank, self._world = team.rank, team.world
         self._moved = team.report_progress
         self._memory = memory
+        self.borrowing = Borrowing(job.base, ChosenBase())
 
     @classmethod
     async def of(cls, job: SaveJob, driver: Driver, plan: SavePlan, team: Team) -> SaverSave | None:
         """Return a save by the saver, or None if threads have to do it."""
-        if job.storage is None or job.base is not None or job.publication is not None:
+        if job.storage is None or job.publication is not None or _is_for_threads(job, plan):
             return None
         nbytes = plan.layout.nbytes
         fits = job.budget_nbytes is None or nbytes <= job.budget_nbytes
@@ -103,9 +105,10 @@ class SaverSave:
         memory. Raises the errors of :class:`~...pipeline.image_writer.ImageWriter`."""
         until_ended.callback(give_memory, self._memory)
         await self._capture()
-        attempt = (await begin()).attempt
-        key = image_key(attempt, self._rank, self._job.packing)
-        request = await offload(self._request, attempt, key, current() is not None, *will())
+        begun = await begin()
+        self.borrowing = Borrowing(self._job.base, begun.base)
+        key = image_key(begun.attempt, self._rank, self._job.packing)
+        request = await offload(self._request, begun, key, current() is not None, *will())
         progress = _Progress(replace(self._job.callbacks, moved=self._moved))
         while (saver := await client.running()) is not None:
             writing = saver.writing(request, self._memory, progress.moved)
@@ -119,8 +122,8 @@ class SaverSave:
                 recorder = current()
                 if recorder is not None and answer.summary is not None:
                     recorder.add(answer.summary)
-                digests = np.frombuffer(answer.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-                return WrittenImage(digests, answer.stored_nbytes)
+                self.borrowing.uri, self.borrowing.why_whole = answer.base, answer.why_whole
+                return answer.image
             if not answer.unopened:
                 answer.failure.raise_alike()
             _log_unopened(driver.uri, answer.failure.message)
@@ -144,8 +147,8 @@ class SaverSave:
         finally:
             await starting
 
-    def _request(self, attempt: str, key: str, records: bool, branch: str, record: bytes) -> Write:
-        job, plan = self._job, self._plan
+    def _request(self, begun: Begun, key: str, records: bool, branch: str, record: bytes) -> Write:
+        job, plan, base = self._job, self._plan, self._job.base
         layout = plan.layout
         return Write(
             *(*self._place, key, self._rank, self._world),
@@ -153,21 +156,36 @@ class SaverSave:
             *(layout.chunk_nbytes, layout.block_nbytes),
             compression=job.compression or "",
             records=records,
-            attempt=attempt,
+            attempt=begun.attempt,
             step=job.step,
             created_s=job.created_s,
             draft=job.draft(plan, self._rank),
             record=record,
             branch=branch,
             overwrite=job.overwrite,
+            base="" if base is None else base.folder,
+            choice=begun.base,
+            limits=() if base is None else astuple(base.limits),
         )
 
     async def _write_here(self, driver: Driver, key: str) -> WrittenImage:
         job, layout = self._job, self._plan.layout
         callbacks = Callbacks(lambda: None, job.callbacks.sealed, self._moved, job.callbacks.wrote)
         return await write_memory(
-            driver, key, layout, self._memory, job.compression, callbacks=callbacks
+            *(driver, key, layout, self._memory, job.compression),
+            callbacks=callbacks,
+            borrower=(self.borrowing, self._rank),
         )
+
+
+def _is_for_threads(job: SaveJob, plan: SavePlan) -> bool:
+    """Return whether this incremental save is one for threads of this process: only it knows that
+    most bytes have not changed, so that nobody has to copy or hash them."""
+    if job.base is None:
+        return False
+    proven = plan.source.proven()
+    known_nbytes = sum(stop - start for start, stop in proven)
+    return not job.base.folder or known_nbytes > _KNOWN_SHARE_MAX * plan.layout.hashed_end
 
 
 class _Progress:

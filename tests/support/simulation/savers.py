@@ -21,6 +21,7 @@ from holdfast.storage.format.manifest import Manifest, image_key
 from holdfast.storage.operations.rounds import Begun
 from holdfast.storage.operations.saving.save_job import SaveJob
 from holdfast.storage.operations.saving.saver_save import SaverSave, Will
+from holdfast.storage.pipeline.base import Borrowing
 from holdfast.storage.pipeline.capture import TensorChunks, capture_into
 from holdfast.storage.pipeline.image_writer import WrittenImage
 from holdfast.storage.pipeline.memory_writer import write_memory
@@ -55,7 +56,7 @@ def with_savers(schedule: Schedule) -> Schedule:
             killed_s = rng.choice(
                 (0.0, rng.choice((0.03, 0.06, 0.1, 0.2, 0.5)) * (0.5 + rng.random()))
             )
-            actor = replace(actor, saver=True, base="", killed_s=0.0 if actor.slip else killed_s)
+            actor = replace(actor, saver=True, killed_s=0.0 if actor.slip else killed_s)
         actors.append(actor)
     return replace(schedule, actors=tuple(actors))
 
@@ -82,6 +83,7 @@ class _Request:
     write: Write
     plan: SavePlan
     memory: _Memory
+    borrowing: Borrowing
     is_forgotten: bool = False
     answer: asyncio.Future[WrittenImage] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -121,11 +123,12 @@ class SimSaverSave(SaverSave):
         memory: Any = self._memory
         await capture_into(memory, layout, TensorChunks(layout, self._plan.source), self._moved)
         callbacks.captured()
-        attempt = (await begin()).attempt
-        key = image_key(attempt, self._rank, self._job.packing)
-        message = self._request(attempt, key, False, *will())
+        begun = await begin()
+        self.borrowing = Borrowing(self._job.base, begun.base)
+        key = image_key(begun.attempt, self._rank, self._job.packing)
+        message = self._request(begun, key, False, *will())
         while True:
-            request = _Request(message, self._plan, memory)
+            request = _Request(message, self._plan, memory, self.borrowing)
             saver = serve(self._world_of, self._process, request)
             while not request.answer.done() and saver.alive:
                 await asyncio.wait([request.answer], timeout=LOOK_S)
@@ -197,4 +200,7 @@ async def _written(driver: Driver, request: _Request) -> WrittenImage:
     write, memory = request.write, request.memory
     shared: Any = memory
     compression: Any = write.compression or None
-    return await write_memory(driver, write.key, request.plan.layout, shared, compression)
+    borrower = (Borrowing(request.borrowing.base, write.choice), write.rank)
+    return await write_memory(
+        driver, write.key, request.plan.layout, shared, compression, borrower=borrower
+    )
