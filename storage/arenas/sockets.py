@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...errors import CoordinationError
 from .memory import read_sealed, sealed_bytes
 
 PACKET_NBYTES_MAX = 64 << 10
@@ -186,16 +187,19 @@ def _large(received: Received) -> Received:
 
 
 def connected(path: str) -> Line:
-    """Connect to the keeper at ``path``, without waiting. Raises OSError if none listens, and
-    BlockingIOError if one listens but has not accepted many earlier connections."""
+    """Connect to the keeper at ``path``, without waiting. Raises OSError if none listens,
+    BlockingIOError if one listens but has not accepted many earlier connections, and
+    CoordinationError if it belongs to another user."""
     sock = _socket()
+    line = Line(sock)
     try:
-        sock.setblocking(False)
         sock.connect(path)
-    except OSError:
-        sock.close()
+        if line.peer_uid != os.getuid():
+            raise CoordinationError(f"the process listening at {path} belongs to another user")
+    except BaseException:
+        line.close()
         raise
-    return Line(sock)
+    return line
 
 
 def listening(path: str) -> socket.socket:

@@ -28,9 +28,7 @@ class Rebuilding:
     ) -> Refused | None:
         """Rebuild one image, unless an intact one is held. Return the reason why that failed, if it
         did. Calls ``moved()`` on progress."""
-        generations = self._pool.generations
-        pin = generations.pin(request.generation)  # keep its slots from being overwritten
-        try:
+        with self._pool.pinned(request.generation):
             damaged = self._pool.slot_of(request.generation, request.rank)
             if damaged is not None and await damaged.is_whole():
                 return None
@@ -43,9 +41,7 @@ class Rebuilding:
             refusal = await self._pool.add_rebuilt(label, memory, damaged)
             if refusal is not None:
                 return Refused(refusal.reason.value, refusal.text)
-            generations.agreed(label.generation)
-        finally:
-            generations.unpin(pin)
+            self._pool.generations.agreed(label.generation)
         self._counters.rebuilt += 1
         _log.info("the image of rank %d of step %d is rebuilt", label.rank, label.generation.step)
         return None

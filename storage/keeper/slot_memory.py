@@ -7,7 +7,8 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,22 +134,18 @@ class SlotPool:
     async def take_memory(self, slot: int, nbytes: int, node: int) -> str:
         """Allocate the memory of a slot, on this NUMA node if possible; -1: on any. Return "", or
         the reason why that failed."""
-        spare_nbytes = available_nbytes() - RESERVE_NBYTES - self._making_nbytes
-        problem = f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
-        if nbytes <= spare_nbytes:
-            self._making_nbytes += nbytes
-            try:
-                self.slots[slot] = PooledSlot(
-                    await offload(partial(reserved_memory, nbytes, node=node))
-                )
-                self.generations.made(slot)
-                return ""
-            except OSError as error:
-                problem = f"{nbytes:,} bytes are needed: {error}"
-            finally:
-                self._making_nbytes -= nbytes
-        self.generations.unmade(slot)
-        return problem
+        self._making_nbytes += nbytes
+        try:
+            check_spare(self._making_nbytes)
+            memory = await offload(partial(reserved_memory, nbytes, node=node))
+        except OSError as error:
+            self.generations.unmade(slot)
+            return f"{nbytes:,} bytes are needed: {error.strerror or error}"
+        finally:
+            self._making_nbytes -= nbytes
+        self.slots[slot] = PooledSlot(memory)
+        self.generations.made(slot)
+        return ""
 
     def recall(self, slot: PooledSlot, *, outlived: bool) -> bool:
         """Take over a complete image before any trainer connects. ``outlived``: its memory comes
@@ -224,6 +221,15 @@ class SlotPool:
             self.generations.budget_nbytes = before_nbytes
         return number
 
+    @contextmanager
+    def pinned(self, generation: GenerationId) -> Iterator[None]:
+        """Keep the images of a generation from being overwritten during the body."""
+        pin = self.generations.pin(generation)
+        try:
+            yield
+        finally:
+            self.generations.unpin(pin)
+
     def images(self, generation: GenerationId) -> list[LocalImage]:
         """Return the images of a generation, by rank. Excludes dropped images, even if their slots
         are not overwritten yet."""
@@ -275,11 +281,14 @@ def _is_changeable(fd: int) -> bool:
         raise
 
 
-def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
-    """Return reserved memory. Raises OSError if the system cannot spare that much."""
+def check_spare(nbytes: int) -> None:
+    """Raise OSError if the system cannot spare that much memory."""
     spare_nbytes = available_nbytes() - RESERVE_NBYTES
     if nbytes > spare_nbytes:
-        raise OSError(
-            errno.ENOMEM, f"{nbytes:,} bytes are needed, and the system can spare {spare_nbytes:,}"
-        )
+        raise OSError(errno.ENOMEM, f"the system can spare {spare_nbytes:,} of {nbytes:,} bytes")
+
+
+def spared_memory(nbytes: int, moved: Callable[[], None] = lambda: None) -> Memory:
+    """Return reserved memory. Raises OSError if the system cannot spare that much."""
+    check_spare(nbytes)
     return reserved_memory(nbytes, moved)

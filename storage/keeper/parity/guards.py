@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 
 from ....errors import DamagedError, HoldfastError
 from ....planner.parity import DataBlock, parity_of
@@ -78,7 +79,12 @@ class Guards:
     ) -> None:
         try:
             async with peers_of(id, hosts, self.certificate) as peers:
-                labels = await _labels(peers, group, self._run)
+                holders = {
+                    rank: [name]
+                    for name, ranks in zip(group.names, group.ranks, strict=True)
+                    for rank in ranks
+                }
+                labels = await _labels(peers, holders, self._run)
                 world = next(iter(labels.values())).world
                 encoded = {rank: label.encode() for rank, label in labels.items()}
                 held = await guard(group, member, id, encoded, _Pull(peers, group), spared_memory)
@@ -188,16 +194,6 @@ class _Pull:
         await self._moved()
 
 
-async def _labels(peers: Peers, group: GuardedGroup, run: str) -> dict[int, Label]:
-    asked = [
-        (rank, peers.label(name, rank, run))
-        for name, ranks in zip(group.names, group.ranks, strict=True)
-        for rank in ranks
-    ]
-    found = await asyncio.gather(*(label for _, label in asked))
-    return {rank: label for (rank, _), label in zip(asked, found, strict=True)}
-
-
 async def rebuilt(
     request: Rebuild,
     run: str,
@@ -212,7 +208,7 @@ async def rebuilt(
     # A label has its own checksum, so it may be intact on a member whose image is damaged.
     names = sorted(group.names, key=lambda name: name in lost)
     async with peers_of(id, request.hosts, certificate) as peers:
-        labels = await _labels_of_group(peers, names, group, run)
+        labels = await _labels(peers, dict.fromkeys(chain(*group.ranks), names), run)
         memory = await offload(spared_memory, labels[request.rank].nbytes)
         try:
             encoded = {rank: label.encode() for rank, label in labels.items()}
@@ -250,12 +246,10 @@ async def _made_without(
     raise problem
 
 
-async def _labels_of_group(
-    peers: Peers, names: Sequence[str], group: GuardedGroup, run: str
-) -> dict[int, Label]:
-    ranks = [rank for ranks in group.ranks for rank in ranks]
-    found = await asyncio.gather(*(_label_of_any(peers, names, rank, run) for rank in ranks))
-    return dict(zip(ranks, found, strict=True))
+async def _labels(peers: Peers, holders: Mapping[int, Sequence[str]], run: str) -> dict[int, Label]:
+    """Return the label of each rank, from the first of its ``holders`` that has it."""
+    asked = (_label_of_any(peers, names, rank, run) for rank, names in holders.items())
+    return dict(zip(holders, await asyncio.gather(*asked), strict=True))
 
 
 async def _label_of_any(peers: Peers, names: Sequence[str], rank: int, run: str) -> Label:
@@ -266,6 +260,6 @@ async def _label_of_any(peers: Peers, names: Sequence[str], rank: int, run: str)
         except HoldfastError as error:
             problem = error
     raise DamagedError(
-        f"no keeper of the group has the label of rank {rank} of step {peers.generation.step}",
+        f"no keeper has the label of rank {rank} of step {peers.generation.step}: {problem}",
         rank=rank,
     ) from problem

@@ -111,11 +111,8 @@ class MemoryCatalog:
         shown = self._shown().get(f"{run}/{folder}")
         if shown is None:
             raise NotFoundError("no such step is in memory", key=key)
-        pin = self._pool.generations.pin(shown)
-        try:
+        with self._pool.pinned(shown):
             yield self._content(shown, name, key)
-        finally:
-            self._pool.generations.unpin(pin)
 
     @contextmanager
     def _opened_image(
@@ -123,21 +120,16 @@ class MemoryCatalog:
     ) -> Iterator[Content]:
         """Pin an image, or return its label, which other members of the group have copies of."""
         (rank,) = numbers
-        for image in self._pool.images(generation):
-            if image.label.rank == rank:
-                pin = self._pool.generations.pin(generation)
-                try:
-                    view = image.memory.view
-                    if kind == "label":
-                        view = memoryview(image.label.encode())
-                    yield Content(view, image.label.created_s)
-                finally:
-                    self._pool.generations.unpin(pin)
-                return
-        with self._guards.opened(generation) as guarded:
-            if guarded is None or kind != "label" or rank not in guarded.labels:
+        with self._pool.pinned(generation), self._guards.opened(generation) as guarded:
+            slot = self._pool.slot_of(generation, rank)
+            if slot is not None and slot.label is not None:
+                is_label = kind == "label"
+                view = memoryview(slot.label.encode()) if is_label else slot.memory.view
+                yield Content(view, slot.label.created_s)
+            elif guarded is not None and kind == "label" and rank in guarded.labels:
+                yield Content(memoryview(guarded.labels[rank]), time.time())
+            else:
                 raise NotFoundError("no such image is in memory", key=key)
-            yield Content(memoryview(guarded.labels[rank]), time.time())
 
     @contextmanager
     def _opened_parity(
