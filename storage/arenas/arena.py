@@ -15,13 +15,12 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from ...core.aio import wait_out
 from ...errors import CoordinationError, DamagedError, DeadlineError
-from ...planner.image import ImageLayout
 from ..runtime.engine import offload
 from . import messages
 from .client import KeeperClient, Refusal, go_on
@@ -62,19 +61,6 @@ class FillingSlot:
 
     number: int
     memory: Memory
-
-
-@dataclass(frozen=True)
-class Capture:
-    """Description of a captured image. ``has_shards``: False if it is empty. For the other fields
-    see :class:`.label.Label`."""
-
-    layout: ImageLayout
-    has_shards: bool
-    created_s: float
-    draft: bytes
-    agreement: str = ""
-    equal: Mapping[str, str] = field(default_factory=dict)
 
 
 class Arena:
@@ -282,29 +268,16 @@ class Arena:
                 memory.close()
                 del self._slots[number]
 
-    async def captured(
-        self, slot: FillingSlot, step: int, capture: Capture, listener: Listener
-    ) -> bool:
-        """Hand a captured image to the keeper, and register ``listener`` for its events. Return
-        whether the keeper accepts it."""
-        generation = GenerationId(self._enters.epoch, step)
-        layout = capture.layout
-        message = messages.Captured(
-            slot.number,
-            step,
-            layout.hashed_end if capture.has_shards else 0,
-            layout.chunk_nbytes,
-            layout.block_nbytes,
-            capture.created_s,
-            capture.agreement,
-            dict(capture.equal),
-        )
+    async def captured(self, image: messages.Captured, draft: bytes, listener: Listener) -> bool:
+        """Hand a captured image to the keeper, with the ``draft`` of its label, and register
+        ``listener`` for its events. Return whether the keeper accepts it."""
+        generation = GenerationId(self._enters.epoch, image.step)
         self._listeners[generation] = listener
         taken = False
         try:
-            draft_fd = sealed_bytes(capture.draft)
+            draft_fd = sealed_bytes(draft)
             try:
-                taken = await self._done(message, [draft_fd])
+                taken = await self._done(image, [draft_fd])
             finally:
                 os.close(draft_fd)
         finally:

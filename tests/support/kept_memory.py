@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from holdfast.storage.arenas.arena import Arena, Capture, FillingSlot
+from holdfast.storage.arenas.arena import Arena, FillingSlot
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.hosts import GuardedGroup, KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
+    Captured,
     Enter,
     Event,
     FlushEnd,
@@ -160,8 +161,9 @@ async def capture(arena: Arena, step: int, told: Told, rank: int = 0) -> Filling
     none = np.empty(0, np.int64)
     images = ImageTable(none, none, np.empty((0, 16), np.uint8))
     draft = fragment_of(("", step, 1.0), rank, plan.reported, plan.shards, images, flat.tree)
-    captured = Capture(plan.layout, True, 1.0, draft.encode())
-    assert await arena.captured(slot, step, captured, told.take), arena.problem
+    sizes = plan.layout.hashed_end, plan.layout.chunk_nbytes, plan.layout.block_nbytes
+    captured = Captured(slot.number, step, *sizes, 1.0)
+    assert await arena.captured(captured, draft.encode(), told.take), arena.problem
     return slot
 
 

@@ -36,7 +36,7 @@ import holdfast
 from holdfast.errors import DamagedError
 from holdfast.planner.image import ImageLayout
 from holdfast.storage.arenas import arena as arena_module
-from holdfast.storage.arenas.arena import Arena, Capture, KeeperLost
+from holdfast.storage.arenas.arena import Arena, KeeperLost
 from holdfast.storage.arenas.client import KeeperClient, Refusal
 from holdfast.storage.arenas.folder import KeeperFolder
 from holdfast.storage.arenas.hosts import KeeperHost
@@ -45,6 +45,7 @@ from holdfast.storage.arenas.memory import Memory, read_sealed, reserved_memory,
 from holdfast.storage.arenas.messages import (
     VERSION,
     Agreed,
+    Captured,
     Enter,
     Fill,
     Filled,
@@ -200,7 +201,9 @@ async def test_requests_that_make_no_sense_are_refused() -> None:
         assert list(keeper.pool.generations.slots) == list(keeper.pool.slots)
         none = np.empty(0, np.int64)
         layout = ImageLayout(b"", none, none, 1 << 30, 1 << 30, 8192)
-        assert not await arena.captured(slot, 2, Capture(layout, True, 0.0, b"x"), told.take)
+        sizes = layout.hashed_end, layout.chunk_nbytes, layout.block_nbytes
+        captured = Captured(slot.number, 2, *sizes, 0.0)
+        assert not await arena.captured(captured, b"x", told.take)
         assert "contradicts itself" in arena.problem
         with pytest.raises(DamagedError, match="no image of rank 3 of step 7"):
             await arena.image(GenerationId(0, 7), 3)

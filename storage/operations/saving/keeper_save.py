@@ -13,7 +13,8 @@ from functools import partial
 
 from ....core.spans import span
 from ....errors import CoordinationError, SaveError
-from ...arenas.arena import Capture, FillingSlot
+from ...arenas.arena import FillingSlot
+from ...arenas.messages import Captured
 from ...pipeline.capture import TensorChunks, capture_into
 from ...pipeline.chunks import chunks_to_write
 from ...ranks.team import Decide, Team
@@ -124,15 +125,18 @@ async def _capture(
     except BaseException:
         await keeping.arena.dropped(slot)
         raise
-    capture = Capture(
-        layout=plan.layout,
-        has_shards=chunks_to_write(plan.layout) > 0,
+    layout = plan.layout
+    image = Captured(
+        slot=slot.number,
+        step=job.step,
+        hashed_end=layout.hashed_end if chunks_to_write(layout) else 0,
+        chunk_nbytes=layout.chunk_nbytes,
+        block_nbytes=layout.block_nbytes,
         created_s=job.created_s,
-        draft=encoded,
         agreement="" if global_plan is None else global_plan.id.hex(),
         equal=equal,
     )
-    if not await keeping.arena.captured(slot, job.step, capture, keeping.tell):
+    if not await keeping.arena.captured(image, encoded, keeping.tell):
         raise CoordinationError(
             f"the keeper did not accept the image: {keeping.arena.problem}", rank=rank
         )
