@@ -128,7 +128,7 @@ class Reporting:
         self.hosts = tuple(hosts)
         self.groups = tuple(groups)
         names = [host.name for host in hosts] or [self.name]
-        self.lead.begin(epoch, names, guards=bool(groups))
+        self.lead = self.lead.begin(epoch, names, guards=bool(groups))
         self._seen = ""
         self._stop()
         if self._lead_host is not None:

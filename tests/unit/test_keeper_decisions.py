@@ -218,8 +218,7 @@ def hear(lead: Lead, name: str, *steps: int, **news: object) -> None:
 
 def leader(*, heard: bool = True) -> Lead:
     """Return the leader of a protected job, which has heard both keepers."""
-    lead = Lead("x")
-    lead.begin(0, NAMES[:2], guards=True)
+    lead = Lead("x").begin(0, NAMES[:2], guards=True)
     for name in NAMES[:2] if heard else ():
         hear(lead, name)
     return lead
@@ -573,9 +572,8 @@ def test_two_thousand_hosts_choose_and_agree_within_seconds() -> None:
     assert len(choice.rebuilt) == lost * ranks
     assert len({one.at for one in choice.rebuilt}) == lost * ranks
 
-    lead = Lead("first")
     names = [host.name for host in hosts]
-    lead.begin(0, names, guards=True)
+    lead = Lead("first").begin(0, names, guards=True)
     for host in hosts:
         votes = tuple(Vote(id(1), rank, world, "plan", {}) for rank in host.ranks)
         lead.hear(Report(host.name, 0, votes, seen=lead.version))

@@ -8,6 +8,7 @@ leader therefore reaches the same decisions.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from ...arenas.label import GenerationId
 from ...arenas.messages import FlushEnd
@@ -31,56 +32,56 @@ def is_newer(version: str, than: str) -> bool:
     return int(version.rpartition("/")[2]) > int(than.rpartition("/")[2])
 
 
+@dataclass(eq=False)
 class Lead:
-    """The leader's state. ``incarnation``: prefix of its standings' versions, unique to each
-    process."""
+    """The leader's state in one ``epoch``; -1 before the first. ``incarnation``: prefix of its
+    standings' versions, unique to each process; ``names``: the keepers that report; ``guards``:
+    whether they encode parity."""
 
-    def __init__(self, incarnation: str = "") -> None:
-        self._incarnation = incarnation
-        self._count = 0
-        self._ballot = Ballot()
-        self._epoch = -1
-        self._names: frozenset[str] = frozenset()
-        self._heard: set[str] = set()
-        """Keepers that have reported in this epoch after seeing a standing of this leader. By then
-        they have passed on everything they know from an earlier one."""
-        self._guards = False
-        self._guard: GenerationId | None = None
-        self._attempt = ""
-        """Version of the standing that first requested the encoding of ``_guard``."""
-        self._have_guarded: set[str] = set()
-        self._guarded: GenerationId | None = None
-        self._knowing: set[str] = set()
-        """Keepers that know ``_guarded`` to be encoded on all keepers."""
-        self._protected: GenerationId | None = None
-        self._failures = 0
-        self._rest = 0
-        """Number of outcomes to skip before the next encoding."""
-        self._newest: GenerationId | None = None
-        """Newest generation with an outcome in this epoch."""
-        self._tried: GenerationId | None = None
-        """Newest generation whose encoding was requested."""
-        self._flush: FlushOrder | None = None
-        self._written: dict[str, Written] = {}
-        self._ended: FlushEnd | None = None
-        self._wanted: set[GenerationId] = set()
-        self._lost: set[int] = set()
-        """Ranks that have died in this epoch."""
+    incarnation: str = ""
+    epoch: int = -1
+    names: frozenset[str] = frozenset()
+    guards: bool = False
+    _count: int = 0
+    _ballot: Ballot = field(default_factory=Ballot)
+    _flush: FlushOrder | None = None
+    _ended: FlushEnd | None = None
+    _heard: set[str] = field(default_factory=set)
+    """Keepers that have reported in this epoch after seeing a standing of this leader. By then they
+    have passed on everything they know from an earlier one."""
+    _guard: GenerationId | None = None
+    _attempt: str = ""
+    """Version of the standing that first requested the encoding of ``_guard``."""
+    _have_guarded: set[str] = field(default_factory=set)
+    _guarded: GenerationId | None = None
+    _knowing: set[str] = field(default_factory=set)
+    """Keepers that know ``_guarded`` to be encoded on all keepers."""
+    _protected: GenerationId | None = None
+    _failures: int = 0
+    _rest: int = 0
+    """Number of outcomes to skip before the next encoding."""
+    _newest: GenerationId | None = None
+    """Newest generation with an outcome in this epoch."""
+    _tried: GenerationId | None = None
+    """Newest generation whose encoding was requested."""
+    _written: dict[str, Written] = field(default_factory=dict)
+    _wanted: set[GenerationId] = field(default_factory=set)
+    _lost: set[int] = field(default_factory=set)
+    """Ranks that have died in this epoch."""
 
-    @property
-    def epoch(self) -> int:
-        """Current epoch; -1 before the first."""
-        return self._epoch
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the keepers that report."""
-        return self._names
+    def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> Lead:
+        """Return the state at the beginning of an epoch with these keepers, or this one if that has
+        begun. A flush that was ordered stays pending: keepers report its result in this epoch,
+        too."""
+        if epoch <= self.epoch:
+            return self
+        before = (self._count + 1, self._ballot, self._flush, self._ended)
+        return Lead(self.incarnation, epoch, frozenset(names), guards, *before)
 
     @property
     def version(self) -> str:
         """Version of the current standing."""
-        return f"{self._incarnation}/{self._count}"
+        return f"{self.incarnation}/{self._count}"
 
     @property
     def wanted(self) -> frozenset[GenerationId]:
@@ -89,39 +90,19 @@ class Lead:
 
     @property
     def _has_heard_all(self) -> bool:
-        return len(self._heard) == len(self._names)
-
-    def begin(self, epoch: int, names: Collection[str], *, guards: bool) -> None:
-        """Begin an epoch with these keepers, and drop older votes. ``guards``: whether they encode
-        parity."""
-        if epoch <= self._epoch:
-            return
-        self._epoch = epoch
-        self._names = frozenset(names)
-        self._guards = guards
-        self._heard = set()
-        self._guard = self._tried = self._newest = None
-        self._guarded = self._protected = None  # reports will tell
-        self._knowing = set()
-        self._have_guarded = set()
-        self._failures = self._rest = 0
-        self._wanted = set()
-        self._lost = set()
-        # A flush that was ordered stays pending: keepers report its result in this epoch, too.
-        self._written = {}
-        self._count += 1
+        return len(self._heard) == len(self.names)
 
     def hear(self, report: Report) -> None:
         """Take a report into account. Ignores other epochs and unknown keepers."""
-        if report.epoch != self._epoch or report.name not in self._names:
+        if report.epoch != self.epoch or report.name not in self.names:
             return
         before = self._state()
-        if incarnation_of(report.seen) == self._incarnation:
+        if incarnation_of(report.seen) == self.incarnation:
             self._heard.add(report.name)
         self._note_guarded_by_all(report)
         self._lost.update(report.lost)
         for vote in report.votes:
-            if vote.generation.epoch == self._epoch:
+            if vote.generation.epoch == self.epoch:
                 self._ballot.cast(vote)
         for generation in report.missing:
             self._decide(generation, Outcome.VOID)
@@ -149,11 +130,11 @@ class Lead:
         return True
 
     def _decide(self, generation: GenerationId, outcome: Outcome) -> None:
-        if generation.epoch == self._epoch and generation not in self._ballot.outcomes:
+        if generation.epoch == self.epoch and generation not in self._ballot.outcomes:
             self._ballot.decide(generation, outcome)
 
     def _note_wanted(self, generation: GenerationId) -> None:
-        if generation.epoch == self._epoch and not self._is_over(generation):
+        if generation.epoch == self.epoch and not self._is_over(generation):
             self._wanted.add(generation)
 
     def _note_ended(self, ended: FlushEnd | None) -> None:
@@ -180,7 +161,7 @@ class Lead:
             return
         if report.guarded == guard:
             self._have_guarded.add(report.name)
-            if len(self._have_guarded) == len(self._names):
+            if len(self._have_guarded) == len(self.names):
                 self._note_guarded(guard)
                 self._failures = 0
                 self._release_guard()
@@ -205,7 +186,7 @@ class Lead:
         """Mark the encoded generation as protected once all keepers know that it is encoded. Only
         then are trainers told and older parity is dropped: any surviving keeper can now tell the
         next leader or the next epoch."""
-        if len(self._knowing) == len(self._names):
+        if len(self._knowing) == len(self.names):
             self._protected = self._guarded
 
     def _release_guard(self) -> None:
@@ -222,18 +203,18 @@ class Lead:
         """
         if self._guard is not None and self._ballot.outcomes.get(self._guard) is Outcome.VOID:
             self._release_guard()
-        if not self._guards or not self._has_heard_all or self._guarded != self._protected:
+        if not self.guards or not self._has_heard_all or self._guarded != self._protected:
             return
-        outcome = max((id for id in self._ballot.outcomes if id.epoch == self._epoch), default=None)
+        outcome = max((id for id in self._ballot.outcomes if id.epoch == self.epoch), default=None)
         if outcome is not None and (self._newest is None or outcome > self._newest):
             self._newest = outcome
             self._rest = max(0, self._rest - 1)
-        newest = max((id for id in self._ballot.agreed if id.epoch == self._epoch), default=None)
+        newest = max((id for id in self._ballot.agreed if id.epoch == self.epoch), default=None)
         if newest is None:
             return
         if self._guard is None and self._rest == 0 and newest != self._tried:
             self._guard = self._tried = newest
-            self._attempt = f"{self._incarnation}/{self._count + 1}"
+            self._attempt = f"{self.incarnation}/{self._count + 1}"
 
     def order(self, flush: FlushOrder) -> None:
         """Order all keepers to write their images for this flush."""
@@ -261,14 +242,14 @@ class Lead:
         """Return the current standing."""
         outcomes = self._ballot.outcomes
         settled = self._ballot.settled
-        if settled is not None and (settled.epoch != self._epoch or not self._has_heard_all):
+        if settled is not None and (settled.epoch != self.epoch or not self._has_heard_all):
             settled = None  # a keeper that has not reported yet may know a generation to be agreed
         return Standing(
             self.version,
-            self._epoch,
+            self.epoch,
             tuple(sorted(id for id, of in outcomes.items() if of is Outcome.AGREED)),
             tuple(sorted(id for id, of in outcomes.items() if of is Outcome.VOID)),
-            tuple(sorted(id for id in self._ballot.open if id.epoch == self._epoch)),
+            tuple(sorted(id for id in self._ballot.open if id.epoch == self.epoch)),
             self._guard,
             "" if self._guard is None else self._attempt,
             self._guarded,

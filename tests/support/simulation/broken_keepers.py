@@ -256,7 +256,7 @@ BROKEN_ALONE = [
 def one_is_enough(real: Any, self: Lead, report: Any) -> None:
     """Take a generation for protected that one keeper has encoded."""
     if self._guard is not None and report.guarded == self._guard:
-        self._have_guarded = set(self._names)
+        self._have_guarded = set(self.names)
     real(self, report)
 
 
