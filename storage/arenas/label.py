@@ -76,14 +76,17 @@ class Label:
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
-        """Decode the result of :meth:`encode`. Raises DamagedError."""
+        """Decode the result of :meth:`encode`. Raises DamagedError, also if the label contradicts
+        itself."""
         body = data[:-DIGEST_NBYTES]
         if digest(body) != data[-DIGEST_NBYTES:]:
             raise DamagedError("a label does not match its own checksum")
         try:
-            return codec(Label).decode(body, "a label")
+            label = codec(Label).decode(body, "a label")
         except CoordinationError as error:
             raise DamagedError(f"a label is malformed: {error.message}") from error
+        check_sizes(label)
+        return label
 
     def fragment(
         self,

@@ -24,7 +24,7 @@ from ...errors import CoordinationError, DamagedError, HoldfastError
 from ..arenas import messages
 from ..arenas.hosts import KeeperHost
 from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
-from ..arenas.memory import Memory, read_sealed, sealed_bytes
+from ..arenas.memory import read_sealed, sealed_bytes
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import offload
 from .agreement import Agreement
@@ -492,13 +492,9 @@ class Keeper:
         return refused or messages.Done(), []
 
     async def _adopt(self, trainer: Trainer, message: messages.Adopt, fds: Sequence[int]) -> _Reply:
-        if len(fds) != 2:
-            raise ValueError(f"an image with {len(fds)} descriptors")
-        label = Label.decode(read_sealed(fds[1], LABEL_NBYTES_MAX))
-        if label.run != self.options.run or label.nbytes != message.nbytes:
-            raise ValueError("that image is not of this run")
-        check_sizes(label)
-        memory = Memory(os.dup(fds[0]), message.nbytes)
+        slot = PooledSlot.of_descriptors([os.dup(fd) for fd in fds], self.options.run)
+        label = slot.label
+        assert label is not None
         of_image = label.generation, label.rank, label.world, label.nbytes
         self._writing.handed_over(label.generation)
         number = self.pool.in_use_already(
@@ -506,14 +502,14 @@ class Keeper:
         )
         self._close_unheld()
         if isinstance(number, Refusal):
-            memory.close()
+            slot.close()
             if number.reason is Reason.DUPLICATE:  # this keeper lived, only the connection was lost
                 return messages.Done(), []
             return messages.Refused(number.reason.value, number.text), []
         outlived = self.pool.slots.pop(number, None)
         if outlived is not None:
             outlived.close()
-        self.pool.slots[number] = PooledSlot(memory, label, os.dup(fds[1]))
+        self.pool.slots[number] = slot
         self.run_later(self._agreement.vote(label, handed_over=True))
         return messages.Done(), []
 

@@ -21,7 +21,7 @@ from ...drivers.contract import Driver
 from ...drivers.registry import open_driver
 from ...errors import DamagedError, HoldfastError, StorageDownError
 from ..arenas.hosts import KeeperHost
-from ..arenas.label import GenerationId, Label, check_sizes
+from ..arenas.label import GenerationId, Label
 from ..arenas.messages import Inventory
 from ..ranks.messages import codec
 from .decisions.choice import Stock
@@ -110,7 +110,6 @@ class Peers:
         label = Label.decode(await self.driver(name).get(f"{rank}.label"))
         if (label.run, label.generation, label.rank) != (run, self.generation, rank):
             raise DamagedError(f"the keeper {name} has the label of another image for rank {rank}")
-        check_sizes(label)
         return label
 
     async def close(self) -> None:

@@ -29,8 +29,7 @@ async def seal(memory: Memory, draft: Label) -> Label:
 
 
 async def is_sealed(memory: Memory, label: Label) -> bool:
-    """Return whether ``memory``, of ``label.nbytes``, holds the image of ``label`` with its pages.
-    The label must have passed ``check_sizes``."""
+    """Return whether ``memory``, of ``label.nbytes``, holds its image and pages."""
     damaged = set[int]()
     digests = label.digests
 

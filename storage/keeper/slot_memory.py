@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...errors import DamagedError
-from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label, check_sizes
+from ..arenas.label import LABEL_NBYTES_MAX, GenerationId, Label
 from ..arenas.memory import (
     RESERVE_NBYTES,
     Memory,
@@ -57,7 +57,6 @@ class PooledSlot:
             label = Label.decode(read_sealed(label_fd, LABEL_NBYTES_MAX))
             if label.run != run:
                 raise ValueError(f"it is of the run {label.run}")
-            check_sizes(label)
             check_sealed(memory_fd, label.nbytes)
             left.remove(memory_fd)
             memory = Memory(memory_fd, label.nbytes)

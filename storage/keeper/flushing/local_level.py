@@ -19,7 +19,7 @@ from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....drivers.uri import join
 from ....errors import DamagedError, HoldfastError
-from ...arenas.label import GenerationId, Label, check_sizes
+from ...arenas.label import GenerationId, Label
 from ...arenas.memory import Memory
 from ...runtime.engine import offload
 from ..reading import generation_folder
@@ -108,7 +108,6 @@ class LocalLevel:
             moved()
             if (label.run, label.generation) != (self._run, generation):
                 raise DamagedError("the label belongs to another image", key=key)
-            check_sizes(label)
             memory = await offload(spared_memory, label.nbytes, moved)
             if label.digests:
                 image_key = key.removesuffix("label") + "safetensors"

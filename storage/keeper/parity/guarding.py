@@ -14,7 +14,7 @@ from functools import partial
 from ....errors import DamagedError, UsageError
 from ....planner.parity import Lane, ParityBlock, StripeRepair
 from ...arenas.hosts import GuardedGroup
-from ...arenas.label import GenerationId, Label, check_sizes
+from ...arenas.label import GenerationId, Label
 from ...arenas.memory import Memory
 from ...runtime.engine import offload
 from ..sealing import is_sealed
@@ -192,7 +192,6 @@ def _decoded(group: GuardedGroup, labels: Mapping[int, bytes]) -> dict[int, Labe
         if rank not in labels:
             raise UsageError(f"the label of rank {rank} is missing", rank=rank)
         label = Label.decode(labels[rank])
-        check_sizes(label)
         _check(label, label.rank == rank, f"is not that of rank {rank}")
         one = next(iter(found.values()), label)
         belongs = (label.run, label.generation) == (one.run, one.generation)

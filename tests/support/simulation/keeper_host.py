@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import DamagedError, HoldfastError
+from holdfast.planner.image import PAGE_NBYTES
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId, Label
 from holdfast.storage.arenas.messages import (
@@ -353,8 +354,8 @@ class HostKeeper:
             world=trainer.job.world,
             nbytes=self.slots[slot].memory.nbytes,
             hashed_end=0,
-            chunk_nbytes=1,
-            block_nbytes=1,
+            chunk_nbytes=PAGE_NBYTES,
+            block_nbytes=PAGE_NBYTES,
             created_s=0.0,
             agreement=str(trainer.job.number),
             equal={"replicas": "other" if differs else "same"},
