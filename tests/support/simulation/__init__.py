@@ -1,17 +1,18 @@
-"""The simulator: the real engine on simulated machines, clocks and storage, all of it decided by
-one seed.
+"""The simulator: the real engine on simulated machines, clocks and storage. One seed decides
+everything that happens.
 
 ``loop``       virtual time, and processes that can pause and die
-``schedule``   what a run does: storage, actors, faults, delays; made from a seed, and written down to be replayed
+``schedule``   the data that defines a run: storage, actors, faults, delays; drawn from a seed
 ``posix``      a file system with a volatile and a durable side, under the real local driver
-``remote``     an object store, and HDFS, with requests that are refused, lost, late or done twice
+``remote``     an object store and HDFS; requests can be refused, lost, late or executed twice
 ``engine``     the real engine without threads, with small chunks
-``world``      one run: processes, storage, faults at their moment
-``actors``     saves, loads, copies, pruning, as jobs of several ranks
-``endings``    what is left when everybody dies at some moment of a run, or when it is over
-``checker``    what must hold at each moment, and of what survives
+``world``      one run: processes, storage, and faults at their moment
+``actors``     jobs of several ranks: saves, loads, copies, prunes
+``endings``    recovery after all processes die at some moment of a run, or at its end
+``checker``    the invariants: at each moment, and after a crash
 ``broken``     engines that are wrong on purpose
-``blocking``   calls that block, each in a thread, one thread at a time
-``channels``   trainers that publish weights, and engines that follow (``channel_schedule``, ``channel_weights``, ``channel_truth``, ``channel_run``)
-``found``      schedules that catch those of them which few seeds do
+``blocking``   blocking calls, each in its own thread; one thread runs at a time
+``channels``   trainers that publish weights, and engines that follow (``channel_schedule``,
+               ``channel_weights``, ``channel_truth``, ``channel_run``)
+``found``      schedules that catch the broken engines that few seeds catch
 """

@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken engine. ``storages``: part of the names of storages on which it shows."""
+    """A broken engine. ``storages``: a part of the names of the storages that expose the error."""
 
     name: str
     patches: Callable[[], Iterator[Patch]]
     storages: str = ""
     seed: int | None = None
-    """A seed that shows it; None if hundreds are needed."""
+    """A seed that exposes the error; None if it takes hundreds of seeds."""
     first: int = 0
-    """The seed to begin with, if earlier ones show nothing."""
+    """The first seed to try, if earlier ones expose nothing."""
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
@@ -48,12 +48,12 @@ class Broken:
 
 
 def _value(owner: Any, name: str) -> Any:
-    """Return an attribute of ``owner``; of a class its own one, without binding."""
+    """Return an attribute of ``owner``; for a class, its own attribute without binding."""
     return owner.__code__ if name == "__code__" else owner.__dict__[name]
 
 
 def patches_of(changes: list[Change]) -> Iterator[Patch]:
-    """Yield what changes the engine of this process: code of functions, and constants."""
+    """Yield the patches of the engine in this process: code of functions, and constants."""
     sources = {change.file: (ROOT / change.file).read_text() for change in changes}
     for change in changes:
         sources[change.file] = change.applied(sources[change.file])
@@ -65,7 +65,7 @@ def patches_of(changes: list[Change]) -> Iterator[Patch]:
                 yield function, "__code__", code
         before = _constants((ROOT / file).read_text())
         for name, value in _constants(source).items():
-            if before.get(name) != value:  # simulations have their own of others
+            if before.get(name) != value:  # simulations set other constants to their own values
                 yield module, name, value
 
 
@@ -89,7 +89,7 @@ def _functions_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _function(module: types.ModuleType, name: str) -> types.FunctionType | None:
-    """Return a function of the engine, None if it is replaced in simulations."""
+    """Return a function of the engine; None if simulations replace it."""
     found: Any = module
     for part in name.split("."):
         found = inspect.getattr_static(found, part, None)
@@ -107,6 +107,6 @@ def seeds_until_violation(
         for seed in range(engine.first, engine.first + most):
             try:
                 run_seed(seed)
-            except Exception as error:  # some break off at once
+            except Exception as error:  # some broken engines raise at once
                 return seed, f"{type(error).__name__}: {error}"
     return seed, ""

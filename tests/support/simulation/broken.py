@@ -1,5 +1,5 @@
-"""Engines that are wrong on purpose, each in one way. A simulator that does not catch them proves
-nothing."""
+"""Engines that are wrong on purpose, each in one way. They prove that the simulator can find
+errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _broken(mutant: Mutant) -> Broken:
 
 
 def _lend_newest(driver: ObjectDriver, key: str) -> bytes:
-    """Lend the newest image of a rank, whichever attempt it is of."""
+    """Lend the newest image of a rank, from any attempt."""
     path = driver._root + key
     folder, name = driver._root + "data/", path.rpartition("/")[2]
     images = [
@@ -55,8 +55,8 @@ BROKEN = [
 def seeds_until_caught(
     engine: Broken, most: int, first: int = 0
 ) -> tuple[int, int, Failure | None]:
-    """Return the number of schedules tried, the last seed, and the failure; None if none of ``most``
-    schedules has one."""
+    """Return the number of schedules tried, the last seed, and the failure; None if ``most``
+    schedules show none."""
     tried, seed = 0, first
     with engine.engine():
         while True:

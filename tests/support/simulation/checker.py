@@ -1,5 +1,5 @@
-"""What must hold: at each moment, after each power cut, of whatever an actor was told, and of what
-is left at the end."""
+"""Invariants of a run: at each moment, after each power cut, for each acknowledgement that an actor
+received, and at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .world import World
 MAIN, OTHER, EARLIER, UNCOMMITTED = "run/a", "run/b", "run/c", "run/d"
 EARLIER_STATE = 5
 LAST, FEW = 4, 2
-"""The state that is saved when all is over, in so many chunks."""
+"""State and number of chunks of the final save, after the run."""
 
 
 class Violation(AssertionError):
@@ -26,7 +26,8 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """From ``at_s`` on this was the checkpoint: None where there was none."""
+    """The start of a period in which this was the checkpoint; ``attempt`` is None if there was
+    none."""
 
     at_s: float
     attempt: str | None
@@ -34,29 +35,29 @@ class Moment:
 
 
 class Checker:
-    """Watches one world."""
+    """Checks the invariants of one world."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.chunks = world.schedule.chunks
         self.history: list[Moment] = []
         self.acknowledged = 0
-        """Index in ``history`` of the newest checkpoint, or deletion, that somebody was told of."""
+        """Index in ``history`` of the newest acknowledged checkpoint, or deletion."""
         self.looked = 0
         self.doomed: set[str] = set()
-        """Attempts whose checkpoints a pruning has chosen to delete."""
+        """Attempts whose checkpoints a prune has chosen to delete."""
         self.lenders: set[str] = set()
-        """Committed attempts, whose images may be copied from."""
+        """Committed attempts: their images may be copied from."""
         self._manifest: bytes | None = None
         self._committing: dict[tuple[str, str], str] = {}
-        """By place and attempt, who has claimed it."""
+        """The process that claimed an attempt, by folder and attempt."""
         world.on_commit = self.committing
         world.on_copy = self.copied
         world.on_change = self.changed
         world.on_power_cut = self.power_cut
 
     def of(self, world: World) -> Checker:
-        """One that knows the same, for what is left behind of this world in another."""
+        """Return a checker with the same knowledge for ``world``, which continues this one."""
         other = Checker(world)
         other.history, other.acknowledged, other.doomed = (
             list(self.history),
@@ -67,7 +68,7 @@ class Checker:
         return other
 
     def prepare(self) -> None:
-        """What is there when the run begins."""
+        """Store the checkpoints that exist when the run begins."""
         self._plant(OTHER, "20251231T000000-0000000b", OTHER_STATE, 1)
         if self.world.schedule.before:
             self._plant(MAIN, "20251231T000000-0000000a", 0, 2)
@@ -90,23 +91,23 @@ class Checker:
             self.world.plant(f"{root}/manifest.safetensors", manifest_of(told, attempt))
 
     def changed(self, path: str) -> None:
-        """A name has come, gone, or got another content."""
+        """Check the checkpoint after a name appeared, disappeared or got other content."""
         path = path.lstrip("/")
         if path == f"{MAIN}/manifest.safetensors":
             self._look()
         elif self.history and path.startswith(f"{MAIN}/data/{self.history[-1].attempt}/"):
             self.check_whole()
         elif path.startswith((OTHER, EARLIER)):
-            self.check_whole()  # what has become of a lender changes no borrower
+            self.check_whole()  # a change of a lender must not affect a borrower
 
     def copied(self, path: str) -> None:
-        """Bytes of a committed checkpoint were copied into an upload, or of none."""
+        """Check that bytes copied into an upload come from a committed checkpoint."""
         attempt = path.partition("/data/")[2].partition("/")[0]
         if attempt not in self.lenders:
             raise Violation(f"{PROCESS.get()} borrows from {path}, which was never committed")
 
     def power_cut(self) -> None:
-        """What was acknowledged is there, or what came after it."""
+        """Raise Violation unless the acknowledged checkpoint, or a later one, survived."""
         before = len(self.history)
         self._manifest = None
         self._look(again=True)
@@ -154,15 +155,18 @@ class Checker:
         )
 
     def _possible(self) -> Iterator[tuple[int, int, int]]:
-        """What may have been saved: state, ranks, chunks."""
+        """Yield the possible saves: state, ranks, chunks."""
         for plan in self.world.schedule.actors:
             if plan.kind == "save" and not plan.odd:
                 yield plan.state, plan.world, self.chunks
         yield from ((0, 2, self.chunks), (OTHER_STATE, 1, self.chunks), (LAST, 1, FEW))
 
     def check_whole(self) -> tuple[int, int, int, bytes] | None:
-        """All that the manifest names is there, to the bit: of that state, so many ranks, and so
-        many chunks; and how it is spread over files, if it is."""
+        """Raise Violation unless all images that the manifest names exist, byte for byte.
+
+        Return state, ranks, chunks, and the manifest's bytes if it spreads images over files.
+        Return None if there is no checkpoint.
+        """
         self.looked += 1
         if self._manifest is None:
             return None
@@ -181,7 +185,7 @@ class Checker:
         return told.state, told.world, told.chunks, spread
 
     def _image(self, manifest: Manifest, row: int, nbytes: int) -> bytes | bytearray | None:
-        """The bytes of an image, None if a file is missing."""
+        """Return the bytes of an image, or None if a file is missing."""
         keys = [f"{MAIN}/{file.key}" for file in manifest.files]
         if manifest.extents is None:
             return self.world.file(keys[row])
@@ -194,7 +198,7 @@ class Checker:
         return found
 
     def unused(self) -> list[str]:
-        """Files of images, and links, of the current attempt, that its manifest does not name."""
+        """List image and link files of the current attempt that its manifest does not name."""
         manifest, _ = self._named()
         named = {f"{MAIN}/{file.key}" for file in manifest.files}
         folder = f"{MAIN}/data/{manifest.attempt}/"
@@ -202,15 +206,15 @@ class Checker:
         return [p for p in there if p.endswith((".safetensors", ".blocks")) and p not in named]
 
     def committing(self, root: str, attempt: str) -> None:
-        """Of those who go on with one attempt, one claims it: else somebody settles it while
-        another puts its manifest."""
+        """Raise Violation if two processes claim one attempt. Otherwise one of them could settle
+        it while the other puts its manifest."""
         process = str(PROCESS.get())
         other = self._committing.setdefault((root, attempt), process)
         if other != process:
             raise Violation(f"{other} and {process} have both claimed attempt {attempt}")
 
     def saved(self, plan: ActorPlan, attempt: str, began_s: float) -> None:
-        """A save, or a copy, has returned."""
+        """Check a save or a copy that has returned, and count it as acknowledged."""
         if plan.odd:
             raise Violation(f"{plan.name} returned, and its ranks do not agree on who holds what")
         at = [i for i, m in enumerate(self.history) if m.attempt == attempt]
@@ -223,25 +227,25 @@ class Checker:
             self._may_be_gone()
 
     def _may_be_gone(self) -> None:
-        """What was the checkpoint last, and acknowledged, is no more."""
+        """Raise Violation if the last checkpoint is gone and no prune has chosen it."""
         last = next((m for m in reversed(self.history) if m.attempt is not None), None)
         if last is not None and last.attempt not in self.doomed:
             raise Violation(f"{_named(last)} was deleted, and no pruning has chosen it")
 
     def during(self, began_s: float) -> list[Moment]:
-        """What has been the checkpoint since then."""
+        """List the checkpoints since ``began_s``."""
         first = bisect.bisect_left([m.at_s for m in self.history], began_s)
         return self.history[max(0, first - 1) :]
 
     def loaded(self, name: str, state: int, began_s: float) -> None:
-        """A reader has got that state."""
+        """Raise Violation unless ``state`` was the checkpoint since the reader began."""
         there = {m.state for m in self.during(began_s)}
         if state not in there:
             raise Violation(f"{name} got state {state} while the checkpoint was {there}")
 
 
 def manifest_of(told: Expected, attempt: str) -> bytes:
-    """Its manifest, under the name of an attempt."""
+    """Encode its manifest with the name of an attempt."""
     key = (told.state, told.world, told.chunks, attempt)
     if key not in _manifests:
         _manifests[key] = replace(told.manifest, attempt=attempt).encode()

@@ -1,9 +1,9 @@
-"""A job whose steps are kept in memory, on one host or on several: each host has a keeper, and the
+"""A job whose steps are kept in memory, on one host or on several. Each host has a keeper; the
 keepers vote, guard each other and flush together. :mod:`.keeper_host` simulates one host,
 :mod:`.keeper_peers` everything between hosts.
 
-Trainers and seals are generators that advance when the seed says so. Keepers run on a simulated
-event loop: whatever they wait for, a message or a piece of memory, comes when the seed says so.
+Trainers and seals are generators; the seed decides when each advances. Keepers run on a simulated
+event loop; the seed decides when a message or a piece of memory that they wait for arrives.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ from .loop import PROCESS, Deadlock, SimLoop
 TURNS = 2500
 CALM_TURNS = 20000
 RESTS_AFTER = 200
-"""Turns without storage before all trainers idle; twice as many at most."""
+"""Turns without storage before all trainers idle: at least this many, at most twice as many."""
 NEVER = GenerationId(-1, -1)
 LOOKED_AFTER = 10
-"""Turns between two checks whether all is well."""
+"""Turns between two checks of :meth:`Hosts.is_well`."""
 HOSTS_MAX = 5
 RANKS_MAX = 3
-"""Of a job on a single host."""
+"""Most ranks of a job on a single host."""
 FAULTS = ["one", "all", "keeper", "lead", "host", "cut", "heal", "pause", "wake", "sleep"]
 FAULTS += ["flip", "full"]
 FAULTS_ALONE = ["one", "all", "all", "keeper", "pause", "pause", "wake", "flip"]
 
 
 class Loads:
-    """What a restart has loaded. ``found``: the step and the job of the load that was whole;
-    ``failed``: the steps of those that were not; ``filled``: what the state on each host holds of
-    the image of each rank, piece by piece; ``behind``: what hosts have yet to fill in the load that
-    is under way; ``impeded``: whether an image could have been made again at another time;
-    ``tried``: what loads from memory have found."""
+    """Results of the loads of one restart.
+
+    ``found``: step and job of the load that succeeded
+    ``failed``: steps of the loads that did not
+    ``filled``: pieces of each rank's image that the state on each host holds
+    ``behind``: images that hosts have yet to fill in the current load
+    ``impeded``: whether an image could not be rebuilt now, but could have been at another time
+    ``tried``: results of the loads from memory
+    """
 
     def __init__(self, job: Job) -> None:
         self.found: tuple[int, int] | None = None
@@ -63,25 +67,25 @@ class Loads:
         self.impeded = False
 
     def follow(self, count: int) -> None:
-        """Fill so many of the images that hosts are behind with."""
+        """Fill the first ``count`` of the images that hosts are behind with."""
         for name, rank, pieces in self.behind[:count]:
             self.filled[name][rank] = pieces[:]
 
     def keep(self, world: int) -> None:
-        """Forget images of ranks beyond those of a whole load: its values have replaced theirs."""
+        """Forget images of ranks beyond a complete load: its values have replaced theirs."""
         self.filled = {
             name: {rank: images[rank] for rank in range(world)}
             for name, images in self.filled.items()
         }
 
     def by_rank(self, job: Job) -> list[list[State | None]]:
-        """List what the state of each rank holds."""
+        """List the pieces that the state of each rank holds."""
         on = [self.filled[job.host_of(rank).name].values() for rank in range(job.world)]
         return [list(itertools.chain(*images)) for images in on]
 
 
 class Hosts(Promises):
-    """The hosts, the jobs of a run one after another, and storage."""
+    """The hosts, the consecutive jobs of a run, and storage."""
 
     def __init__(
         self, seed: int, log: Callable[[str], None] | None = None, *, alone: bool = False
@@ -89,7 +93,7 @@ class Hosts(Promises):
         super().__init__(seed, log)
         draw = self.random
         self.alone = alone
-        """Whether there is one host only."""
+        """Whether there is only one host."""
         self.clients = itertools.count(1)
         self.jobs = itertools.count(1)
         self.numbers = itertools.count(1)
@@ -113,10 +117,10 @@ class Hosts(Promises):
         self.is_struck = seed % 4 == 1
         """Whether bits of the protected step flip again and again."""
         self.lags = Random(str(seed))
-        """How far hosts have come when a load fails: by chance of its own, so that it changes
-        nothing else."""
+        """Decides how far hosts have come when a load fails: a separate generator, so that it
+        changes no other draw."""
         self.is_ruined = seed % 8 == 1
-        """Whether bits of all steps flip, while none of them comes to storage until all is calm."""
+        """Whether bits of all steps flip while no step reaches storage, until all is calm."""
         if self.is_ruined:
             self.flush_fails = 1.0
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
@@ -128,14 +132,14 @@ class Hosts(Promises):
         self.full = False
         self.cuts: set[frozenset[str]] = set()
         self.impeded = False
-        """Whether there was no memory, or no way to others, at any time since a rebuild began."""
+        """Whether memory was full, or hosts were cut off, at any time since a rebuild began."""
         self.deaths: list[Trainer] = []
         self.epochs = Epochs()
         self.job: Job | None = None
         self.restart: Task | None = None
         self.hosts: dict[str, Host] = {}
         self.placed: list[Host] = []
-        """Where the job runs, or will."""
+        """Hosts of the current or next job."""
 
     def draw_alone(self) -> None:
         """Draw the parameters of a single host: more faults in fewer turns, in less memory."""
@@ -153,23 +157,23 @@ class Hosts(Promises):
     # Hosts.
 
     def add_host(self) -> Host:
-        """An empty one, with a name that no other has had."""
+        """Add an empty host with a name that was never used before."""
         host = Host(f"h{next(self.numbers)}")
         host.keeper = HostKeeper(self, host)
         self.hosts[host.name] = host
         return host
 
     def keeper_of(self, name: str) -> HostKeeper | None:
-        """The one that can be reached by that name now."""
+        """Return the keeper that is now reachable under that name."""
         host = self.hosts.get(name)
         return None if host is None else host.keeper
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether these hosts cannot reach each other."""
+        """Return whether these hosts cannot reach each other."""
         return frozenset((one, other)) in self.cuts
 
     async def piece(self) -> None:
-        """The keeper that runs goes on when the seed says so."""
+        """Suspend the current keeper until the seed lets it continue."""
         process = PROCESS.get()
         assert isinstance(process, KeeperProcess)
         future: asyncio.Future[None] = self.loop.create_future()
@@ -179,7 +183,7 @@ class Hosts(Promises):
     # Jobs.
 
     def begin_job(self) -> None:
-        """A job begins, perhaps on other hosts; the one before is over."""
+        """Begin a job, perhaps on other hosts; the previous one is over."""
         draw = self.random
         if self.job is not None and draw.random() < self.resizes:
             names = sorted(self.hosts)
@@ -194,9 +198,12 @@ class Hosts(Promises):
     def survey(
         self, job: Job
     ) -> Generator[None, None, tuple[list[Stock], list[Stock], list[Unheard], list[Promise]]]:
-        """Ask all keepers, twice for those of the job; return the answers, the keepers that have
-        not answered, and the promises after the first round. Until then, a keeper may drop a
-        promised step because all have learned that a later one is protected."""
+        """Ask all keepers; ask those of the job twice.
+
+        Return the answers of both, the keepers that have not answered, and the promises after the
+        first round. Until then, a keeper may drop a promised step because all have learned that a
+        later one is protected.
+        """
         statements = yield from self.look(job)
         for host in self.hosts.values():
             self.note_protected(host.keeper)
@@ -216,8 +223,8 @@ class Hosts(Promises):
         return memory_survey.stocks_of(statements), others, unheard
 
     def look(self, job: Job) -> Generator[None, None, list[InMemory]]:
-        """Ask the keepers of the job, which offer their images from now on. A keeper that sleeps
-        does not answer."""
+        """Ask the keepers of the job, which offer their images from now on. A paused keeper does
+        not answer."""
         statements = {}
         for host in job.hosts:
             yield
@@ -272,7 +279,7 @@ class Hosts(Promises):
         return None if waits else kept
 
     def resume(self, job: Job) -> Task:
-        """Find what to go on from, read it, and begin the next epoch."""
+        """Choose the step to resume from, load it, and begin the next epoch."""
         yield
         job.readers = {host.name: next(self.clients) for host in job.hosts}
         loads = Loads(job)
@@ -290,7 +297,7 @@ class Hosts(Promises):
         option = GuardOption(self.mode, self.group)
         if len(job.hosts) < (3 if self.mode == "pq" else 2):
             option = GuardOption("auto", self.group)
-        # In truth, a keeper that does not answer joins later.
+        # In a real job, a keeper that does not answer joins later.
         ranks = [KeeperHost(*[job.host_of(rank).name] * 3) for rank in range(job.world)]
         met = memory_survey.stocks_of([InMemory(host=host) for host in ranks])
         job.meeting = memory_survey.meeting(met, job.world, option)
@@ -314,8 +321,8 @@ class Hosts(Promises):
         self.restart = None
 
     def is_bound(self, promise: Promise, job: Job) -> bool:
-        """Return whether a promise made before a restart has to hold after it. A keeper that the
-        job does not use offers nothing, so it gives up a protected step for a later one."""
+        """Return whether a promise made before a restart has to hold after it. A keeper outside
+        the job offers nothing, so it may drop a protected step for a later one."""
         if promise in (self.agreed, self.guarded):
             return True
         members = [keeper for _, each in promise.groups for keeper in each if keeper is not None]
@@ -330,7 +337,7 @@ class Hosts(Promises):
         others: Sequence[Stock],
         newest: int,
     ) -> Generator[None, None, Choice | None]:
-        """Load the best that is whole out of memory; return it, None where there is none."""
+        """Load the best intact generation from memory. Return it, or None if there is none."""
         while True:
             for one in kept:
                 self.check_choice(one.generation)
@@ -361,7 +368,7 @@ class Hosts(Promises):
     def rebuild(
         self, job: Job, choice: Choice, hosts: Sequence[KeeperHost]
     ) -> Generator[None, None, str]:
-        """Have images made again; why one cannot be."""
+        """Rebuild the lost images of a choice. Return the reason if one cannot be rebuilt."""
         for lost in choice.rebuilt:
             keeper = self.hosts[lost.at].keeper
             asks = Rebuild(choice.generation, lost.rank, lost.group, lost.lost, tuple(hosts))
@@ -375,8 +382,8 @@ class Hosts(Promises):
         return ""
 
     def start_anew(self, promised: Sequence[Promise]) -> None:
-        """End the keepers, as an operator does once all ranks have refused to go on. Nothing that
-        was promised may be among what they could not read."""
+        """End the keepers, as an operator does once all ranks have refused to resume. Raises
+        Violation if a promised step is lost by that."""
         for one in promised:
             raise Violation(f"{one.id} was promised, and a restart refuses to go on")
         self.count("refused to go on")
@@ -389,9 +396,9 @@ class Hosts(Promises):
     def read(
         self, job: Job, choice: Choice, loads: Loads
     ) -> Generator[None, None, list[list[State | None]] | None]:
-        """Read all images into the state of each host; return what they hold, or None where one is
-        damaged. Where several hosts read an image from the same keeper, one of them reads it, and
-        the others follow: the seed says how far they have come when a load fails."""
+        """Read all images into the state of each host. Return their pieces, or None if an image is
+        damaged. If several hosts read an image from the same keeper, one reads it and the others
+        follow: the seed decides how far they have come when a load fails."""
         loads.behind.clear()
         states = yield from self.read_ahead(job, choice, loads)
         if states is None:
@@ -404,7 +411,7 @@ class Hosts(Promises):
     def read_ahead(
         self, job: Job, choice: Choice, loads: Loads
     ) -> Generator[None, None, list[list[State | None]] | None]:
-        """Read each image once from each keeper that is to be read; note which hosts follow."""
+        """Read each image once from each of its sources; note the hosts that follow."""
         id = choice.generation
         states: list[list[State | None]] = []
         for rank, names in enumerate(choice.holders):
@@ -429,7 +436,7 @@ class Hosts(Promises):
         return states
 
     def was_pinned(self, keeper: HostKeeper, id: GenerationId, job: Job) -> bool:
-        """Whether a keeper of the job knew that the generation is agreed on when it was asked."""
+        """Return whether a keeper of the job knew, when asked, that the generation is agreed."""
         return keeper.host in job.hosts and keeper.generations.is_agreed(id)
 
     def read_image(
@@ -441,7 +448,7 @@ class Hosts(Promises):
         own: bool,
         pieces: list[State | None],
     ) -> Generator[None, None, bool]:
-        """Read an image over ``pieces`` of a state; return whether it is whole."""
+        """Read an image over ``pieces`` of a state; return whether it is intact."""
         if own:
             slot = keeper.open(job.readers[keeper.host.name], id, rank)
         else:
@@ -465,7 +472,7 @@ class Hosts(Promises):
         found: tuple[int, int] | None,
         promised: Sequence[Promise],
     ) -> None:
-        """Training goes on from there: nothing that was promised may be lost."""
+        """Resume training from ``found``. Raises Violation if a promised step is lost."""
         step, number = found or (0, 0)
         if step and self.lineage.get(step) != number:
             raise Violation(f"step {step} of job {number} was dropped, and is gone on from")
@@ -497,13 +504,13 @@ class Hosts(Promises):
     # Faults.
 
     def kill(self, trainer: Trainer) -> None:
-        """Its keeper is told later."""
+        """Kill a trainer. Its keeper notices later."""
         self.count("killed", str(trainer))
         trainer.alive = False
         self.deaths.append(trainer)
 
     def kill_all(self) -> None:
-        """All processes of the job that runs, but not keepers; it begins anew."""
+        """Kill all processes of the running job, but no keeper; begin the next job."""
         for trainer in self.trainers:
             if trainer.alive and not trainer.paused:
                 self.kill(trainer)
@@ -515,11 +522,11 @@ class Hosts(Promises):
                 keeper.reader_gone(reader)
         old = self.running.trainers if self.running is not None else []
         if old and all(trainer.alive for trainer in old):
-            self.kill(self.random.choice(old))  # a whole job does not go on beside the next one
+            self.kill(self.random.choice(old))  # no complete job runs while the next one does
         self.begin_job()
 
     def kill_keeper(self, host: Host) -> None:
-        """Another takes its place, which knows nothing, or what a service has kept."""
+        """Replace a host's keeper. The new one knows nothing, or what the service has kept."""
         self.count("keeper killed", str(host.keeper))
         before = host.keeper
         self.lost(before)
@@ -533,7 +540,7 @@ class Hosts(Promises):
             self.kill_all()
 
     def lose(self, host: Host) -> None:
-        """A host, with all that is on it. Another takes its place, or none."""
+        """Lose a host with everything on it. A new host may take its place."""
         self.count("host lost", host.name)
         self.lost(host.keeper)
         host.keeper.die()
@@ -549,7 +556,7 @@ class Hosts(Promises):
         self.kill_all()
 
     def fault(self) -> None:
-        """One of them."""
+        """Cause one random fault."""
         draw = self.random
         kinds = FAULTS_ALONE if self.alone else FAULTS
         kind = draw.choice(
@@ -586,14 +593,14 @@ class Hosts(Promises):
             self.full = self.impeded = True
 
     def wake(self) -> None:
-        """All trainers go on."""
+        """Wake all paused trainers."""
         for trainer in self.trainers:
             trainer.paused = False
 
     # Time.
 
     def run(self) -> None:
-        """The whole of it."""
+        """Run everything: faults, calm, and rest."""
         with installed(), self.loop.entered():
             try:
                 self.placed = [self.add_host() for _ in range(self.size)]
@@ -610,7 +617,7 @@ class Hosts(Promises):
                 self.end()
 
     def turn(self) -> None:
-        """One piece of somebody's work."""
+        """Run one piece of somebody's work."""
         trainers = [
             one
             for one in self.trainers
@@ -650,13 +657,13 @@ class Hosts(Promises):
             raise self.failure
 
     def launch(self) -> None:
-        """The launcher looks after the job."""
+        """Restart the job if it has failed or a trainer has died."""
         job = self.job
         if job is not None and (job.has_failed or not all(t.alive for t in job.trainers)):
             self.kill_all()
 
     def notice(self, trainer: Trainer) -> None:
-        """The keeper is told of a process that has ended."""
+        """Tell the keeper that a trainer process has ended."""
         keeper = trainer.host.keeper
         keeper.generations.client_gone(trainer.client)
         if trainer.job.epoch == keeper.generations.epoch:
@@ -666,8 +673,8 @@ class Hosts(Promises):
             self.trainers.remove(trainer)
 
     def calm(self) -> None:
-        """Nothing goes wrong any more: soon all hosts are told of steps that are agreed on, guarded
-        and durable, if there is enough memory."""
+        """End all faults. Raises Violation unless all hosts soon learn of agreed, guarded and
+        durable steps, if memory suffices."""
         self.flush_fails = self.drops = self.loses = self.doubles = self.resizes = 0.0
         self.seal_weight, self.work_weight = 3.0, 4.0
         self.trainer_weight = 0.5  # a step takes longer than what keepers say about it
@@ -690,9 +697,12 @@ class Hosts(Promises):
         raise Violation(f"nothing comes of it in {CALM_TURNS} turns: {self.told}")
 
     def rest(self) -> None:
-        """Storage is away for a while, and a step is on its way there; then nobody trains any more,
-        and a keeper dies, before the step is in storage or after that. The step comes to storage all the same, and nobody waits for what does
-        not."""
+        """Check that a step reaches storage although training has stopped.
+
+        Storage is away until an agreed step waits for it. Then storage returns, all trainers idle,
+        and a keeper dies, before or after the step is stored. The step must become durable anyway,
+        and no trainer may wait for a step that does not.
+        """
         self.flush_fails = 1.0
         for _ in range(self.random.randint(RESTS_AFTER, 2 * RESTS_AFTER)):
             self.turn()
@@ -702,7 +712,7 @@ class Hosts(Promises):
                 break
             self.turn()
         else:
-            return  # there is not enough memory for so many steps
+            return  # memory does not suffice for so many steps
         self.flush_fails = 0.0
         self.rests = True
         self.count("rests", str(id))
@@ -721,7 +731,7 @@ class Hosts(Promises):
         raise Violation(f"{id} does not come to storage, or is waited for: {durable}, {waiting}")
 
     def on_its_way(self) -> GenerationId | None:
-        """The newest step that trainers wait for to be in storage, and that is agreed on."""
+        """Return the newest agreed step that trainers wait for to become durable."""
         job = self.running
         trainers = [trainer for trainer in self.trainers if trainer.job is job and trainer.alive]
         if job is None or job is not self.job or len(trainers) < job.world:
@@ -738,7 +748,7 @@ class Hosts(Promises):
         return id
 
     def waits_for_storage(self) -> bool:
-        """Whether any trainer waits for a step that is agreed on."""
+        """Return whether any trainer waits for an agreed step."""
         job = self.running
         assert job is not None
         return any(
@@ -749,8 +759,9 @@ class Hosts(Promises):
         )
 
     def has_room(self, host: Host) -> bool:
-        """Whether there is memory for three steps of the job that runs, beside what is there of the
-        one before, which it may have gone on from: of other ranks, or of another size."""
+        """Return whether a host has memory for three steps of the running job. Images of the
+        previous job with other ranks or sizes still take space: this job may have resumed from
+        them."""
         job = self.running
         assert job is not None
         ranks = {rank for rank in range(job.world) if job.host_of(rank) is host}
@@ -764,7 +775,7 @@ class Hosts(Promises):
         return self.budget_nbytes >= 3 * len(ranks) * image_nbytes + others_nbytes
 
     def is_well(self) -> bool:
-        """Whether all is as it should be."""
+        """Return whether all hosts have learned of all that they must."""
         job = self.running
         if job is None or job is not self.job or not job.trainers:
             return False
@@ -774,7 +785,7 @@ class Hosts(Promises):
             newest = self.told.get("agreed", {}).get(keeper.host.name)
             is_of_job = keeper.alive and keeper.host in job.hosts and id.epoch == job.epoch
             if is_of_job and newest is not None and id < newest:
-                return False  # its trainer would wait for ever
+                return False  # its trainer would wait forever
         for trainer in self.trainers:
             durable = self.told.get("durable", {}).get(trainer.host.name)
             if trainer.alive and durable is not None and any(id < durable for id in trainer.wanted):
@@ -787,7 +798,7 @@ class Hosts(Promises):
         )
 
     def end(self) -> None:
-        """Put away what is left, so that nothing is told of tasks that nobody has ended."""
+        """Cancel all pending tasks, so that asyncio does not report them as never finished."""
         for process in self.processes:
             process.alive = True
             process.paused_until_s = 0.0
@@ -796,7 +807,7 @@ class Hosts(Promises):
             for task in pending:
                 task.cancel()
             self.loop.settle()
-            with contextlib.suppress(Deadlock):  # what was to happen to those that slept
+            with contextlib.suppress(Deadlock):  # let timers of paused processes run
                 self.loop.pass_time()
 
 

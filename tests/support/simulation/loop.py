@@ -1,9 +1,9 @@
-"""An event loop whose time passes only when nothing else can happen, and processes that may pause,
+"""An event loop whose time passes only when nothing else can happen, and processes that may pause
 and die.
 
-What runs belongs to a *process*: whichever was current when its task, or timer, was made. Nothing
-of a dead process runs any more; what belongs to one that pauses runs when it goes on. No thread, no
-file descriptor, no wait: two runs that are given the same things to do, do the same.
+Each callback belongs to the *process* that was current when its task or timer was made. Callbacks
+of a dead process never run. Callbacks of a paused process run when the pause ends. The loop uses no
+threads, file descriptors or real waiting, so two runs with the same input behave the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..clock import WithoutThreads
 
 
 class Crashed(BaseException):
-    """The process that does this is dead: it does nothing any more, not even clean up."""
+    """The current process is dead: it does nothing more, not even cleanup."""
 
 
 class Deadlock(AssertionError):
@@ -40,7 +40,7 @@ class Process:
         self.alive = True
         self.paused_until_s = 0.0
         self.skew_s = 0.0
-        """How far its clock is ahead of the storage's."""
+        """Seconds by which its clock is ahead of the storage's."""
         self.plans: GlobalPlans = LruCache(PLANS_KEPT)
 
     def __repr__(self) -> str:
@@ -51,15 +51,14 @@ PROCESS: ContextVar[Process | None] = ContextVar("simulated-process", default=No
 
 
 def check_alive() -> None:
-    """Raise Crashed where the current process has died, a moment ago: the rest of its step is not
-    done."""
+    """Raise Crashed if the current process has just died: it must not finish its step."""
     process = PROCESS.get()
     if process is not None and not process.alive:
         raise Crashed
 
 
 _Due = list[Any]
-"""Something to do: a callback (None: it was cancelled), its arguments, and its context."""
+"""A callback (None if cancelled), its arguments, and its context."""
 
 
 class _Handle(_Due):
@@ -82,25 +81,25 @@ class _Handle(_Due):
 
 
 class SimLoop(WithoutThreads):
-    """As much of an event loop as tasks, futures, timeouts and sleeping need. Time begins at 0."""
+    """The part of an event loop that tasks, futures, timeouts and sleeps need. Time starts at 0."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.problems: list[str] = []
-        """What nobody was told: exceptions that were never retrieved."""
-        self._tasks: list[asyncio.Task[Any]] = []  # of the dead, too: nobody else holds them
+        """Exceptions that were never retrieved."""
+        self._tasks: list[asyncio.Task[Any]] = []  # also of the dead: nothing else refers to them
         self._dropped: list[_Due] = []
         self._ready: deque[_Due] = deque()
         self._timers: list[tuple[float, int, _Due | asyncio.Future[None]]] = []
         self._count = itertools.count()
 
     def time(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return self.now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
-        """See asyncio. In the order of calls. What tasks and futures call, with a context, nobody
-        cancels: no handle."""
+        """See asyncio. Callbacks run in the order of calls. Only tasks and futures pass a context;
+        they never cancel, so they get no handle."""
         if context is not None:
             self._ready.append([callback, args, context])
             return None
@@ -119,13 +118,13 @@ class SimLoop(WithoutThreads):
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:  # type: ignore[override]
-        """See asyncio. What is due at the same moment runs in the order of calls."""
+        """See asyncio. Callbacks due at the same moment run in the order of calls."""
         handle = _Handle(callback, args, copy_context() if context is None else context, when)
         heapq.heappush(self._timers, (when, next(self._count), handle))
         return handle
 
     def after(self, delay_s: float) -> asyncio.Future[None]:
-        """To be awaited at once, and by one task: as asyncio.sleep, in less time of the real clock."""
+        """Sleep like asyncio.sleep, at lower real cost. One task must await the result at once."""
         future: asyncio.Future[None] = asyncio.Future(loop=self)
         heapq.heappush(self._timers, (self.now_s + delay_s, next(self._count), future))
         return future
@@ -142,14 +141,14 @@ class SimLoop(WithoutThreads):
         self._tasks.append(task)
         return task
 
-    get_debug = staticmethod(bool)  # never; asked for each future
+    get_debug = staticmethod(bool)  # always False; asyncio asks for each future
 
     def is_closed(self) -> bool:
-        """Never: there is nothing to close."""
+        """Return False: there is nothing to close."""
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Remember it: an exception that nobody has looked at."""
+        """Record an exception that was never retrieved."""
         if not isinstance(context.get("exception"), Crashed):
             self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
 
@@ -161,12 +160,12 @@ class SimLoop(WithoutThreads):
 
     @property
     def pending(self) -> list[asyncio.Task[Any]]:
-        """Tasks that have not ended: those of the dead never will."""
+        """Unfinished tasks. Tasks of dead processes never finish."""
         return [task for task in self._tasks if not task.done()]
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Until ``done()``, which is asked whenever nothing is ready. Raises Deadlock where nothing
-        can happen any more."""
+        """Run until ``done()`` is true, which is asked whenever nothing is ready. Raises Deadlock
+        if nothing more can happen."""
         with self.entered():
             self.settle()
             while not done():
@@ -175,7 +174,7 @@ class SimLoop(WithoutThreads):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """In the body, this is the loop that runs."""
+        """Make this the running loop during the body."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -190,7 +189,7 @@ class SimLoop(WithoutThreads):
         return task.result()
 
     def settle(self) -> None:
-        """All that is ready, and what becomes ready by that."""
+        """Run all ready callbacks, and those that become ready meanwhile."""
         ready = self._ready
         while ready:
             due = ready.popleft()
@@ -210,12 +209,12 @@ class SimLoop(WithoutThreads):
             self._dropped.append(due)
 
     def raise_the_dead(self) -> None:
-        """Let go on what was left, so that it can end."""
+        """Requeue the callbacks of dead processes, so that their tasks can end."""
         self._ready.extend(self._dropped)
         self._dropped.clear()
 
     def pass_time(self) -> None:
-        """Until the next timer. Raises Deadlock where there is none."""
+        """Advance to the next timer. Raises Deadlock if there is none."""
         timers = self._timers
         while timers:
             when_s, _, due = heapq.heappop(timers)

@@ -1,9 +1,9 @@
-"""What a run does, as data: made from a seed, and small enough to be printed, edited and run again.
+"""The schedule of a run, as data: drawn from a seed, and small enough to print, edit and replay.
 
-Operations are counted as they happen: requests of remote storage, system calls of a local disk. A
-fault strikes at the n-th of them, or at the n-th that concerns a manifest, a fate, a marker or an
-image, or that changes what is visible. Delays are drawn as they are needed, and written down; a
-schedule that has them written down draws no more.
+A run counts its operations: requests of remote storage, system calls of a local disk. A fault
+strikes at the n-th operation of a kind: any operation, one on a manifest, fate, marker or image, or
+one that changes what is visible. A run draws delays when it needs them and records them. A schedule
+with recorded delays draws none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TARGETS = (
     "commit",
     "claim",
 )
-"""``write``: of bytes, not yet visible. ``change``: what makes something visible, or takes it away.
-``commit`` and ``claim``: what writes a manifest, or a fate."""
+"""Operations that a fault can strike. ``write``: writes bytes that are not yet visible. ``change``:
+makes something visible, or removes it. ``commit`` and ``claim``: write a manifest, or a fate."""
 
 LOCAL = ("eio", "full", "fsync", "die", "die", "pause", "power", "power", "hang", "store")
 REMOTE = (
@@ -58,7 +58,7 @@ FAULTS = tuple(dict.fromkeys((*LOCAL, *REMOTE)))
 
 PAUSES_S = (1.0, 20.0, 200.0, 1500.0)
 LENDING = 4
-"""In every so many-th schedule, saves borrow."""
+"""Saves borrow in one out of this many schedules."""
 LENDERS = (
     "objects, copies",
     "objects, copies",
@@ -68,41 +68,41 @@ LENDERS = (
     "shared posix, copies",
     "hdfs",
 )
-"""Storages of these schedules. Some copy any ranges within themselves, some only large ones."""
+"""Storages of schedules that borrow. Some copy any range server-side, some only large ones."""
 LINKING = 8, 4
-"""In every eighth schedule, from the fifth on, saves share files."""
+"""Saves share files in every eighth schedule, from the fifth on."""
 LINKERS = ("posix, links", "posix, links", "shared posix, links", "objects, links")
-"""Storages of these schedules: none copies."""
+"""Storages of schedules that share files: none copies server-side."""
 COPY_FAULTS = ("refused", "unsure", "late", "twice", "busy", "full", "eio")
-"""Where such a fault befalls a copy, the bytes are written: the save does not fail."""
+"""If such a fault strikes a copy, the save writes the bytes instead and does not fail."""
 BASES = ("-", "a", "a", "a", "a", "b", "c", "c", "c", "c", "d")
-"""Folders from which a save, or a copy, may borrow. ``-``: none is there; ``a``: what it replaces itself; ``b``
-and ``c``: earlier ones; ``d``: one that was never committed."""
+"""Folders from which a save or a copy may borrow. ``-``: does not exist; ``a``: the checkpoint that
+the save replaces; ``b`` and ``c``: earlier checkpoints; ``d``: was never committed."""
 SLIPPING = 0.25
-"""How many of the schedules that have a job of several ranks have a slip."""
+"""Share of the schedules with a multi-rank job in which a rank slips."""
 SLIPS = ("local error", "local error", "late", "late", "load", "elsewhere", "other step", "death")
 
 
 @dataclass(frozen=True, slots=True)
 class Slip:
-    """What one rank does in the first call of its job, other than the others."""
+    """One rank's deviation from the others in the first call of its job."""
 
     kind: str
     rank: int
     late_s: float
-    """How much later than the others the rank comes. Below 0: how much earlier."""
+    """Seconds by which the rank comes later than the others; negative if it comes earlier."""
     meet: bool
-    """Whether the ranks meet before the next call, which then is of the same name; not where one
-    has died."""
+    """Whether the ranks meet before the next call, which then has the same name. Ignored after a
+    death."""
     failing: tuple[int, ...] = ()
-    """Calls of that name that follow the first, where the ranks meet: who fails in each before it
-    begins, bit by bit."""
+    """Further calls of that name if the ranks meet. Each entry is a bit mask of the ranks that fail
+    before the call begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """Somebody who does something: a job of ``world`` ranks that saves ``state``, or loads; a copy;
-    a pruning; a removal by hand."""
+    """One actor: a job of ``world`` ranks that saves ``state`` or loads; a copy; a prune; a manual
+    removal."""
 
     kind: str
     name: str
@@ -110,23 +110,23 @@ class ActorPlan:
     begin_s: float
     state: int = 0
     again: bool = False
-    """Started anew when it has died, or failed."""
+    """Whether it is restarted after it has died or failed."""
     odd: bool = False
-    """Its ranks do not agree on who holds what: it must never be committed."""
+    """Whether its ranks disagree on who holds which data: it must never be committed."""
     slip: Slip | None = None
-    """In the job's first call; a second follows."""
+    """A slip in the job's first call; a second call follows."""
     saver: bool = False
-    """Its ranks save by savers."""
+    """Whether its ranks save through savers."""
     killed_s: float = 0.0
-    """When its ranks are killed after they have begun, one after the other; 0: they are not."""
+    """Seconds after their start at which its ranks are killed, one after the other; 0: never."""
     base: str = ""
-    """One of ``BASES``: what a save or a copy may borrow from, or what a removal removes."""
+    """One of ``BASES``: the folder that a save or a copy may borrow from, or that is removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``kind`` strikes at the ``count``-th operation on ``target``. ``value``: for how long, in
-    seconds, where it lasts."""
+    """A fault ``kind`` that strikes at the ``count``-th operation on ``target``. ``value``: its
+    duration in seconds, if it lasts."""
 
     kind: str
     target: str
@@ -136,28 +136,27 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All that decides a run, but for the delays that are drawn from ``seed`` where ``delays`` is
-    None."""
+    """Everything that decides a run, except delays: if ``delays`` is None, ``seed`` decides them."""
 
     seed: int
     storage: str
     chunks: int
-    """Of a rank's image, about."""
+    """Approximate number of chunks in a rank's image."""
     before: bool
-    """Whether there is a checkpoint when it begins."""
+    """Whether a checkpoint exists when the run begins."""
     actors: tuple[ActorPlan, ...]
     faults: tuple[Fault, ...]
     restless: float = 0.2
-    """Which part of the operations takes longer than the least."""
+    """Share of the operations that take longer than the minimum."""
     delays: Mapping[int, float] | None = None
 
 
 def drawn(seed: int) -> Schedule:
-    """The schedule of a seed."""
+    """Draw the schedule of a seed."""
     rng = random.Random(seed)
     storage, lending = rng.choice(STORAGES), random.Random(~seed)
     links = seed % LINKING[0] == LINKING[1]
-    if borrows := links or seed % LENDING == 1:  # its draws do not change those of others
+    if borrows := links or seed % LENDING == 1:  # an own generator: the other draws stay the same
         storage = lending.choice(LINKERS if links else LENDERS)
     actors = _actors(rng)
     kinds = LOCAL if "posix" in storage else REMOTE
@@ -174,7 +173,8 @@ def drawn(seed: int) -> Schedule:
 
 
 def _slipping(rng: random.Random, schedule: Schedule) -> Schedule:
-    """Sometimes a rank slips: half of the time nothing else goes wrong, and nobody else saves."""
+    """Let a rank slip in some schedules. In half of these, nothing else fails and no other actor
+    saves."""
     jobs = [a for a in schedule.actors if a.kind == "save" and a.world > 1 and not a.odd]
     if not jobs or rng.random() >= SLIPPING:
         return schedule
@@ -195,7 +195,7 @@ def _slip(rng: random.Random, world: int) -> Slip:
         late_s = 55.0 + 60.0 * rng.random()
     sign = 1 if kind == "death" else rng.choice((-1, 1, 1))
     slip = Slip(kind, rng.randrange(world), sign * late_s, rng.random() < 0.5)
-    # What is drawn from here on does not change the rest of a schedule.
+    # Later draws do not change the rest of a schedule.
     if kind == "death":
         return replace(slip, late_s=rng.choice((1, 1, -1)) * late_s)
     if kind == "local error" and slip.meet:
@@ -206,7 +206,7 @@ def _slip(rng: random.Random, world: int) -> Slip:
 
 
 def _second_copy(rng: random.Random, actors: tuple[ActorPlan, ...]) -> tuple[ActorPlan, ...]:
-    """Often a copy has company: they go on with one attempt."""
+    """Often give a copy a companion: both continue the same attempt."""
     first = next((a for a in actors if a.kind == "copy"), None)
     if first is None or rng.random() < 0.5:
         return ()
@@ -215,7 +215,8 @@ def _second_copy(rng: random.Random, actors: tuple[ActorPlan, ...]) -> tuple[Act
 
 
 def _lending(rng: random.Random, schedule: Schedule) -> Schedule:
-    """Let saves and copies borrow, often of one layout, and let somebody remove what they borrow from."""
+    """Let saves and copies borrow, often with equal world sizes. Sometimes remove what they borrow
+    from."""
     world = min(actor.world for actor in schedule.actors if actor.kind == "save")
     alike = rng.random() < 0.7
     actors = [
@@ -231,7 +232,7 @@ def _lending(rng: random.Random, schedule: Schedule) -> Schedule:
         begin_s = rng.choice((0.0, 0.03, 0.1, 1.0)) * rng.random()
         removed = rng.choice("bcc") if all(a.kind != "copy" for a in actors) else "c"
         actors.append(ActorPlan("remove", "remove", 1, begin_s, base=removed))
-    faults, most = [], 5 if schedule.storage in LINKERS else 20  # of links there are few
+    faults, most = [], 5 if schedule.storage in LINKERS else 20  # links are few
     for _ in range(rng.randrange(3)):
         kind = rng.choice((*COPY_FAULTS, "pause", "pause"))
         faults.append(Fault(kind, "copy", rng.randrange(1, most), 20.0 * (kind == "pause")))
@@ -239,7 +240,7 @@ def _lending(rng: random.Random, schedule: Schedule) -> Schedule:
 
 
 def packed(schedule: Schedule, from_state: int) -> Schedule:
-    """It, with every other save of a state that many further on."""
+    """Return the schedule with ``from_state`` added to the state of every other save."""
     saves = [actor.name for actor in schedule.actors if actor.kind == "save"]
     actors = [
         replace(a, state=a.state + from_state, base="") if a.name in saves[::2] else a

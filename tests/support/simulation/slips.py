@@ -1,7 +1,7 @@
 """A call in which one rank slips: it fails alone, comes late, calls something else, or dies.
 
-The call fails on all ranks, and soon: nobody waits longer than its deadline. The next call of all
-ranks works.
+The call must fail soon on all ranks: no rank waits longer than its deadline. The next call of all
+ranks succeeds.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .states import SILENCE_S, Store, target
 from .world import World
 
 SOON_S = 10.0
-"""How long it takes to be told, at most: until a look, and until what is seen has settled."""
+"""Longest time until a rank learns of a failure: until it looks, and until the status settles."""
 
 Save = Callable[[Any], Awaitable[Any]]
 
 
 class Slipping:
-    """A job of several ranks, one of which slips in its first call. Each process is one member in
-    all its calls."""
+    """A job of several ranks, one of which slips in its first call. Each process keeps one
+    membership for all its calls."""
 
     def __init__(self, world: World, plan: ActorPlan, store: Store, tried: int) -> None:
-        """``tried``: how often the job was started before."""
+        """``tried``: number of earlier starts of the job."""
         assert plan.slip is not None
         self._world, self._plan, self._slip, self._store = world, plan, plan.slip, store
         kind = plan.slip.kind
@@ -45,10 +45,10 @@ class Slipping:
         self._processes: dict[int, Process] = {}
         self._ended: dict[int, HoldfastError | None] = {}
         self._passed: dict[int, int] = {}
-        """By rank: how many more calls it has failed in."""
+        """Number of further calls that each rank has failed in."""
 
     async def call(self, rank: int, process: Process, save: Save) -> Any:
-        """What the next call of this rank returns, when the first has failed."""
+        """Return the result of the rank's next call, after the first has failed."""
         self._processes[rank] = process
         self._world.calm_s = max(
             self._world.calm_s, self._now_s + abs(self._slip.late_s) + SILENCE_S
@@ -62,7 +62,7 @@ class Slipping:
         return await save(self._team(rank, Call("save", MAIN, 1 if self._meet else 2)))
 
     async def _first(self, rank: int, save: Save) -> None:
-        """The call in which one slips."""
+        """Make the call in which one rank slips."""
         began_s = self._now_s
         team = self._team(rank, Call("save", MAIN, 1))
         error = None
@@ -78,7 +78,8 @@ class Slipping:
             await asyncio.sleep(0.5)
 
     async def _failing(self, rank: int, save: Save, failing: int, number: int) -> None:
-        """A call of the same name that some ranks fail in, or all. The others hear of it at once."""
+        """Make a call of the same name in which some or all ranks fail. The others learn of it at
+        once."""
         team = self._team(rank, Call("save", MAIN, 1))
         began_s = self._now_s
         if failing >> rank & 1:
@@ -125,7 +126,7 @@ class Slipping:
             await driver.close()
 
     def _check(self, rank: int, error: HoldfastError | None, lasted_s: float) -> None:
-        """Raise Violation where the call has not failed as it must."""
+        """Raise Violation unless the call failed as it must."""
         slip, calm = self._slip, not self._world.struck
         process = self._processes[rank]
         if error is None and slip.kind != "late":
@@ -133,7 +134,7 @@ class Slipping:
         most_s = SILENCE_S if slip.kind == "death" else min(abs(slip.late_s), SILENCE_S)
         most_s += sum(
             self._world.delays.values()
-        )  # of operations: a save of many chunks on slow storage has many
+        )  # delays of operations: a save of many chunks on slow storage has many
         if calm and lasted_s > most_s + SOON_S:
             raise Violation(
                 f"{process} waited for {lasted_s:g} s in a call with a slip ({slip.kind}): "
@@ -144,7 +145,7 @@ class Slipping:
             raise Violation(f"{process} and all others waited longer than their deadline")
 
     def _missing(self) -> bool:
-        """Whether a rank that lives has not come to the end of its first call."""
+        """Return whether a living rank has not yet ended its first call."""
         return any(
             process.alive and rank not in self._ended for rank, process in self._processes.items()
         )

@@ -1,5 +1,5 @@
-"""The states that simulated jobs save, and what a checkpoint of each is, to the byte. Made once, by
-a save without faults."""
+"""The states that simulated jobs save, and the exact checkpoint of each. A save without faults makes
+each checkpoint once."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from .loop import PROCESS, SimLoop
 BUDGET_NBYTES = 64 << 20
 SILENCE_S = 60.0
 OTHER_STATE = 9
-"""Of the checkpoint beside the one that all is about."""
+"""State of the checkpoint in another folder, next to the one under test."""
 PACKED = 100
-"""States from this one on are saved compressed, and shrink."""
+"""States from this number on are saved compressed, and shrink."""
 
 
 class Torn(AssertionError):
-    """What a reader got is no state that was saved."""
+    """A reader got a state that was never saved."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The checkpoint of ``state`` by ``world`` ranks: its images by rank, and its manifest but for
+    """The checkpoint of ``state`` by ``world`` ranks: its images by rank, and its manifest without
     the attempt."""
 
     state: int
@@ -54,7 +54,7 @@ class Expected:
 
 
 class Store:
-    """A job's key-value store, as torch.distributed has one, in memory."""
+    """A job's key-value store in memory, with the interface of torch.distributed's stores."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop, self._values = loop, dict[str, bytes]()
@@ -74,7 +74,7 @@ class Store:
             self._wake()
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes:
-        """As torch has it: a missing key is set only where nothing is expected."""
+        """Set a key as torch does: a missing key is set only if ``expected`` is empty."""
         found = self._here().get(key)
         if found is None and expected:
             return expected
@@ -99,7 +99,7 @@ class Store:
                 future.set_result(None)
 
     async def changed(self, most_s: float) -> None:
-        """Until something but a heartbeat has been set, or for so many seconds."""
+        """Wait until a value other than a heartbeat is set, for at most ``most_s`` seconds."""
         future = self._loop.create_future()
         self._waiting.append(future)
         timer = self._loop.call_later(
@@ -112,7 +112,7 @@ class Store:
 
 
 def _shown(status: bytes) -> tuple[Any, ...]:
-    """What others wait for to change on a status: not the heartbeats, nor how long nothing has moved."""
+    """Return the parts of a status that others wait for: no heartbeats, and no idle times."""
     told = RankStatus.decode(status, 0)
     return (
         told.nonce,
@@ -125,7 +125,7 @@ def _shown(status: bytes) -> tuple[Any, ...]:
 
 
 def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:
-    """What ``rank`` holds: a tensor that all hold alike, one of its own, and small values."""
+    """Return the state of ``rank``: a tensor equal on all ranks, one of its own, small values."""
     numel = max(1, chunks - 2) * world * CHUNK_NBYTES // 4
     shared = _shared(numel, state)
     return {"state": state, "shared": [shared], "own": torch.full((5,), float(10 * state + rank))}
@@ -133,7 +133,7 @@ def whole(state: int, rank: int, world: int, chunks: int) -> dict[str, Any]:
 
 @functools.cache
 def held(state: int, rank: int, world: int, chunks: int) -> FlatState:
-    """That, flattened."""
+    """Return the same state, flattened."""
     return flatten(whole(state, rank, world, chunks))
 
 
@@ -145,8 +145,8 @@ def _digests(
 
 
 def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
-    """What the rank gives to ``run_save``. A simulated process keeps what was agreed on at its
-    former saves."""
+    """Return the rank's argument of ``run_save``. A simulated process keeps the plans of its
+    earlier saves."""
     step = OTHER_STATE if state == OTHER_STATE else 1
     packed: Compression | None = "lz4" if state >= PACKED else None
     job = SaveJob(
@@ -164,8 +164,8 @@ def save_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
 
 
 def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
-    """Likewise, but that one rank does not know that others hold the same: what it stores is stored
-    twice."""
+    """Return the same job, but the last rank does not know that others hold the shared tensor. The
+    tensor is stored twice."""
     job = save_job(state, rank, world, chunks)
     if rank == world - 1:
         row = next(row for row, name in enumerate(job.flat.names) if "shared" in name)
@@ -180,7 +180,7 @@ def odd_job(state: int, rank: int, world: int, chunks: int) -> SaveJob:
 
 @functools.cache
 def expected(state: int, world: int, chunks: int) -> Expected:
-    """The checkpoint that a save of it makes."""
+    """Return the checkpoint that a save of ``state`` makes."""
     loop, driver = SimLoop(), MemoryDriver()
     store = Store(loop)
 
@@ -202,7 +202,7 @@ _named: dict[bytes, tuple[Manifest, str]] = {}
 
 
 def identity(data: bytes) -> tuple[Manifest, str]:
-    """A manifest, and what is the same in all manifests of one state and world."""
+    """Return a manifest, and a digest that all manifests of one state and world share."""
     if data not in _named:
         if len(_named) > 3000:
             _named.clear()
@@ -213,13 +213,13 @@ def identity(data: bytes) -> tuple[Manifest, str]:
 
 @functools.cache
 def identity_of(state: int, world: int, chunks: int) -> str:
-    """The second of :func:`identity`, for what is expected."""
+    """Return the digest of :func:`identity` for the expected checkpoint."""
     return digest(expected(state, world, chunks).manifest.encode()).hex()
 
 
 def target(world: int, rank: int, chunks: int, saved: int) -> tuple[LoadJob, dict[str, Any]]:
-    """An empty state of the shape that ``saved`` ranks saved, to be loaded into by ``rank`` of
-    ``world``."""
+    """Return an empty state, shaped as ``saved`` ranks saved it, for ``rank`` of ``world`` to load
+    into."""
     numel = max(1, chunks - 2) * saved * CHUNK_NBYTES // 4
     state = {"state": -1, "shared": [torch.empty(numel, dtype=torch.int32)]}
     return LoadJob(
@@ -228,7 +228,7 @@ def target(world: int, rank: int, chunks: int, saved: int) -> tuple[LoadJob, dic
 
 
 def same_as(found: Any) -> int:
-    """Which state that is, whole and to the bit. Raises Torn."""
+    """Return the number of the state, if it is complete and exact. Raises Torn otherwise."""
     state, shared = found["state"], found["shared"][0]
     if not torch.equal(shared, _shared(len(shared), state)):
         raise Torn(f"a reader got a mixture, or worse, as state {state}")
@@ -240,8 +240,11 @@ def same_as(found: Any) -> int:
 
 @functools.cache
 def _shared(numel: int, state: int) -> torch.Tensor:
-    """The tensor that all hold alike. Taken in pairs, some of its blocks are equal in all states,
-    some in none, and some in every third, where each equals its neighbour's in the next state."""
+    """Return the tensor that is equal on all ranks.
+
+    Its blocks form pairs of three kinds: equal in all states, different in all states, and equal in
+    every third state. A block of the last kind equals, in the next state, its neighbour in this one.
+    """
     ramp = _ramp(numel)
     if state >= PACKED:
         return ramp // 16 * (state + 1)

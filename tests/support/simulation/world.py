@@ -31,8 +31,8 @@ DELAYS_S = (0.002, 0.003, 0.005, 0.005, 0.01, 0.01, 0.02, 0.05, 0.2, 1.0)
 RETRIES = 5
 OP_TIMEOUT_S = 120.0
 SLIPPING_CPU_S = 0.05
-"""A rank that is seen for a second in another call counts as lost, also where it is about to look.
-"""
+"""Longest CPU delay if a rank slips. A rank seen in another call for a second counts as lost, even
+if it is about to look."""
 _COPIES = {"copies": CopyTraits(), "large copies": CopyTraits(min_nbytes=CHUNK_NBYTES)}
 _CODES = {"eio": errno.EIO, "full": errno.ENOSPC}
 _KINDS = dict.fromkeys(("rename", "link", "unlink", "rmdir", "put", "commit", "delete"), "change")
@@ -56,13 +56,12 @@ _GROWING = {"creat", "mkdir", "pwrite", "copy", "rename", "link"}
 
 
 class World:
-    """The machines of one schedule. ``log`` gets a line for each thing that happens, if it is
-    given."""
+    """The machines of one schedule. If given, ``log`` gets a line for each event."""
 
     def __init__(
         self, schedule: Schedule, log: Callable[[str], None] | None = None, *, chance: int = 1
     ) -> None:
-        """``chance``, with the schedule's seed, decides on all that is drawn."""
+        """``chance`` and the schedule's seed determine all random draws."""
         self.schedule, self.log = schedule, log
         self.loop = SimLoop()
         self.rng = random.Random(schedule.seed * 2 + chance)
@@ -70,15 +69,15 @@ class World:
         self.processes: list[Process] = []
         self.struck: Counter[str] = Counter()
         self.refused_copies: Counter[str] = Counter()
-        """Faults that befell copies alone: no reason to fail."""
+        """Faults that struck only copies: no reason for a save to fail."""
         self.copies = 0
         self.savers: list[Process] = []
-        """Savers that are at work; those that have died are among them."""
+        """Savers at work, including those that have died."""
         self.finished = 0
-        """Saves that savers have ended without their trainers."""
+        """Saves that savers have finished without their trainers."""
         self.operations = 0
         self.calm_s = 0.0
-        """When the last disturbance was over."""
+        """Time at which the last disturbance ends."""
         self.on_change: Callable[[str], None] = lambda path: None
         self.on_power_cut: Callable[[], None] = lambda: None
         self.on_copy: Callable[[str], None] = lambda path: None
@@ -100,12 +99,12 @@ class World:
         self.server = Server(self.loop.time, self._changed, behind="late" in schedule.storage)
 
     def be_host(self) -> None:
-        """Let the engine run here from now on."""
+        """Run the engine on this world from now on."""
         sim_os = SimOs(self.fs)
         hosted(self, sim_os, SimFcntl(self.fs), SimFileIO(sim_os))
 
     def left_behind(self) -> World:
-        """Another world, with what is stored now, where nobody lives."""
+        """Return another world with the data stored now, and without processes."""
         other = _CalmWorld(
             replace(self.schedule, faults=(), delays={}), self.log, chance=self.operations
         )
@@ -114,7 +113,7 @@ class World:
         other.server.take_over(self.server)
         return other
 
-    # What the engine, and the storage, ask of this host.
+    # Called by the engine and the storage.
 
     def wall_s(self, at_s: float | None = None) -> float:
         """Return the clock of the current process or, at the time ``at_s``, of the storage."""
@@ -129,11 +128,11 @@ class World:
         return self._tokens
 
     def chance(self) -> float:
-        """A random number in [0, 1)."""
+        """Return a random number in [0, 1)."""
         return self.rng.random()
 
     def below(self, n: int) -> int:
-        """A random number below ``n``."""
+        """Return a random number below ``n``."""
         return int(self.rng.random() * n)
 
     def delay_s(self) -> float:
@@ -150,7 +149,7 @@ class World:
         return self.loop.after(delay_s)
 
     def cut_s(self) -> float:
-        """How much longer the host of the current process does not reach the storage."""
+        """Return how much longer the current process's host cannot reach the storage."""
         process = PROCESS.get()
         return (
             max(0.0, self._cuts.get(process.host, 0.0) - self.loop.now_s)
@@ -160,7 +159,7 @@ class World:
 
     @property
     def is_out(self) -> bool:
-        """Whether no answer reaches the current process: whatever it asks for fails, done or not."""
+        """True while no answer reaches the current process: its requests fail, executed or not."""
         process = PROCESS.get()
         return bool(process and self._outages.get(process.host, -1.0) > self.loop.now_s)
 
@@ -183,7 +182,7 @@ class World:
     # Processes and storage.
 
     def process(self, name: str, host: str) -> Process:
-        """A new one. On a local disk there is one host only."""
+        """Add a process. A local disk has only one host."""
         process = Process(name, "host" if self.is_posix else host)
         process.skew_s = self.below(3) * 20.0 if not self.is_posix else 0.0
         self.processes.append(process)
@@ -199,7 +198,7 @@ class World:
         self.on_copy(path.lstrip("/"))
 
     def driver(self, path: str) -> Driver:
-        """A driver for what lies below ``path``, for the current process."""
+        """Return a driver rooted at ``path``, for the current process."""
         if self.is_posix:
             shared, copies = (word in self.schedule.storage for word in ("shared", "copies"))
             kind = "nfs4" if shared else "xfs" if copies else "ext4"
@@ -219,13 +218,13 @@ class World:
         return RetryLayer(inner, RetryPolicy(RETRIES, OP_TIMEOUT_S), chance=self.chance)
 
     def files(self) -> dict[str, bytes]:
-        """Every visible object, and whatever else is stored, by path."""
+        """Return all stored files, visible or not, by path."""
         if self.is_posix:
             return {path: inode.data for path, inode in self.fs.walk()}  # type: ignore[misc]
         return {path: data for path, (data, _) in self.server.objects.items()}
 
     def file(self, path: str) -> bytes | bytearray | None:
-        """One of them."""
+        """Return one stored file, or None if it does not exist."""
         if self.is_posix:
             node = self.fs.find(path)
             return node.data if isinstance(node, Inode) else None
@@ -233,7 +232,7 @@ class World:
         return None if found is None else found[0]
 
     def modified_s(self, path: str) -> float | None:
-        """When a file was put; None if there is none."""
+        """Return when a file was put, or None if it does not exist."""
         if self.is_posix:
             node = self.fs.find(path)
             return node.mtime_s if isinstance(node, Inode) else None
@@ -241,7 +240,7 @@ class World:
         return None if found is None else found[1]
 
     def plant(self, path: str, data: bytes) -> None:
-        """Put a durable file there, as if it had always been."""
+        """Store a durable file as if it had always existed."""
         if not self.is_posix:
             self.server.objects[path] = (data, self.loop.now_s)
             return
@@ -258,7 +257,7 @@ class World:
     # Faults.
 
     def operation(self, name: str, key: str) -> Fault | None:
-        """A request begins. What befalls it alone is returned; what befalls more happens."""
+        """Begin a request. Return a fault that strikes it alone; apply any wider fault here."""
         fault = self._next_fault(name, key)
         if fault is None or self._befalls_more(fault):
             return None
@@ -272,7 +271,7 @@ class World:
             elif fault.kind == "hang":
                 self._stalled_s += (
                     fault.value
-                )  # after what the same call of the driver has waited for before
+                )  # in addition to earlier stalls of the same driver call
                 self.calm_s = max(self.calm_s, self.loop.now_s + self._stalled_s)
             elif fault.kind in _CODES and (fault.kind != "full" or name in _GROWING):
                 raise OSError(_CODES[fault.kind], os.strerror(_CODES[fault.kind]), path)
@@ -331,12 +330,12 @@ class World:
         return True
 
     def kill(self, process: Process) -> None:
-        """It does nothing any more."""
+        """Kill a process."""
         process.alive = False
         self.calm_s = max(self.calm_s, self.loop.now_s)
 
     def power_cut(self, host: str) -> None:
-        """All processes of a host die; a local disk forgets what is not durable."""
+        """Kill all processes of a host; a local disk loses all data that is not durable."""
         for process in self.processes:
             if process.host == host and process.alive:
                 self.kill(process)
@@ -345,14 +344,14 @@ class World:
             self.on_power_cut()
 
     def settle(self) -> None:
-        """No more faults."""
+        """Stop all faults."""
         self._faults.clear()
         self._cuts.clear()
         self._outages.clear()
         self._sync_fails, self._stalled_s = False, 0.0
 
     def as_nobody(self, wait_s: float, callback: Callable[[], Any]) -> None:
-        """Call back after a while, whoever lives then."""
+        """Call back after a while, outside of any process."""
         self.calm_s = max(self.calm_s, self.loop.now_s + wait_s)
         self.loop.call_later(wait_s, callback, context=Context())
 
@@ -378,8 +377,8 @@ class SimPlace(Place):
 
 
 class _CalmWorld(World):
-    """Where nothing fails, and nothing takes any time. Names are the same in all of them: so what
-    follows of a name is computed once, and remembered."""
+    """A world without faults or delays. All such worlds generate the same names, so results derived
+    from a name are computed once and cached."""
 
     def __init__(
         self, schedule: Schedule, log: Callable[[str], None] | None, *, chance: int
@@ -408,11 +407,11 @@ class _AtOnce:
 
 _AT_ONCE = _AtOnce()
 _LATER_TOKENS = 1 << 24
-"""More than any run asks for."""
+"""More tokens than any run uses."""
 
 
 def _kind(name: str, key: str) -> str | None:
-    """Return the kind of an operation. A link to what is borrowed is as harmless as a copy."""
+    """Return the kind of an operation. A link to borrowed data is as harmless as a copy."""
     return "copy" if name == "link" and "/lent/" in key else _KINDS.get(name)
 
 
