@@ -1,5 +1,5 @@
-"""Those who do something: jobs of several ranks, copies, pruning. Each ends, in time, with an
-outcome that is allowed."""
+"""The actors of a run: jobs of several ranks, copies, prunes. Each ends in time, with an allowed
+outcome."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ AGAIN_S = 5.0
 
 
 class Crew:
-    """All actors of a run. ``outcomes``: by actor and try, what each rank was told: a result, an
-    error, or None where it died."""
+    """All actors of a run. ``outcomes``: the outcome of each rank by actor and try: a result, an
+    error, or None if it died."""
 
     def __init__(self, world: World, checker: Checker) -> None:
         self.world, self.checker = world, checker
@@ -71,8 +71,8 @@ class Crew:
             await asyncio.sleep(AGAIN_S)
 
     async def _try(self, plan: ActorPlan, number: int) -> list[Any]:
-        """Run all ranks until each has ended, or died. A job that is started again has the store
-        that it had before: a launcher keeps it, and ends the processes that are left."""
+        """Run all ranks until each has ended or died. A restarted job keeps its store, as with a
+        real launcher, which also kills the remaining processes."""
         store = self._stores.setdefault(plan.name, Store(self.world.loop))
         for former in self.world.processes:
             if former.alive and former.name.startswith(f"{plan.name}."):
@@ -107,7 +107,7 @@ class Crew:
                 await asyncio.sleep(plan.killed_s / 10)
 
     async def _one_ended(self, ranks: list[tuple[Process, asyncio.Task[Any]]]) -> None:
-        """Or has died: which tells nobody, so it is looked for."""
+        """Wait until a rank ends. A death wakes nobody, so poll for it."""
         pending = {task for process, task in ranks if not task.done() and process.alive}
         await asyncio.wait(pending, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
 
@@ -133,7 +133,7 @@ class Crew:
         return error
 
     def _allowed(self, plan: ActorPlan, process: Process, error: HoldfastError) -> None:
-        """Raise Violation where there was no reason for it."""
+        """Raise Violation if there was no reason for the error."""
         if isinstance(error, DamagedError | MismatchError):
             raise Violation(f"{process}: {error!r}") from error
         crowd = [
@@ -142,7 +142,7 @@ class Crew:
             if a.kind not in ("load", "remove") and a is not plan
         ]
         tried = sum(p is plan for p, _ in self.outcomes)
-        if _dies(plan) and not tried:  # whoever was left
+        if _dies(plan) and not tried:  # the surviving ranks
             return
         tried -= _dies(plan)
         if isinstance(error, NotACheckpointError):
@@ -150,7 +150,7 @@ class Crew:
         elif isinstance(error, CoordinationError) and plan.world == 1:
             excused = False
         elif plan.slip and isinstance(error, DeadlineError | UsageError) and not self.world.struck:
-            excused = False  # no other job makes ranks lose each other
+            excused = False  # another job never makes ranks lose each other
         else:
             excused = bool(self.world.struck or tried or crowd or plan.odd) or isinstance(
                 error, ReplacedError
@@ -186,7 +186,7 @@ class Crew:
                 manifest, _ = await run_load(driver, team, job)
                 finish(job, manifest, team.rank)
         except MismatchError:
-            return "another shape"  # jobs of other sizes hold other shapes here
+            return "another shape"  # jobs of other sizes save other shapes here
         finally:
             await driver.close()
         state = same_as(found)
@@ -194,7 +194,7 @@ class Crew:
         return state
 
     async def _saved_by(self, driver: Any) -> int:
-        """So many ranks as have saved what is there, for a target of its shape."""
+        """Return the number of ranks that saved the checkpoint, for a target of its shape."""
         from holdfast.storage.protocol.current import read_manifest
 
         return int((await read_manifest(driver))[0].world)
@@ -217,7 +217,7 @@ class Crew:
         return await prune.carry_out(place, found, 60.0)
 
     async def _remove(self, plan: ActorPlan, team: Any, began_s: float) -> Any:
-        """As ``rm -rf``, file by file, in any order."""
+        """Remove a folder as ``rm -rf`` does: file by file, in any order."""
         driver = self.world.driver(f"run/{plan.base}")
         try:
             keys = [info.key async for info in driver.list()]
@@ -229,7 +229,7 @@ class Crew:
 
 
 def _dies(plan: ActorPlan) -> bool:
-    """Whether a rank dies in its first call, so that the job is started again."""
+    """Return whether ranks die in the first try, so that the job is restarted."""
     slips = plan.slip is not None and plan.world > 1 and plan.slip.kind == "death"
     return slips or plan.killed_s > 0
 

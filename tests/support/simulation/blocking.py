@@ -1,7 +1,7 @@
 """Blocking calls of simulated processes. Each has a thread, and only one thread runs at a time.
 
-A caller's thread runs until it waits for a future of the engine. Then the loop runs until it is done.
-So a schedule decides the order of everything, as it does for coroutines.
+A caller's thread runs until it waits for a future of the engine. Then the loop runs until the
+future is done. So a schedule decides the order of everything, as it does for coroutines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Caller(threading.Thread):
         self._loops = threading.Semaphore(0)
 
     def go_on(self) -> None:
-        """Run until it waits, or has ended."""
+        """Run until the thread waits or has ended."""
         self.waits_for = None
         if self.ident is None:
             self.start()
@@ -53,7 +53,7 @@ class _Caller(threading.Thread):
         self._loops.release()
 
     def wait(self, future: Future[Any], timeout_s: float | None) -> None:
-        """Let the loop go on until ``future`` is done. Raises Crashed if the process has died."""
+        """Run the loop until ``future`` is done. Raises Crashed if the process has died."""
         if not self.is_dead:
             self.waits_for = future, timeout_s
             self._loops.release()
@@ -74,7 +74,7 @@ async def blocking(call: Callable[[], T]) -> T:
         try:
             await asyncio.wait([waiting], timeout=timeout_s)
             if waiting.done() and not waiting.cancelled():
-                waiting.exception()  # the caller asks for it
+                waiting.exception()  # mark it as retrieved: the caller asks for it
         except BaseException:
             caller.is_dead = True
             while caller.waits_for is not None:
@@ -88,7 +88,7 @@ async def blocking(call: Callable[[], T]) -> T:
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """As ``runtime.engine.start``."""
+    """Replace ``runtime.engine.start``."""
     caller = threading.current_thread()
     future = EngineFuture[T]()
     if not isinstance(caller, _Caller):
@@ -112,12 +112,12 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As ``runtime.engine.run``."""
+    """Replace ``runtime.engine.run``."""
     return start(coroutine).result()
 
 
 def wait(future: Future[Any], timeout: float | None) -> None:
-    """As ``EngineFuture._wait``."""
+    """Replace ``EngineFuture._wait``."""
     if not future.done():
         caller = threading.current_thread()
         assert isinstance(caller, _Caller), "a coroutine would wait for itself"
@@ -130,7 +130,7 @@ def sleep(delay_s: float) -> None:
 
 
 class OfProcess:
-    """A global object of a module. Each simulated process has its own."""
+    """A module's global object. Each simulated process has its own."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Weight channels that are wrong on purpose, each in one way, and a schedule that shows each."""
+"""Weight channels that are wrong on purpose, each in one way, with a schedule that exposes each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ AIMED = {
         storage="posix",
     ),
 }
-"""Schedules for channels that few seeds catch, by name."""
+"""Schedules that expose channels which few seeds expose, by name."""
 
 
 def _broken(mutant: Mutant) -> Broken:
@@ -67,13 +67,13 @@ BROKEN_CHANNELS = [_broken(mutant) for mutant in mutants_in(Path(__file__).with_
 
 
 def schedule_of(broken: Broken) -> ChannelSchedule:
-    """Return a schedule that shows a channel to be broken."""
+    """Return a schedule that exposes the error of a channel."""
     return AIMED.get(broken.name) or drawn(broken.first)
 
 
 def violation(schedule: ChannelSchedule) -> str:
-    """Return the promise that a schedule breaks, "" if none. Errors that a change of the code makes
-    by mistake are raised: they show nothing."""
+    """Return the promise that a schedule breaks, or "". Other errors are raised: they only show a
+    mistake in the change of the code."""
     try:
         run(schedule)
     except (Violation, HoldfastError) as error:

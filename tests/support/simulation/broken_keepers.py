@@ -1,8 +1,8 @@
-"""Keepers that are broken on purpose, each in one way. A simulator that does not catch them proves
-nothing.
+"""Keepers that are broken on purpose, each in one way. They prove that the simulator can find
+errors.
 
-A row names what is wrong, and the attributes that are replaced: owner, name, and a replacement. It
-is called like the original, which is its first argument.
+A row describes the error and lists the replaced attributes: owner, name, and replacement. The
+replacement is called like the original, with the original as its first argument.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = tuple[Any, str, Callable[..., Any]]
 
 
 def keeper(name: str, *rows: Row, first: int = 0) -> Broken:
-    """Return a broken keeper. ``first``: the seed to begin with, if earlier ones catch nothing."""
+    """Return a broken keeper. ``first``: the first seed to try, if earlier ones expose nothing."""
 
     def patches() -> Iterator[Patch]:
         for owner, attribute, replacement in rows:
@@ -57,7 +57,7 @@ def always(value: Any) -> Callable[..., Any]:
 
 
 def only_agreed(real: Any, self: Generations, id: GenerationId) -> bool:
-    """Tell whether a generation is the newest agreed one; no other is wanted."""
+    """Return whether a generation is the newest agreed one; retain no other."""
     return id == self.newest_agreed
 
 
@@ -74,7 +74,7 @@ def early_vote(real: Any, self: HostKeeper, *given: Any) -> Any:
 
 
 def filled_in_any_epoch(real: Any, self: Generations, client: int, *given: Any) -> Any:
-    """Take each client for one of this epoch."""
+    """Treat each client as one of this epoch."""
     self._epochs[client] = self.epoch
     return real(self, client, *given)
 
@@ -96,7 +96,7 @@ def emptied_at_once(real: Any, self: Generations, chosen: int | None) -> None:
 def newest_of_rank(
     real: Any, self: Generations, client: int, id: GenerationId, rank: int
 ) -> int | None:
-    """Open the newest image of a rank, whatever was asked for."""
+    """Open the newest image of a rank, whatever generation was requested."""
     found = [
         (slot.generation, number)
         for number, slot in self._slots.items()
@@ -106,7 +106,7 @@ def newest_of_rank(
 
 
 def offering(**changed: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Change what the inventory says of each generation."""
+    """Change what the inventory says about each generation."""
 
     def inventory(real: Any, self: HostKeeper) -> Any:
         found = real(self)
@@ -120,7 +120,7 @@ def offering(**changed: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def unpinned(real: Any, self: Generations, client: int, *given: Any) -> Any:
-    """Release what was opened at once."""
+    """Release an opened image at once."""
     found = real(self, client, *given)
     self.released(client)
     return found
@@ -140,7 +140,7 @@ def counted_twice(real: Any, self: Ballot, vote: Any) -> Outcome | None:
 
 
 def one_less(real: Any, self: Ballot, vote: Any) -> Any:
-    """Be content with one vote less."""
+    """Accept one vote less than needed."""
     return real(self, replace(vote, world=max(1, vote.world - 1), rank=max(0, vote.rank - 1)))
 
 
@@ -254,19 +254,19 @@ BROKEN_ALONE = [
 
 
 def one_is_enough(real: Any, self: Lead, report: Any) -> None:
-    """Take a generation for protected that one keeper has encoded."""
+    """Treat a generation as protected once one keeper has encoded it."""
     if self._guard is not None and report.guarded == self._guard:
         self._have_guarded = set(self.names)
     real(self, report)
 
 
 def any_parity(real: Any, self: Lead, report: Any) -> None:
-    """Take parity of any generation for that of the requested one."""
+    """Accept parity of any generation as that of the requested one."""
     real(self, replace(report, guarded=self._guard) if report.guarded else report)
 
 
 def forgetful_resume(real: Any, self: Agreement, epoch: int, *given: Any) -> None:
-    """Give up what is protected."""
+    """Drop all protected steps on a resume."""
     if epoch > self.reporting.lead.epoch:
         self._guarded, self._guarding, self.protected = set(), set(), None
         self._pool.generations.guarding(())
@@ -274,19 +274,19 @@ def forgetful_resume(real: Any, self: Agreement, epoch: int, *given: Any) -> Non
 
 
 def silent_on_protection(real: Any, self: Agreement) -> Any:
-    """Do not report what is protected, unless to itself."""
+    """Report protected steps only if this keeper leads."""
     said = real(self)
     return said if self.reporting.leads else replace(said, guarded_by_all=None)
 
 
 def entered_without_end(real: Any, self: HostKeeper, trainer: Any) -> Any:
-    """Do not say which flush has ended."""
+    """Hide from the keeper which flush has ended."""
     trainer.ended = None
     return real(self, trainer)
 
 
 def asked_once(real: Any, self: HostKeeper, trainer: Any, step: int) -> None:
-    """Take each request for a flush once, whichever keeper it was sent to."""
+    """Accept each flush request once, even if it was sent to an earlier keeper."""
     seen = trainer.__dict__.setdefault("seen", set())
     if step not in seen:
         seen.add(step)
@@ -294,7 +294,7 @@ def asked_once(real: Any, self: HostKeeper, trainer: Any, step: int) -> None:
 
 
 async def agreed_or_void(real: Any, self: Agreement, id: GenerationId) -> None:
-    """Void an agreed step that this keeper holds no image of, though one may be handed over."""
+    """Void an agreed step without a local image, although one may still be handed over."""
     has_it = self._pool.generations.agreed(id)
     await self._tell(Agreed(id) if has_it else Voided(id, "no image"))
     if has_it:
@@ -304,13 +304,13 @@ async def agreed_or_void(real: Any, self: Agreement, id: GenerationId) -> None:
 def settled_by_silence(
     real: Any, self: Agreement, standing: Any, agreed: Any
 ) -> list[GenerationId]:
-    """Take every generation for void that the leader does not name."""
+    """Treat every generation that the leader does not name as void."""
     named = {*agreed, *standing.open}
     return [id for id in self._pool.generations.undecided if id not in named]
 
 
 async def newest_pieces(real: Any, self: Any, name: str, number: int) -> Any:
-    """Read pieces of the newest images, whatever their generation."""
+    """Read pieces of the newest images, of any generation."""
     found = await keeper_peers._at(name)
     newest: dict[int, Any] = {}
     for slot in found.slots.values():
@@ -331,7 +331,7 @@ def looks_once(real: Any, self: Hosts, job: Any) -> Any:
 
 
 def any_attempt(real: Any, self: Lead, report: Any) -> None:
-    """Take what was written for one attempt for that of another."""
+    """Count a part written for one attempt towards another."""
     part, ordered = report.written, self._flush
     if part is not None and ordered is not None:
         report = replace(report, written=replace(part, attempt=ordered.attempt))
@@ -339,12 +339,12 @@ def any_attempt(real: Any, self: Lead, report: Any) -> None:
 
 
 async def nothing_written(*given: Any) -> dict[str, Any]:
-    """Wait for nobody."""
+    """Wait for no keeper."""
     return {}
 
 
 def damage_ignored(real: Any, *given: Any) -> Any:
-    """Take damaged images for held ones."""
+    """Treat damaged images as intact."""
     return real(*given[:-1], memory_survey.Tried(failed=given[-1].failed))
 
 

@@ -39,7 +39,7 @@ LATER_S, SOON_S = 30 * 3600.0, 1.0
 
 @dataclass(frozen=True)
 class Ending:
-    """A copy of the world in which all die before the ``operation``-th operation of a run."""
+    """A copy of the world; all processes die before the ``operation``-th operation of a run."""
 
     operation: int
     world: World
@@ -141,8 +141,8 @@ def _check(ending: Ending) -> None:
 
 
 def _afterwards(world: World, truth: Truth, *, soon: bool, space: bool) -> None:
-    """Check that whoever comes can read the newest version and publish the next ones, and that old
-    versions go."""
+    """Check that a new reader gets the newest version, that a new trainer can publish, and that old
+    versions are deleted."""
     world.loop.now_s += SOON_S if soon else LATER_S
     rank = new_rank(world, truth, "afterwards", "afterwards")
     call = _later(world, truth, rank, space=space)

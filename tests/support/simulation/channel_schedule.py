@@ -1,4 +1,4 @@
-"""Schedules of weight channels, as data, made from a seed."""
+"""Schedules of weight channels, as data, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from .schedule import LOCAL, PAUSES_S, REMOTE, TARGETS, Fault
 
 STORAGES = ("posix", "posix", "shared posix", "objects", "objects", "objects, late listing", "hdfs")
-"""All have atomic exclusive puts."""
+"""Storages with atomic exclusive puts."""
 _TARGETS = (*TARGETS, "other", "other", "manifest")
-"""``other``: the head, and leases."""
+"""Operations that a fault can strike. ``other``: on the head, and on leases."""
 READING = 3, 2
-"""In every third schedule, from the second on, reads are disturbed, so that engines are slow."""
+"""Reads are disturbed in every third schedule, from the third on, so that engines are slow."""
 FLIPPING = 7, 3
-"""In every seventh schedule, from the third on, bits flip on their way to engines."""
+"""Bits flip on their way to engines in every seventh schedule, from the fourth on."""
 FLIPS_MOST = 2
-"""An update is tried three times."""
+"""Most flips in a run: an update is tried three times."""
 GAPS_S = (0.0, 0.1, 1.0, 10.0, 100.0)
 
 
@@ -33,15 +33,15 @@ class ChannelActor:
     steps: int
     gap_s: float
     again: bool = True
-    """Started anew when it has died."""
+    """Whether it is restarted after it has died."""
     waits: bool = True
-    """A trainer waits for each push. An engine pauses between prepare and commit."""
+    """Whether a trainer waits for each push, or an engine pauses between prepare and commit."""
     failing: int = -1
-    """The push in which one rank of a trainer fails before it begins."""
+    """The push in which one rank of a trainer fails before it begins; -1: none."""
     share: float = 0.01
     """Share of the weights that a step of the trainer changes."""
     into: str = "module"
-    """What the engine fills: a module, tensors, or nothing."""
+    """The target that the engine fills: a module, tensors, or nothing."""
     in_place: bool = False
     timeout_s: float = 0.0
     """How long an update waits for a newer version."""
@@ -50,7 +50,7 @@ class ChannelActor:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSchedule:
-    """A run, but for delays, which are drawn from ``seed`` meanwhile."""
+    """A run, except delays: ``seed`` decides them during the run."""
 
     seed: int
     storage: str
@@ -94,7 +94,7 @@ def drawn(seed: int) -> ChannelSchedule:
 
 def overtaken(count: int, storage: str = "posix") -> ChannelSchedule:
     """Return a schedule in which one of two trainers sleeps at the ``count``-th operation on a
-    manifest, until the other one has published and deleted versions."""
+    manifest, until the other has published and deleted versions."""
     trainers = (
         ChannelActor("publish", "trainer1", 1, 0.0, 14, 1.0 if storage == "posix" else 10.0),
         ChannelActor("publish", "trainer2", 1, 0.0, 4, 1.0),

@@ -46,7 +46,7 @@ class PublishedVersion:
 
 @dataclass(frozen=True)
 class _Lease:
-    """A lease of a living subscriber that has been told to read ``sequence``."""
+    """A lease under which a living subscriber may read ``sequence``."""
 
     key: str
     sequence: int
@@ -60,16 +60,16 @@ class Truth:
     world: World
     published: dict[int, PublishedVersion] = field(default_factory=dict)
     pushes: dict[str, Push] = field(default_factory=dict)
-    """By attempt."""
+    """Pushes by attempt."""
     acknowledged: int = 0
-    """The newest version that a trainer was told of."""
+    """The newest acknowledged version."""
     acknowledging: set[str] = field(default_factory=set)
-    """Trainers whose leader was told of a version of theirs."""
+    """Trainers whose leader received an acknowledgement for one of its versions."""
     leases: dict[str, _Lease] = field(default_factory=dict)
     deleted: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)
-    """Deleted versions whose manifest was put after that, by a publisher that had slept: nobody
-    reads or deletes them."""
+    """Deleted versions whose manifest a publisher put later, after it had slept. Nobody reads or
+    deletes them."""
     overtaken: list[Push] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Truth:
         self.world.on_power_cut = self.power_cut
 
     def of(self, world: World) -> Truth:
-        """Return the truth for a copy of this world in which nobody lives."""
+        """Return the truth for a copy of this world without living processes."""
         return Truth(
             world,
             dict(self.published),
@@ -133,22 +133,22 @@ class Truth:
         self.published[sequence] = PublishedVersion(sequence, attempt, push, manifest)
 
     def _announced(self) -> None:
-        """The head names published versions only."""
+        """Check that the head names only published versions."""
         head = self.head()
         if head is not None and head.sequence > self.newest:
             raise Violation(f"the head names version {head.sequence}; {self.newest} is the newest")
 
     def _is_overtaken(self, sequence: int) -> bool:
-        """Return whether a version is deleted, no reader may find it again, and one of the
-        publishers has slept for a while."""
+        """Return whether a version was deleted and hidden from readers, and a publisher has slept
+        for a while."""
         head = self.head()
         slept = self.world.struck.keys() & _SLEEPS
         is_hidden = head is not None and sequence < head.offered
         return bool(slept) and sequence in self.deleted and is_hidden
 
     def _check_publisher(self, push: Push) -> None:
-        """A publisher that another one has followed publishes no more, once it knows that it has
-        published."""
+        """Raise Violation if a publisher publishes again after another one has followed it. Before
+        its first acknowledgement it may, because it does not know that it has published."""
         line = [self.published[sequence].push.trainer for sequence in sorted(self.published)]
         if push.trainer in self.acknowledging and push.trainer in line and line[-1] != push.trainer:
             raise Violation(f"{push.trainer} publishes after {line[-1]}, and was not told of it")
@@ -157,18 +157,18 @@ class Truth:
         version = self.published.get(sequence)
         process = PROCESS.get()
         if version is None or (process is not None and not process.alive):
-            return  # nobody deletes it: a power cut takes it
+            return  # a power cut removed it
         if key != MANIFEST_KEY and not key.startswith(f"data/{version.attempt}/"):
             return
         if ".safetensors" not in key:
-            return  # its marker, and the like
+            return  # not weights: its marker, for example
         self.deleted.add(sequence)
         for reader, read in self._read().items():
             if sequence in self.needed_for(read):
                 raise Violation(f"{key} of version {sequence} is gone, and {reader} needs it")
 
     def _read(self) -> dict[str, int]:
-        """Return the versions that may be read now, by who reads them."""
+        """Return the versions that may be read now, by reader."""
         found = {"whoever comes": self.newest}
         head = self.head()
         if head is not None:
@@ -189,7 +189,7 @@ class Truth:
         return None if data is None else Head.decode(bytes(data))
 
     def needed_for(self, sequence: int) -> set[int]:
-        """Return the versions that a reader without any needs to read one."""
+        """Return the versions that a new reader needs in order to read this one."""
         needed: set[int] = set()
         while sequence in self.published and sequence not in needed:
             needed.add(sequence)
@@ -210,7 +210,7 @@ class Truth:
             del self.published[sequence]
 
     def told(self, push: Push) -> None:
-        """Check that a push is published: its trainer has been told so."""
+        """Check that an acknowledged push is published."""
         found = [one.sequence for one in self.published.values() if one.push is push]
         if push in self.overtaken:
             return
@@ -221,7 +221,7 @@ class Truth:
             self.acknowledging.add(push.trainer)
 
     def lease(self, key: str, sequence: int) -> None:
-        """Note that a subscriber is to read a version, with a lease."""
+        """Record that a subscriber reads a version under a lease."""
         process = PROCESS.get()
         assert process is not None
         if gone := sorted(self.needed_for(sequence) & self.deleted - self.returned):
@@ -229,12 +229,12 @@ class Truth:
         self.leases[key] = _Lease(key, sequence, process)
 
     def release(self, key: str) -> None:
-        """Note that a subscriber reads no more."""
+        """Record that a subscriber has finished reading."""
         self.leases.pop(key, None)
 
     def check_space(self, keep: int, anchor: int) -> None:
-        """Check that old weights have been deleted. A publisher that has slept may leave a record of
-        its times, and a temporary file."""
+        """Check that old weights have been deleted. A publisher that has slept may leave a record
+        of its times and a temporary file."""
         head = self.head()
         assert head is not None
         last = self.newest - keep - 1  # withdrawn with the push before

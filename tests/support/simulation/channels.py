@@ -1,7 +1,7 @@
 """Trainers that publish weights, and engines that follow them, as simulated jobs.
 
-The publisher and the subscriber are the product's own, with their blocking calls. In every moment,
-the weights of an engine are exactly one published version.
+The publisher, the subscriber and their blocking calls are real. At every moment, the weights of an
+engine must be exactly one published version.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _open_driver(uri: str | Uri, *_: object, **__: object) -> Driver:
 
 
 class _Flipping(Layer):
-    """Flips bits of images and patches on their way to engines, as the schedule says."""
+    """Flips the bits of images and patches that the schedule names, on their way to engines."""
 
     def __init__(self, inner: Driver, world: ChannelWorld) -> None:
         super().__init__(inner)
@@ -174,8 +174,8 @@ def _releasing(real: Any) -> Any:
 
 
 class Rank(Process):
-    """A process of a simulated job. ``engine``: the weights of an engine; ``pushing``: the push in
-    flight of a trainer."""
+    """A process of a simulated job. ``engine``: the weights of an engine; ``pushing``: a trainer's
+    push in flight."""
 
     def __init__(self, name: str, host: str) -> None:
         super().__init__(name, host)
@@ -251,7 +251,7 @@ class Engine:
     def check(self) -> None:
         """Raise Violation unless the weights are exactly the version in use."""
         if self.kind == "nothing":
-            return  # its weights are read when it asks for them
+            return  # its weights are read on demand
         if different := difference(self.weights(), self.expected):
             raise Violation(f"{self.rank} has other weights than version {self.used}: {different}")
 
@@ -275,19 +275,19 @@ class Job:
         self.tried = 0
         self.is_over = False
         self.failed = False
-        """True once a call of a rank has failed, since the last start."""
+        """True once a call of a rank has failed since the last start."""
         self.rng = np.random.default_rng([self.world.schedule.seed, len(crew.jobs)])
         self.store = Store(self.world.loop)
         self.ranks: list[Rank] = []
         self._met: dict[int, int] = {}
-        """The number of ranks that have come to each step."""
+        """Number of ranks that have reached each step."""
         self._values: Values = first_values(self.world.schedule.chunks)
         self._kept = [self._values]
         self._pushes: dict[tuple[int, int], Push] = {}
         self._version = 0
 
     async def life(self) -> None:
-        """Run until it has ended, or has been started often enough."""
+        """Run until the job has ended, or has used up its starts."""
         await asyncio.sleep(self.plan.begin_s)
         for tried in range(TRIES if self.plan.again else 1):
             self.tried = tried
@@ -330,7 +330,7 @@ class Job:
         await blocking.blocking(call)
 
     def note(self, rank: Rank, what: str, error: BaseException | None = None) -> None:
-        """Count an outcome. Raises Violation for an error without any reason."""
+        """Count an outcome. Raises Violation for an error without a reason."""
         ended = "done" if error is None else type(error).__name__
         self.outcomes[f"{what}: {ended}"] += 1
         if self.world.log is not None:
@@ -340,7 +340,7 @@ class Job:
         before, self.failed = self.failed, True
         slept = self.world.struck.keys() & _SILENT
         is_lost = bool(slept) and "lost with their whole file" in str(error)  # no lease any more
-        # A flipped bit is read again, unless something else ends the update meanwhile.
+        # A flipped bit is read again, unless another fault ends the update first.
         flips = self.world.struck["flip"]
         is_flipped = 0 < flips < sum(self.world.struck.values())
         if isinstance(error, DamagedError | MismatchError) and not (is_lost or is_flipped):
@@ -353,10 +353,10 @@ class Job:
             is_excused = True
         elif isinstance(error, UsageError):
             is_excused = "is not newer than" in error.message and self.plan.kind == "publish"
-            # A rank may know more than another.
+            # Ranks may have different knowledge.
             is_excused |= bool(slept) and "different calls" in error.message
         elif isinstance(error, ExistsError):
-            is_excused = False  # it is another publisher, and says so
+            is_excused = False  # with another publisher, the error must be SupersededError
         else:
             is_excused = is_lost or is_flipped or isinstance(error, StorageError | SupersededError)
         others = sum(job.plan.kind == "publish" for job in self.crew.jobs) > 1
@@ -439,7 +439,7 @@ class Job:
             self.note(rank, "push")
 
     def _check_time(self, rank: Rank, lasted_s: float) -> None:
-        """A push takes no longer because of those who read."""
+        """Raise Violation if a push takes too long without a fault: readers must not delay it."""
         is_slow = any(one.host in self.world.befallen for one in self.ranks)
         if lasted_s > PUSH_MOST_S and not is_slow and not self.failed:
             raise Violation(f"{rank} took {lasted_s:g} s for a push")
@@ -461,7 +461,7 @@ class Job:
                 mine.live[name] = Module(zero) if as_module else zero
             mine.expected = {name: tensor.clone() for name, tensor in mine.weights().items()}
         rank.engine = mine
-        # A module's parameter has the tensor's own name, so that both kinds fill alike.
+        # A module's parameter has the tensor's own name, so both targets fill alike.
         into = mine.into()
         if self.plan.into == "module":
             into = {"model": model(mine.live)}
@@ -514,7 +514,7 @@ class Job:
             raise Violation(f"{rank} reads other weights than version {mine.used}: {different}")
 
     def _check_group(self, rank: Rank, attempt: str) -> None:
-        """Check that all ranks are able to use a version when the first begins to."""
+        """Check that all ranks can use a version when the first rank begins to use it."""
         version = next(one for one in self.truth.published.values() if one.attempt == attempt)
         for other in self.ranks:
             theirs = other.engine
@@ -524,7 +524,7 @@ class Job:
                 raise Violation(f"{rank} uses version {version.sequence}; {other} cannot do so")
 
     def _finally(self, rank: Rank, mine: Engine) -> None:
-        """In quiet conditions, end at the newest version."""
+        """End at the newest version, in quiet conditions."""
         while not self.crew.quiet:
             blocking.sleep(1.0)
         for number in range(4):

@@ -1,8 +1,8 @@
 """Check the storage after a run, or after all processes die during it: it opens and takes a save.
 
-A schedule that ends early begins like the full run, so it is not run again. Instead the run sets
-snapshots of the storage aside, and they are checked afterwards. On a local disk half of these
-endings are power cuts. In half of them the next save starts at once, in the others a day later.
+A schedule that ends early begins like the full run, so it is not run again. Instead, the run takes
+snapshots of the storage, which are checked afterwards. On a local disk, half of these endings are
+power cuts. In half of them the next save starts at once, in the others a day later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRUNING = f"{MAIN}/data/pruning"
 
 @dataclass(frozen=True)
 class Ending:
-    """Everybody dies before the ``operation``-th operation of a run."""
+    """The death of all processes before the ``operation``-th operation of a run."""
 
     operation: int
     world: World
@@ -35,7 +35,7 @@ class Ending:
 
     @classmethod
     def now(cls, world: World, checker: Checker) -> Ending:
-        """Return a snapshot of the current moment."""
+        """Take a snapshot of the current moment."""
         left = world.left_behind()
         return cls(world.operations, left, checker.of(left))
 
@@ -58,7 +58,7 @@ class Ending:
 
 
 def aftermath(world: World, checker: Checker) -> None:
-    """The same, where a run has come to its end."""
+    """Make the same checks at the end of a run."""
     world.settle()
     _cut(world)
     _next_save(world, checker, soon=False, load=True)
@@ -87,7 +87,7 @@ def _next_save(world: World, checker: Checker, *, soon: bool, load: bool) -> Non
     keep = {
         f"{MAIN}/manifest.safetensors",
         PRUNING,
-    }  # a pruning's that died: for the next one to take over
+    }  # the record of a prune that died: the next prune takes over
     left = [
         p
         for p in world.files()

@@ -1,8 +1,8 @@
 """The real engine, without threads, on virtual time, with chunks of one page.
 
-Replaced are: the clock, random names, the name of a host, the worker threads, the system calls of
-the local driver, and the pauses between two looks at the job's store (a look that could find
-nothing new is left out). All else is the product.
+These parts are replaced: the clock, random names, the host name, the worker threads, the system
+calls of the local driver, and the pauses between two looks at the job's store (looks that cannot
+find anything new are left out). Everything else is the product.
 """
 
 from __future__ import annotations

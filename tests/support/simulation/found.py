@@ -1,6 +1,6 @@
 """Rare schedules, shortened: the correct engine always passes them, a broken one fails.
 
-The first schedule and the pruning's exposed real bugs: the engine lacked that step.
+The first schedule and that of the prune exposed real bugs: the engine lacked that step.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ SCHEDULES = {
         535707, "objects", 2, False, then(0.1192790348348545), (), 0.6, delays={24: 0.2, 42: 0.2, 44: 0.2, 52: 1.0}
     ),
 }  # fmt: skip
-"""Schedules by the broken engine that each catches."""
+"""Schedules by the broken engine that each exposes."""

@@ -1,8 +1,8 @@
-"""One host of a simulated job: its trainers, and its keeper. The keeper decides with the real code.
-Simulated are its memory, its messages to trainers, and the copying and hashing of images.
+"""One host of a simulated job: its trainers and its keeper. The keeper decides with the real code.
+Its memory, its messages to trainers, and the copying and hashing of images are simulated.
 
-Trainers and seals are generators, advanced one piece of work at a time. An image is a few pieces,
-and each piece says which job, step and rank it is of, so that any mixture shows.
+Trainers and seals are generators that advance one piece of work at a time. An image is a few
+pieces. Each piece names its job, step and rank, so that any mixture shows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 STATE_NBYTES = 120
-"""Divides by the size of any job here."""
+"""A multiple of the size of any job here."""
 FLUSH_EVERY = 4
 RUN = "run"
 
@@ -53,7 +53,7 @@ Task = Iterator[None]
 
 @dataclass(eq=False)
 class Host:
-    """A host, by the name of its keeper."""
+    """A host, named after its keeper."""
 
     name: str
     keeper: HostKeeper = field(init=False)
@@ -62,7 +62,7 @@ class Host:
 @dataclass(eq=False)
 class Job:
     """One start of the job. ``epoch``: -1 until it begins; ``readers``: the client on each host
-    that reads what the job resumes from."""
+    that reads the state to resume from."""
 
     number: int
     world: int
@@ -80,7 +80,7 @@ class Job:
 
 
 def step_of(sealed: tuple[int, bytes]) -> GenerationId:
-    """Return the generation of a slot and its label; one before all others for a damaged label."""
+    """Return the generation of a slot's label; one before all others if the label is damaged."""
     try:
         return Label.decode(sealed[1]).generation
     except DamagedError:
@@ -101,11 +101,11 @@ class Trainer:
         self.mapped: dict[int, Memory] = {}
         self.sealed: dict[int, bytes] = {}
         self.wanted: set[GenerationId] = set()
-        """Steps that it waits for to be in storage."""
+        """Steps that it waits for to become durable."""
         self.ended: FlushEnd | None = None
-        """The newest flush that it knows to have ended."""
+        """The newest flush whose end it knows of."""
         self.hears: HostKeeper | None = None
-        """The keeper whose events it takes."""
+        """The keeper whose events it receives."""
         self.task = self.train()
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Trainer:
 
     @property
     def wishes(self) -> bool:
-        """Whether it is the rank of its host that wants steps in storage."""
+        """True for the one rank per host that requests flushes."""
         return self.rank == 0 or self.job.host_of(self.rank - 1) is not self.host
 
     def train(self) -> Task:
@@ -136,7 +136,7 @@ class Trainer:
             yield from self.keep()
 
     def connect(self) -> Task:
-        """Connect to the keeper that there is now, and hand over all sealed images."""
+        """Connect to the current keeper, and hand over all sealed images."""
         keeper, self.keeper = self.host.keeper, None
         mapped, sealed = self.mapped, self.sealed
         if keeper.enter(self) is not None:
@@ -159,7 +159,7 @@ class Trainer:
         self.keeper = keeper
 
     def keep(self) -> Task:
-        """Capture a step, if there is a slot for it."""
+        """Capture a step, if a slot is granted."""
         keeper = self.keeper
         if keeper is None or not keeper.alive:
             return
@@ -187,9 +187,13 @@ class Trainer:
 
 
 class HostKeeper:
-    """The keeper of one host: the real one, with simulated memory and messages. ``tasks``: images
-    being sealed; ``adopted``: generations handed over to it; ``gone``: readers that have ended;
-    ``offered``: the memory that each reader may choose."""
+    """The keeper of one host: the real decisions, with simulated memory and messages.
+
+    ``tasks``: images being sealed
+    ``adopted``: generations handed over to it
+    ``gone``: readers that have ended
+    ``offered``: the memory that each reader may choose
+    """
 
     def __init__(self, world: Hosts, host: Host) -> None:
         self.world = world
@@ -213,7 +217,7 @@ class HostKeeper:
         self.agreement = Agreement(
             host.name, pool, self.guards, counters, self.tell, self.run_later
         )
-        self.agreement.reporting.lead = Lead(str(self.number))  # by chance otherwise
+        self.agreement.reporting.lead = Lead(str(self.number))  # random in the real keeper
         self.writing = self.agreement.writing
 
     def __str__(self) -> str:
@@ -221,7 +225,7 @@ class HostKeeper:
 
     @property
     def is_paused(self) -> bool:
-        """Whether its process sleeps."""
+        """True while its process sleeps."""
         return self.process.paused_until_s > self.world.loop.now_s
 
     @property
@@ -242,7 +246,7 @@ class HostKeeper:
         asyncio.ensure_future(work).add_done_callback(self.ended)
 
     def ended(self, task: asyncio.Task[Any]) -> None:
-        """Note a task that has failed, which none may."""
+        """Record a failed task as the failure of the run."""
         if not task.cancelled() and task.exception() is not None and self.process.alive:
             self.world.failure = self.world.failure or task.exception()
 
@@ -309,7 +313,7 @@ class HostKeeper:
         return grant.slot
 
     def make(self, trainer: Trainer, slot: int, nbytes: int) -> bool:
-        """Allocate the memory of a slot. Return False if there is none, or it takes its time."""
+        """Allocate the memory of a slot. Return False if there is none, or it comes later."""
         if self.world.full:
             self.generations.unmade(slot)
             self.world.count("no memory")
@@ -401,13 +405,13 @@ class HostKeeper:
         self.do(self.run_later, self.agreement.vote(label, handed_over=handed_over))
 
     def wish(self, trainer: Trainer, step: int) -> None:
-        """Take the request of a trainer to have a step in storage."""
+        """Accept a trainer's request to flush a step."""
         if self.alive and trainer.job.epoch == self.generations.epoch:
             id = GenerationId(trainer.job.epoch, step)
             self.do(self.writing.want, id, Flush(step, "storage"))
 
     def adopt(self, trainer: Trainer, memory: Memory, encoded: bytes) -> bool:
-        """Take an image of the previous keeper. Return whether it is held here now."""
+        """Take over an image of the previous keeper. Return whether it is held here now."""
         taken = self._adopted(trainer, memory, encoded)
         self.adopted |= {slot.label.generation for slot in self.slots.values() if slot.label}
         if self.alive:
@@ -440,7 +444,7 @@ class HostKeeper:
     # Memory.
 
     def images(self, id: GenerationId) -> list[Slot]:
-        """Return the slots of a generation by rank, with their labels whatever becomes of them."""
+        """Return copies of a generation's slots by rank. The copies keep their labels."""
         found = [
             (slot.label.rank, number, slot)
             for number, slot in self.slots.items()
@@ -461,19 +465,19 @@ class HostKeeper:
         return self.world.intact(slot, slot.memory.pieces)
 
     def forget_unheld(self) -> None:
-        """Release memory that the state machine has removed."""
+        """Release memory of slots that the state machine has removed."""
         for number in self.slots.keys() - self.generations.slots:
             del self.slots[number]
 
     def keeps_for_flush(self, id: GenerationId | None) -> bool:
-        """Return whether an image being written to storage must stay. A keeper that is not the
-        leader drops what a resume has dropped, and then finds its part damaged."""
+        """Return whether an image being flushed must stay. A follower drops images that a resume
+        has dropped, and then finds its part damaged."""
         return self.agreement.reporting.leads or id in self.writing._parts
 
     # Restarts.
 
     def inventory(self) -> Inventory:
-        """Return what there is to resume from."""
+        """List the generations and parity to resume from."""
         return Inventory(
             self.generations.epoch,
             tuple(self.generations.restorable()),
@@ -482,7 +486,7 @@ class HostKeeper:
         )
 
     def offer(self, reader: int) -> None:
-        """Retain everything until the reader has chosen."""
+        """Retain all restorable generations until the reader has chosen."""
         self.generations.offer(reader)
         self.guards.offer(reader, [one.generation for one in self.generations.restorable()])
         self.offered[reader] = {
@@ -499,7 +503,7 @@ class HostKeeper:
         self.guards.released(reader)
 
     def reader_gone(self, reader: int) -> None:
-        """Retain what a reader that has ended was offered, until the next epoch."""
+        """Retain the offer to a reader that has ended, until the next epoch."""
         self.gone.add(reader)
         self.offered.setdefault(ENDED, set()).update(self.offered.pop(reader, ()))
         self.generations.client_gone(reader)
@@ -511,8 +515,8 @@ class HostKeeper:
         return None if number is None else self.slots[number]
 
     async def rebuild(self, reader: int, request: Rebuild) -> str:
-        """Rebuild an image. Return why that is impossible, if so. See the real keeper."""
-        pin = self.generations.pin(request.generation)  # no slot of it is filled meanwhile
+        """Rebuild an image. Return the reason if that is impossible. See the real keeper."""
+        pin = self.generations.pin(request.generation)  # its slots must not be filled meanwhile
         try:
             return await self._rebuild_pinned(reader, request)
         finally:
@@ -548,7 +552,7 @@ class HostKeeper:
     # Its process.
 
     def die(self) -> None:
-        """End the process. Whoever waits for an answer learns of it."""
+        """End the process. Peers that wait for an answer get an error."""
         self.alive = self.process.alive = False
         for task in self.tasks:
             task.close()  # type: ignore[attr-defined]

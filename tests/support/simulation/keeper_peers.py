@@ -1,8 +1,8 @@
-"""The simulated surroundings of keepers: memory; reports and standings that are lost, late, doubled
-and overtaken; reads of each other's memory; parity; and storage.
+"""The simulated surroundings of keepers: memory; reports and standings that are lost, late, sent
+twice or overtaken; reads of peers' memory; parity; and storage.
 
-The real code of a keeper runs above this, on a simulated event loop, with these functions in place
-of its own, see :func:`installed`. Each acts for the keeper whose process runs.
+The real code of a keeper runs above this, on a simulated event loop. :func:`installed` puts these
+functions in place of the real ones. Each acts for the keeper whose process is running.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 PIECES = 3
 
 State = tuple[int, int, int]
-"""The job, the step and the rank that an image is of."""
+"""Job, step and rank of an image."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """The memory of a slot. ``users``: what reads or hashes it now."""
+    """The memory of a slot. ``users``: tasks that read or hash it now."""
 
     nbytes: int
     pieces: list[State | None] = field(default_factory=lambda: [None] * PIECES)
@@ -50,7 +50,7 @@ class Memory:
     generation: GenerationId | None = None
 
     def close(self) -> None:
-        """Do nothing: this memory costs nothing."""
+        """Do nothing: this memory needs no release."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Slot:
 
 
 class KeeperProcess(Process):
-    """The process of a keeper. ``answers``: the answers that others wait for."""
+    """The process of a keeper. ``answers``: answers that peers wait for."""
 
     def __init__(self, keeper: HostKeeper, name: str) -> None:
         super().__init__(name, name)
@@ -79,7 +79,7 @@ def running() -> HostKeeper:
 
 
 async def _at(name: str) -> HostKeeper:
-    """Return the keeper of that name after a while. Raises StorageError if it is unreachable."""
+    """Return the keeper of that name after a delay. Raises StorageError if it is unreachable."""
     keeper = running()
     await keeper.world.piece()
     other = keeper.world.keeper_of(name)
@@ -89,7 +89,7 @@ async def _at(name: str) -> HostKeeper:
 
 
 class Wire(Reporting):
-    """Sends reports to the leader. Some never arrive."""
+    """Sends reports to the leader. Some are lost."""
 
     def enter(
         self, epoch: int, hosts: Sequence[KeeperHost], groups: Sequence[GuardedGroup]
@@ -124,7 +124,7 @@ class Wire(Reporting):
             await self._answer(host, body)
 
     async def _answer(self, host: KeeperHost, body: bytes) -> bytes:
-        """Return the answer of the keeper that is there now."""
+        """Return the answer of the current keeper of the host."""
         world = running().world
         other = world.keeper_of(host.name)
         if other is None:
@@ -160,7 +160,7 @@ class Peers:
         return name
 
     async def label(self, name: str, rank: int, run: str) -> Label:
-        """Return the label of an image that is held there, or encoded in parity there."""
+        """Return the label of an image that the keeper holds, or has encoded in parity."""
         keeper = await _at(name)
         for held in keeper.images(self.generation):
             if held.label is not None and held.label.rank == rank:
@@ -171,7 +171,7 @@ class Peers:
             return Label.decode(guarded.labels[rank])
 
     async def pieces(self, name: str, number: int) -> dict[int, State | None]:
-        """Return a piece of each image held there, by rank."""
+        """Return a piece of each image that the keeper holds, by rank."""
         keeper = await _at(name)
         found = {
             held.label.rank: held.memory.pieces[number]
@@ -183,7 +183,7 @@ class Peers:
         return found
 
     async def parity(self, name: str, number: int) -> dict[int, State | None]:
-        """Return a piece of the parity there: the pieces it was made of, by rank."""
+        """Return a piece of the keeper's parity: the encoded pieces, by rank."""
         keeper = await _at(name)
         with keeper.guards.opened(self.generation) as guarded:
             if guarded is None:
@@ -199,7 +199,7 @@ async def _peers_of(id: GenerationId, hosts: object, certificate: str) -> AsyncI
 
 @dataclass(eq=False)
 class Parity:
-    """Parity of a member of a group. Each piece names the pieces that it was made of."""
+    """Parity on a member of a group. Each piece names the pieces that it encodes."""
 
     group: GuardedGroup
     member: int
@@ -244,7 +244,7 @@ async def rebuild(
     pull: Peers,
     memory: Memory,
 ) -> Label:
-    """Rebuild an image. It is right if everything that is read belongs together."""
+    """Rebuild an image. It is correct if all pieces read belong to one generation."""
     label = Label.decode(labels[want_rank])
     without = {group.member_of(want_rank), *lost}
     if len(without) > parity_of(group.mode):
@@ -268,7 +268,7 @@ def combined(
     images: Mapping[int, State | None],
     parities: Sequence[Mapping[int, State | None]],
 ) -> State | None:
-    """Return the recovered piece, or None if the parity was made of other pieces than those read."""
+    """Return the recovered piece, or None if the parity encodes other pieces than those read."""
     for parity in parities:
         if any(parity[rank] != images[rank] for rank in parity.keys() & images.keys()):
             return None

@@ -1,8 +1,8 @@
-"""What keepers promise to trainers, and what must hold because of that.
+"""Promises of keepers to trainers, and the invariants that follow.
 
-A promise follows from the events that keepers send, and holds while its preconditions do: an agreed
-step, while all its images are there; a protected one, while no group has lost more members than it
-may. A member with damaged bytes of a protected step counts as lost.
+A promise begins with an event that a keeper sends, and holds while its preconditions do. For an
+agreed step, all its images must exist. For a protected step, no group may lose more members than it
+tolerates. A member with damaged bytes of a protected step counts as lost.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ class Violation(AssertionError):
 
 @dataclass(eq=False)
 class Promise:
-    """A restart finds this generation. ``holders``: keepers with each rank's image; ``groups``: how
-    many members each may lose, and its members, None for a lost one; ``others_lost``: number of
-    other keepers lost since."""
+    """The promise that a restart finds this generation.
+
+    ``holders``: keepers with each rank's image
+    ``groups``: per group, the number of members it may lose, and its members (None if lost)
+    ``others_lost``: number of other keepers lost since
+    """
 
     id: GenerationId
     step: int
@@ -56,13 +59,16 @@ class Promise:
 
 
 class Promises:
-    """The history of a run, what keepers have promised, and what these promises rely on.
+    """The history of a run, the promises of keepers, and what these promises rely on.
 
-    ``lineage``: the job whose state each step is; ``storage``: the job of each step in storage;
-    ``diverged``: jobs and steps whose replicas differ; ``sealed``: the keeper that has sealed the
-    image of each rank; ``written``: the images in storage by attempt and rank; ``damaged``: hosts
-    and generations with a flipped bit; ``told``: the newest generation of each kind of event, by
-    host; ``awaited``: keepers and generations whose outcome trainers still wait for.
+    ``lineage``: the job that computed the state of each step
+    ``storage``: the job of each step in storage
+    ``diverged``: jobs and steps whose replicas differ
+    ``sealed``: the keeper that has sealed the image of each rank
+    ``written``: the images in storage by attempt and rank
+    ``damaged``: hosts and generations with a flipped bit
+    ``told``: the newest generation of each kind of event, by host
+    ``awaited``: keepers and generations whose outcome trainers still wait for
     """
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
@@ -101,7 +107,7 @@ class Promises:
             self.log(f"{what} {details}".rstrip())
 
     def computed(self, step: int, job: Job) -> None:
-        """Record a step of the job that runs now. Its replicas may differ."""
+        """Record a step of the running job. Its replicas may differ."""
         if self.lineage.get(step) == job.number:
             return
         self.lineage[step] = job.number
@@ -147,7 +153,7 @@ class Promises:
     def raises(
         self, found: tuple[int, int] | None, failed: list[int], touched: list[State | None]
     ) -> bool:
-        """Return whether a rank refuses to resume: a load has failed, and nothing whole is found."""
+        """Return whether a rank refuses to resume: a load failed, and no intact step was found."""
         return found is None and bool(failed)
 
     def all_raise(
@@ -156,7 +162,7 @@ class Promises:
         failed: list[int],
         touched: Iterable[list[State | None]],
     ) -> bool:
-        """Return whether all ranks refuse to resume. ``touched``: what loads have left on each rank."""
+        """Return whether all ranks refuse to resume. ``touched``: pieces left by loads, by rank."""
         raising = {self.raises(found, failed, pieces) for pieces in touched}
         if len(raising) > 1:
             raise Violation("one rank raises, and another resumes")
@@ -165,7 +171,7 @@ class Promises:
     def check_filled(
         self, found: tuple[int, int] | None, filled: dict[int, list[State | None]]
     ) -> None:
-        """Check that each state is of the step that the job resumes from, or untouched."""
+        """Check that each state is that of the step to resume from, or untouched."""
         step, number = found or (0, 0)
         for rank, pieces in filled.items():
             if set(pieces) != {(number, step, rank)}:
@@ -184,9 +190,9 @@ class Promises:
         told = self.told.setdefault("agreed", {})
         told[keeper.host.name] = max(id, told.get(keeper.host.name, id))
         if self.guarded is not None and self.guarded.is_used_up and id.step > self.guarded.step:
-            self.guarded = None  # the next loss would be one too many, and this one outlives none
+            self.guarded = None  # the promise would not survive one more loss
         if job is not self.running or not self.is_on_line(id):
-            return  # a later job has taken up from somewhere
+            return  # a later job has resumed from some step
         if self.agreed is None or id.step > self.agreed.step:
             holders = {rank: [by] for rank, by in sealed.items()}
             self.agreed = Promise(id, id.step, holders)
@@ -234,7 +240,7 @@ class Promises:
             self.promise_guarded(newer)
 
     def lacks(self, keeper: HostKeeper, id: GenerationId, ranks: Sequence[int]) -> str:
-        """Return what a member of a group lacks of a protected generation, "" if nothing."""
+        """Return the missing part of a protected generation on a member; "" if complete."""
         parity = keeper.guards._held.get(id)
         if parity is None:
             return "no parity"
@@ -254,17 +260,17 @@ class Promises:
             raise Violation(f"{id} is agreed, and {keeper} has {slot.memory.pieces}")
 
     def is_on_line(self, id: GenerationId) -> bool:
-        """Return whether the running job has taken that step, or resumed after it."""
+        """Return whether a generation belongs to the history of the running job."""
         job = self.epoch_jobs[id.epoch]
         return self.lineage.get(id.step) == job.number
 
     def check_choice(self, id: GenerationId) -> None:
-        """Check that a restart considers no generation of an abandoned branch."""
+        """Check that a restart never considers a generation of an abandoned branch."""
         if not self.is_on_line(id):
             raise Violation(f"{id} was dropped, and may be gone on from")
 
     def mended(self, keeper: HostKeeper, id: GenerationId) -> None:
-        """Count a keeper as undamaged again, if nothing that it holds of a generation is."""
+        """Mark a keeper as undamaged again, once all its bytes of a generation are intact."""
         if not is_damaged(keeper, id):
             self.damaged.discard((keeper.host.name, id))
 
@@ -318,7 +324,7 @@ class Promises:
             if relied_on and self.knows_better(keeper, promise.id):
                 continue
             if any(other.label.rank == trainer.rank for other in keeper.images(promise.id)):
-                continue  # what was here was given up before, and was made again elsewhere
+                continue  # the image in this slot was dropped before, and rebuilt in another
             if relied_on and not self.has_flipped(promise.id):
                 raise Violation(f"{promise.id} is promised, and written over by {keeper}")
         for other in self.trainers:
@@ -330,8 +336,8 @@ class Promises:
             raise Violation(f"job {trainer.job.number} is over, and was given a slot")
 
     def knows_better(self, keeper: HostKeeper, id: GenerationId) -> bool:
-        """Return whether a keeper without a rank of this job retains a later step instead. It was not
-        told from which step the job resumed."""
+        """Return whether a keeper without a rank of this job retains a later step instead. It never
+        learned from which step the job resumed."""
         newest, job = keeper.generations.newest_agreed, self.running
         is_of_job = job is not None and keeper.host in job.hosts
         return not is_of_job and newest is not None and newest > id
@@ -361,7 +367,7 @@ class Promises:
 
 
 def is_damaged(keeper: HostKeeper, id: GenerationId) -> bool:
-    """Tell whether a keeper holds damaged bytes of a generation."""
+    """Return whether a keeper holds damaged bytes of a generation."""
     parity: Any = keeper.guards._held.get(id)
     if parity is not None and any(None in piece.values() for piece in parity.pieces):
         return True
@@ -377,7 +383,7 @@ def _is_flipped(slot: Slot) -> bool:
 
 
 def flip(world: Hosts, keeper: HostKeeper, only: GenerationId | None = None) -> bool:
-    """Flip a bit in the memory of a keeper, ``only`` in that generation if it is given. Return
+    """Flip a bit in the memory of a keeper; if ``only`` is given, in that generation. Return
     whether there was a bit to flip."""
     draw = world.random
     kind = draw.choice(["image", "label", "parity"])

@@ -159,7 +159,7 @@ class FileSystem:
         """Keep durable data, and a random part of the rest."""
         self.fds.clear()
         folders, seen = [self.root], set[Inode]()
-        for folder in folders:  # grows while it is gone through
+        for folder in folders:  # the list grows during the loop
             folder.survive(choose)
             folder.links = 2
             for node in folder.entries.values():

@@ -1,12 +1,12 @@
-"""Storage behind a network: an object store, and HDFS. What is acknowledged is durable; what is not
-may have been done.
+"""Storage behind a network: an object store, and HDFS. Acknowledged requests are durable. Others
+may have been executed.
 
-A request travels, takes effect at one moment, and its answer travels back. It may be refused; be
-done and its answer lost; be done *late*, after its sender has given up, unless the key was written
-since; be done *twice*; be acknowledged and *forgotten*; or never be answered. In an *outage* all requests of a host fail for a
-while, some of them done. A listing comes in pages, and may be behind, where the store's listings
-may. HDFS writes a temporary file, closes it, and renames it; what a writer leaves, whole or not,
-stays hidden under its temporary name.
+A request travels, takes effect at one moment, and its answer travels back. It may be refused. It
+may be executed while its answer is lost. It may be executed *late*, after its sender has given up,
+unless the key was written since. It may be executed *twice*, acknowledged and *forgotten*, or never
+answered. In an *outage* all requests of a host fail for a while; some of them are executed. A
+listing comes in pages, and may be stale if the store's listings may. HDFS writes a temporary file,
+closes it, and renames it. An abandoned file, complete or not, keeps its hidden temporary name.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from .schedule import Fault
 
 T = TypeVar("T")
 PAGE = 5
-"""Entries of one page of a listing."""
+"""Entries per page of a listing."""
 BEHIND_S = 30.0
-"""How long a listing may not know of a change, where it may be behind."""
+"""How long a stale listing may miss a change."""
 QUIET_S = 3600.0
 HIDDEN = ".tmp-"
 
 
 class Server:
-    """Objects, and what is unfinished. Methods are effects: they happen at one moment.
+    """Objects and unfinished uploads. Methods are effects: they happen at one moment.
 
-    ``changed(key)`` is told after each change of what is visible.
+    ``changed(key)`` is called after each visible change.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Server:
         self.now_s, self.changed, self.behind = now_s, changed, behind
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.before: dict[str, tuple[tuple[bytes, float] | None, float]] = {}
-        """What a key was before its last change, and when that was."""
+        """The former value of each key, and the time of its last change."""
         self.uploads: dict[int, dict[int, bytes]] = {}
         self.count = 0
 
     def take_over(self, other: Server) -> None:
-        """Hold what ``other`` holds now; no request is on its way."""
+        """Copy the state of ``other``; no request is in flight."""
         self.objects, self.before, self.count = dict(other.objects), dict(other.before), other.count
         self.uploads = {number: dict(parts) for number, parts in other.uploads.items()}
 
@@ -84,14 +84,13 @@ class Server:
         self.changed(key)
 
     def put(self, key: str, data: bytes, exclusive: bool) -> None:
-        """Raises KeyError where an exclusive one finds the key taken."""
+        """Write an object. Raises KeyError if the put is exclusive and the key is taken."""
         if exclusive and key in self.objects:
             raise KeyError(key)
         self.store(key, data)
 
     def listed(self, prefix: str, stale: bool) -> dict[str, tuple[bytes, float]]:
-        """What a listing shows now; ``stale``: what it showed before the changes of the last
-        moments."""
+        """Return the objects that a listing shows. A ``stale`` one lacks the newest changes."""
         shown = dict(self.objects)
         if stale:
             for key, (was, at_s) in self.before.items():
@@ -103,7 +102,7 @@ class Server:
 
 
 class ObjectDriver(Driver):
-    """One process's way to a server, below ``root`` (a prefix of keys that ends with a slash)."""
+    """One process's access to a server, below ``root`` (a key prefix that ends with a slash)."""
 
     remote: ClassVar[bool] = True
 
@@ -126,7 +125,7 @@ class ObjectDriver(Driver):
         )  # fmt: skip
 
     async def request(self, name: str, key: str, effect: Callable[[], T]) -> T:
-        """One request: there, its effect, and back."""
+        """Make one request: travel there, take effect, and travel back."""
         world = self._world
         fault: Fault | None = world.operation(name, self._root + key)
         await world.after(world.delay_s() + world.cut_s())
@@ -164,7 +163,7 @@ class ObjectDriver(Driver):
         return result
 
     def _later(self, key: str, effect: Callable[[], Any]) -> None:
-        """Take effect after the sender has given up; whoever writes the key in between, wins."""
+        """Take effect after the sender has given up, unless the key is written in between."""
         sent_s, server = self._server.now_s(), self._server
 
         def overdue() -> None:
@@ -172,7 +171,7 @@ class ObjectDriver(Driver):
                 try:
                     effect()
                 except (KeyError, StorageError):
-                    return  # nobody is there to be told
+                    return  # no sender is left to be told
 
         self._world.as_nobody(self._world.delay_s() * 40, overdue)
 
@@ -186,8 +185,8 @@ class ObjectDriver(Driver):
         into[:] = await self.request("read", check_key(key), effect)
 
     async def read_pieces(self, key: str, start: int, nbytes: int, take: TakePiece) -> None:
-        """See :meth:`Driver.read_pieces`. The object may be replaced, and the way to it be lost,
-        between one piece and the next."""
+        """See :meth:`Driver.read_pieces`. Between two pieces, the object may be replaced and the
+        connection lost."""
         ends = piece_ends(start, nbytes, self.traits.piece_nbytes)
         for begin, end in pairwise(ends):
             piece = memoryview(bytearray(end - begin))
@@ -210,7 +209,7 @@ class ObjectDriver(Driver):
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
         path = self._root + check_key(key)
-        if exclusive and not self.traits.exclusive_is_atomic:  # looks, and then puts
+        if exclusive and not self.traits.exclusive_is_atomic:  # check, then put
             taken = await self.request("stat", key, lambda: path in self._server.objects)
             if taken:
                 raise ExistsError("the key is taken", uri=self.uri, key=key)
@@ -263,8 +262,7 @@ class ObjectDriver(Driver):
             )
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`. Dangling parts are none of the visible; nobody else's are
-        touched."""
+        """See :meth:`Driver.sweep`. Abandoned parts are invisible and affect nobody."""
 
     async def close(self) -> None:
         return None
@@ -299,7 +297,7 @@ class ObjectDriver(Driver):
         await self.request("link", key, effect)
 
     def lend(self, key: str) -> bytes:
-        """An object, for an upload that copies from it, or a further key."""
+        """Return an object for an upload that copies from it, or for a link."""
         data = self._found(key)
         self._world.copied(self._root + key)
         return data
@@ -362,7 +360,7 @@ class _ObjectUpload(Upload):
 
 
 class HdfsDriver(ObjectDriver):
-    """Parts in order, into a temporary file; renamed when it is whole."""
+    """Writes parts in order into a temporary file, and renames it when it is complete."""
 
     def __init__(self, world: Any, server: Server, root: str) -> None:
         super().__init__(world, server, root, exclusive=True)
@@ -372,7 +370,7 @@ class HdfsDriver(ObjectDriver):
         )  # fmt: skip
 
     def hidden(self, key: str) -> str:
-        """A new temporary name beside ``key``."""
+        """Return a new temporary name in the folder of ``key``."""
         self._server.count += 1
         folder, slash, name = key.rpartition("/")
         return f"{self._root}{folder}{slash}{HIDDEN}{name}.{self._server.count}"
@@ -388,7 +386,7 @@ class HdfsDriver(ObjectDriver):
             raise ExistsError("the key is taken", uri=self.uri, key=key) from error
 
     async def rename(self, path: str, key: str, *, exclusive: bool) -> None:
-        """Give a closed temporary file its name. Raises KeyError where an exclusive one finds it
+        """Give a closed temporary file its name. Raises KeyError if ``exclusive`` and the name is
         taken."""
 
         def effect() -> None:
@@ -405,7 +403,7 @@ class HdfsDriver(ObjectDriver):
         return _HdfsUpload(self, key, path, nbytes)
 
     async def sweep(self, prefix: str) -> None:
-        """See :meth:`Driver.sweep`: temporary files that nobody has written to for an hour."""
+        """See :meth:`Driver.sweep`. Deletes temporary files that were not written for an hour."""
         above, slash, name = prefix.rpartition("/")
         below = (f"{self._root}{prefix}/", f"{self._root}{above}{slash}{HIDDEN}{name}.")
 
@@ -421,14 +419,14 @@ class HdfsDriver(ObjectDriver):
             await self.request("delete", prefix, lambda path=path: self._server.store(path, None))
 
     def _append(self, path: str, data: bytes, at: int) -> None:
-        """Packets are numbered: what arrives twice is there once."""
+        """Append a packet. Packets have offsets, so one that arrives twice is stored once."""
         if path not in self._server.objects:
             raise StorageError("the lease is lost", uri=self.uri, key=path)
         self._server.store(path, self._server.objects[path][0][:at] + data)
 
 
 class _HdfsUpload(Upload):
-    """Writes are begun in order, and done in order: the file takes them one after the other."""
+    """Writes begin and execute in order: the file accepts one at a time."""
 
     def __init__(self, driver: HdfsDriver, key: str, path: str, nbytes: int) -> None:
         self._driver, self._key, self._path, self._nbytes = driver, key, path, nbytes
@@ -462,6 +460,6 @@ class _HdfsUpload(Upload):
         await self._driver.rename(self._path, self._key, exclusive=False)
 
     async def abort(self) -> None:
-        """Who knows whether the name node hears of it."""
+        """Delete the file, or not: the name node may never receive the request."""
         if self._driver._world.chance() < 0.5:
             self._driver._server.store(self._path, None)

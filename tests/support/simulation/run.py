@@ -1,4 +1,4 @@
-"""A schedule, run and checked; many of them, counted."""
+"""Runs and checks a schedule, or counts the results of many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .world import World
 MOMENTS = 0.5
 """Fraction of mutating operations before which all processes die, in a copy of the world."""
 WITH_SAVERS = 4
-"""Every so many-th seed is also explored with savers."""
+"""Every seed divisible by this is also explored with savers."""
 PATIENCE_S = 400.0
 """Seconds from the last disturbance until all actors must have ended.
 
@@ -41,19 +41,19 @@ class Tally:
 
     runs: int = 0
     schedules: int = 0
-    """Runs, and schedules that begin like a run and end earlier."""
+    """Number of runs, and of schedules that begin like a run and end earlier."""
     operations: int = 0
     looks: int = 0
     copies: int = 0
-    """Ranges that saves have borrowed."""
+    """Number of ranges that saves have borrowed."""
     finished: int = 0
-    """Saves that savers have ended without their trainers."""
+    """Number of saves that savers have finished without their trainers."""
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     cpu_s: float = 0.0
 
     def add(self, other: Tally) -> None:
-        """Count what another has counted, too."""
+        """Add the counters of another tally."""
         self.runs += other.runs
         self.schedules += other.schedules
         self.operations += other.operations
@@ -87,7 +87,7 @@ class Tally:
 def run(
     schedule: Schedule, tally: Tally | None = None, log: Callable[[str], None] | None = None
 ) -> Failure | None:
-    """Run it, and each of its endings; None if all went as promised."""
+    """Run a schedule and check each of its endings. Return None if no promise is broken."""
     world = World(schedule, log)
     try:
         _run(world, tally)
@@ -174,7 +174,7 @@ def _short(outcome: object) -> str:
 
 def bury(world: World) -> None:
     """Let all remaining tasks end. Their processes are dead, so no operation has an effect."""
-    for process in world.processes:  # its tasks run, and every operation reports the death
+    for process in world.processes:  # their tasks run, and every operation reports the death
         process.alive, process.paused_until_s = True, 0.0
 
     def dead(name: str, path: str) -> None:

@@ -1,8 +1,8 @@
-"""Savers in a simulated job: each rank that saves hands its image to a process of its own, which may
-die, and which commits the save if the rank has died.
+"""Savers in a simulated job: each rank that saves hands its image to a process of its own. A saver
+may die. It commits the save if the rank has died.
 
-Replaced are the shared memory, and the connection between both processes. What a saver writes and
-commits, and when, is the product.
+The shared memory and the connection between both processes are simulated. The saver's writes and
+commits are real code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOOK_S = 0.05
 
 
 def with_savers(schedule: Schedule) -> Schedule:
-    """It, where all saves are written by savers, and half of their jobs are killed."""
+    """Return the schedule with savers for all saves; half of the save jobs are killed."""
     rng = random.Random(~schedule.seed)
     actors = []
     for plan in schedule.actors:
@@ -63,7 +63,7 @@ def with_savers(schedule: Schedule) -> Schedule:
 
 @dataclass
 class _Memory:
-    """Shared memory, of a process or two."""
+    """Memory shared by a trainer and its saver."""
 
     whole: HostBuffer
     is_populated: bool = True
@@ -97,7 +97,7 @@ class SimSaverSave(SaverSave):
     async def of(
         cls, job: SaveJob, driver: Driver, plan: SavePlan, team: Team
     ) -> SimSaverSave | None:
-        """Return one where the current process has savers."""
+        """Return a save if the current process has savers, else None."""
         process = PROCESS.get()
         world: World | None = getattr(process, "has_savers_of", None)
         if process is None or world is None or not len(plan.layout.start):
@@ -147,7 +147,7 @@ def serve(world: World, trainer: Process, request: _Request) -> Process:
 
 
 def is_alive(trainer: Process) -> bool:
-    """Return whether a trainer lives, which its saver learns from the kernel."""
+    """Return whether a trainer lives. A real saver learns that from the kernel."""
     return trainer.alive
 
 
@@ -190,7 +190,7 @@ async def _serve(world: World, process: Process, trainer: Process, request: _Req
             await finish(driver, request.write, written)
             world.finished += 1
     except (HoldfastError, StorageError, Crashed):
-        pass  # nobody is left to be told
+        pass  # no trainer is left to receive the error
     finally:
         world.savers.remove(process)
         await driver.close()

@@ -136,7 +136,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Everything that decides a run, except delays: if ``delays`` is None, ``seed`` decides them."""
+    """Everything that decides a run, except delays: ``seed`` decides them if ``delays`` is None."""
 
     seed: int
     storage: str

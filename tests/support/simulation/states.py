@@ -1,5 +1,5 @@
-"""The states that simulated jobs save, and the exact checkpoint of each. A save without faults makes
-each checkpoint once."""
+"""The states that simulated jobs save, and the exact checkpoint of each. A save without faults
+makes each checkpoint once."""
 
 from __future__ import annotations
 
@@ -243,7 +243,8 @@ def _shared(numel: int, state: int) -> torch.Tensor:
     """Return the tensor that is equal on all ranks.
 
     Its blocks form pairs of three kinds: equal in all states, different in all states, and equal in
-    every third state. A block of the last kind equals, in the next state, its neighbour in this one.
+    every third state. A block of the last kind equals, in the next state, its neighbour in this
+    one.
     """
     ramp = _ramp(numel)
     if state >= PACKED:
