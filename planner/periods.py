@@ -100,3 +100,27 @@ def _lost_part(level: Level, every_s: float) -> float:
     if exponent > 700:  # exp would overflow: the job never ends
         return 1.0
     return 1 - level.rate_per_s * every_s / math.expm1(exponent)
+
+
+class Steps:
+    """A schedule: due whenever a multiple of ``every`` is reached or passed, in strides too; None:
+    never."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._last: int | None = None
+
+    def due(self, step: int, *_: object) -> bool:
+        """Return whether a save is due at ``step``. Steps ascend. Ignores what other schedules need
+        besides."""
+        last = self._last
+        self._last = step
+        if self._every is None:
+            return False
+        if last is None:
+            return step % self._every == 0
+        return step // self._every > last // self._every
+
+    def begin_at(self, step: int | None) -> None:
+        """Set the step of the checkpoint that training resumed from; None: nothing is known."""
+        self._last = step

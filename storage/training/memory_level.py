@@ -11,6 +11,7 @@ from typing import Literal
 
 from ...core.units import parse_duration
 from ...errors import DamagedError, HoldfastError, SaveError, StorageError
+from ...planner.periods import Steps
 from ..arenas.arena import Arena
 from ..arenas.folder import KeeperFolder
 from ..arenas.hosts import KeeperHost
@@ -29,7 +30,6 @@ from ..state.pinned import pin
 from .keeper_inventory import DamagedImage, GuardOption, InMemory, Meeting
 from .keeper_option import Keeper, start_keeper
 from .run_lineage import checkpoint_name
-from .schedule import Steps
 
 MEET_PAUSE_MAX = 64
 DOUBTS_AFTER = 8

@@ -8,32 +8,11 @@ from contextlib import suppress
 
 from ...core.units import parse_duration
 from ...errors import UsageError
+from ...planner.periods import Steps
 from .decisions import Decision, Decisions
 
 LOOK_S = 5.0
 """The longest interval between two questions to the leader."""
-
-
-class Steps:
-    """Due whenever a multiple of ``every`` is reached or passed, in strides too; None: never."""
-
-    def __init__(self, every: int | None) -> None:
-        self._every = every
-        self._last: int | None = None
-
-    def due(self, step: int, decisions: Decisions | None = None) -> bool:
-        """Return whether a save is due at ``step``, the same on all ranks. Steps ascend."""
-        last = self._last
-        self._last = step
-        if self._every is None:
-            return False
-        if last is None:
-            return step % self._every == 0
-        return step // self._every > last // self._every
-
-    def begin_at(self, step: int | None) -> None:
-        """Set the step of the checkpoint that training resumed from; None: nothing is known."""
-        self._last = step
 
 
 class _Time:

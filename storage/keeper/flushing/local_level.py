@@ -19,6 +19,7 @@ from ....drivers.contract import Driver
 from ....drivers.registry import open_driver
 from ....drivers.uri import join
 from ....errors import DamagedError, HoldfastError
+from ....planner.periods import Steps
 from ...arenas.label import GenerationId, Label
 from ...arenas.memory import Memory
 from ...runtime.engine import offload
@@ -41,18 +42,9 @@ class LocalLevel:
     def __init__(self, uri: str, every: int, run: str) -> None:
         """Raise UriError or UsageError for a bad ``uri``."""
         self._driver = open_driver(join(uri, run))
-        self._every = every
         self._run = run
-        self._last: int | None = None
-
-    def due(self, step: int) -> bool:
-        """Return whether to write the generation of ``step``. Must be called in the order of
-        steps."""
-        last = self._last
-        self._last = step
-        if last is None:
-            return step % self._every == 0
-        return step // self._every > last // self._every
+        self.due = Steps(every).due
+        """Return whether to write the generation of a step. Call once per step, in order."""
 
     async def write(self, images: Sequence[LocalImage]) -> None:
         """Write a generation durably, then delete old ones. Raises StorageError, and DamagedError
