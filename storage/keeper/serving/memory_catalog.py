@@ -171,12 +171,16 @@ class MemoryCatalog:
             "newest_protected_step": -1 if status.protected is None else status.protected.step,
             "parity_bytes": status.parity_nbytes,
         }
-        lines = []
-        for name, value in gauges.items():
-            lines += [f"# TYPE holdfast_keeper_{name} gauge", f"holdfast_keeper_{name} {value}"]
-        for name, value in vars(status.counters).items():
-            lines += [
-                f"# TYPE holdfast_keeper_{name}_total counter",
-                f"holdfast_keeper_{name}_total {value}",
-            ]
-        return "\n".join([*lines, ""])
+        lines = [
+            f"# TYPE holdfast_keeper_{name} gauge\nholdfast_keeper_{name} {value}\n"
+            for name, value in gauges.items()
+        ]
+        return "".join(lines) + counters_text(vars(status.counters))
+
+
+def counters_text(counters: Mapping[str, int]) -> str:
+    """Return counters in the text format of Prometheus."""
+    return "".join(
+        f"# TYPE holdfast_keeper_{name}_total counter\nholdfast_keeper_{name}_total {value}\n"
+        for name, value in counters.items()
+    )

@@ -18,7 +18,7 @@ from ...serving.options import ServeOptions
 from ...serving.requests import REPORT_PATH, Asked, RequestError, asked_of, is_below
 from ...serving.server import HttpServer, listing
 from ..reporting import REPORT_NBYTES_MAX, StaleReportError
-from .memory_catalog import MemoryCatalog
+from .memory_catalog import MemoryCatalog, counters_text
 
 Hear = Callable[[bytes], Awaitable[bytes]]
 """Takes the report of another keeper, and returns the answer. Raises CoordinationError if it is no
@@ -100,18 +100,13 @@ class MemoryServer(HttpServer):
         return listing(one for one in self._catalog.listing() if is_below(one.key, asked.key))
 
     def _metrics(self) -> str:
-        counted = {
-            "requests": self.served.requests,
-            "refused_requests": self.served.refused,
-            "closed_strangers": self.connections.closed_strangers,
-            "sent_bytes": self.served.nbytes,
+        counters = {
+            "http_requests": self.served.requests,
+            "http_refused_requests": self.served.refused,
+            "http_closed_strangers": self.connections.closed_strangers,
+            "http_sent_bytes": self.served.nbytes,
         }
-        own = "".join(
-            f"# TYPE holdfast_keeper_http_{name}_total counter\n"
-            f"holdfast_keeper_http_{name}_total {value}\n"
-            for name, value in counted.items()
-        )
-        return self._catalog.metrics() + own
+        return self._catalog.metrics() + counters_text(counters)
 
     async def _send_object(
         self, request: web.BaseRequest, connection: Connection, key: str
