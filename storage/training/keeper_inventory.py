@@ -16,21 +16,12 @@ from ...planner.parity import GROUP_HOSTS, HostDomain, Mode, protection
 from ..arenas.hosts import GuardedGroup, KeeperHost
 from ..arenas.label import GenerationId
 from ..arenas.messages import GenerationEntry, Inventory, ParityEntry
-from ..keeper.decisions.choice import Choice, Stock, choices
+from ..keeper.decisions.choice import Choice, DamagedImage, Stock, choices
 from ..keeper.reading import Unheard, stock_of
 from .epochs import Epochs
 
 NOTHING = Inventory(-1, ())
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DamagedImage:
-    """The image of ``rank`` on the keeper ``name`` is damaged or unreachable."""
-
-    generation: GenerationId
-    rank: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +149,9 @@ def kept_in_memory(
         list(filter(is_within_reach, (*stocks, *others))),
         [stock.host.name for stock in filter(is_within_reach, stocks)],
         is_of_use,
-        _keys(tried.damaged),
+        tried.damaged,
     )
     return [one for one in found if one not in tried.failed], problems
-
-
-def _keys(damaged: Collection[DamagedImage]) -> set[tuple[GenerationId, int, str]]:
-    return {(one.generation, one.rank, one.name) for one in damaged}
 
 
 def awaited(
@@ -215,7 +202,7 @@ def awaited(
     known |= {(guard.generation, guard.world) for guard in encoded}
     epoch = max((stock.inventory.epoch for stock in heard), default=-1)
     hopeful = [*heard, *(_most_of(one, known, encoded, epoch) for one in unheard)]
-    found, _ = choices(hopeful, [one.host.name for one in hopeful], is_of_use, _keys(tried.damaged))
+    found, _ = choices(hopeful, [one.host.name for one in hopeful], is_of_use, tried.damaged)
     return any(one not in tried.failed for one in found)
 
 

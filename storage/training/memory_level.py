@@ -17,7 +17,7 @@ from ..arenas.folder import KeeperFolder
 from ..arenas.hosts import KeeperHost
 from ..arenas.messages import VERSION, Enter, Hello, Rebuild
 from ..arenas.numa import own_node
-from ..keeper.decisions.choice import Choice
+from ..keeper.decisions.choice import Choice, DamagedImage
 from ..keeper.reading import Peers
 from ..keeper.tiers import LocalImage, PeerImage, TiersDriver, manifest_of
 from ..operations.loading.start_load import load_state
@@ -27,7 +27,7 @@ from ..ranks.process_group import current_rank, current_world
 from ..runtime.engine import offload, run
 from ..state.capture.switch_interval import short_switch_interval
 from ..state.pinned import pin
-from .keeper_inventory import DamagedImage, GuardOption, InMemory, Meeting
+from .keeper_inventory import GuardOption, InMemory, Meeting
 from .keeper_option import Keeper, start_keeper
 from .run_lineage import checkpoint_name
 

@@ -31,7 +31,7 @@ from holdfast.storage.arenas.messages import (
 from holdfast.storage.arenas.sockets import Line, listening
 from holdfast.storage.format.fragment import fragment_of
 from holdfast.storage.format.tables import ImageTable
-from holdfast.storage.keeper.decisions.choice import Choice, Stock
+from holdfast.storage.keeper.decisions.choice import Choice, DamagedImage, Stock
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.slots import Slot
 from holdfast.storage.keeper.descriptor_store import DescriptorStore
@@ -43,7 +43,6 @@ from holdfast.storage.state.flattening.flatten import flatten
 from holdfast.storage.state.plan import SavePlan, plan_save
 from holdfast.storage.training.epochs import Epochs
 from holdfast.storage.training.keeper_inventory import (
-    DamagedImage,
     GuardOption,
     Tried,
     kept_in_memory,

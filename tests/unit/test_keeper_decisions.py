@@ -25,7 +25,7 @@ from holdfast.storage.arenas.messages import (
     decode,
     encode,
 )
-from holdfast.storage.keeper.decisions.choice import Choice, Stock, choices
+from holdfast.storage.keeper.decisions.choice import Choice, DamagedImage, Stock, choices
 from holdfast.storage.keeper.decisions.generations import Generations
 from holdfast.storage.keeper.decisions.lead import Lead
 from holdfast.storage.keeper.decisions.slots import Grant, Reason, Refusal
@@ -380,7 +380,8 @@ def chosen(
     damaged: Iterable[tuple[GenerationId, int, str]] = (),
 ) -> tuple[list[Choice], list[str]]:
     """Return the choices of a restart that finds step 2 in storage, and the problems."""
-    return choices(list(stocks), list(rebuilders), lambda one: one.step > 2, set(damaged))
+    struck = {DamagedImage(*one) for one in damaged}
+    return choices(list(stocks), list(rebuilders), lambda one: one.step > 2, struck)
 
 
 def test_the_newest_agreed_step_with_all_images_comes_first() -> None:

@@ -41,7 +41,7 @@ from holdfast.storage.arenas.messages import (
 )
 from holdfast.storage.arenas.sockets import connected, listening
 from holdfast.storage.keeper import reading, reporting, slot_memory
-from holdfast.storage.keeper.decisions.choice import Choice
+from holdfast.storage.keeper.decisions.choice import Choice, DamagedImage
 from holdfast.storage.keeper.decisions.standing import Report
 from holdfast.storage.keeper.slot_memory import PooledSlot
 from holdfast.storage.keeper.tiers import LocalImage, PeerImage, TiersDriver
@@ -49,7 +49,6 @@ from holdfast.storage.operations.options import LoadOptions
 from holdfast.storage.ranks.messages import codec
 from holdfast.storage.runtime import engine
 from holdfast.storage.training.keeper_inventory import (
-    DamagedImage,
     GuardOption,
     InMemory,
     Unheard,

@@ -37,6 +37,15 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class DamagedImage:
+    """The image of ``rank`` on the keeper ``name`` is damaged or unreachable."""
+
+    generation: GenerationId
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A generation to resume from. ``holders``: for each rank, the names of the keepers that hold
     its image, or will hold it after the rebuild."""
@@ -51,13 +60,13 @@ def choices(
     stocks: Sequence[Stock],
     rebuilders: Sequence[str],
     is_of_use: Callable[[GenerationId], bool],
-    damaged: Collection[tuple[GenerationId, int, str]] = (),
+    damaged: Collection[DamagedImage] = (),
 ) -> tuple[list[Choice], list[str]]:
     """Return the usable generations, best first, and the reasons why newer ones are not usable.
 
     ``rebuilders``: names of keepers that may rebuild images; one whose own copy is damaged does so
     only if no other can. ``is_of_use``: whether a generation is worth considering. ``damaged``:
-    damaged images, as (generation, rank, keeper).
+    images that do not count.
     """
     worlds: dict[GenerationId, int] = {}
     for stock in stocks:
@@ -84,14 +93,14 @@ def _choice(
     world: int,
     stocks: Sequence[Stock],
     rebuilders: Sequence[str],
-    damaged: Collection[tuple[GenerationId, int, str]],
+    damaged: Collection[DamagedImage],
 ) -> Choice | str:
     holders: list[list[str]] = [[] for _ in range(world)]
     for stock in stocks:
         for held in stock.inventory.generations:
             if held.generation == generation and held.world == world:
                 for rank in held.ranks:
-                    if (generation, rank, stock.host.name) not in damaged:
+                    if DamagedImage(generation, rank, stock.host.name) not in damaged:
                         holders[rank].append(stock.host.name)
     missing = [rank for rank in range(world) if not holders[rank]]
     guards = {
@@ -110,7 +119,7 @@ def _choice(
             return outcome
         if not rebuilders:
             return "no keeper can rebuild images"
-        bad = {name for of, image, name in damaged if (of, image) == (generation, rank)}
+        bad = {one.name for one in damaged if (one.generation, one.rank) == (generation, rank)}
         intact = [name for name in rebuilders if name not in bad]
         at = min(intact or rebuilders, key=lambda name: (load[name], order[name]))
         load[at] += 1

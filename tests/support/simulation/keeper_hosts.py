@@ -19,11 +19,11 @@ from random import Random
 from holdfast.storage.arenas.hosts import KeeperHost
 from holdfast.storage.arenas.label import GenerationId
 from holdfast.storage.arenas.messages import Rebuild
-from holdfast.storage.keeper.decisions.choice import Choice, Stock
+from holdfast.storage.keeper.decisions.choice import Choice, DamagedImage, Stock
 from holdfast.storage.keeper.reading import Unheard
 from holdfast.storage.training import keeper_inventory as memory_survey
 from holdfast.storage.training.epochs import Epochs
-from holdfast.storage.training.keeper_inventory import DamagedImage, GuardOption, InMemory
+from holdfast.storage.training.keeper_inventory import GuardOption, InMemory
 
 from .keeper_host import STATE_NBYTES, Host, HostKeeper, Job, Task, Trainer, step_of
 from .keeper_peers import PIECES, KeeperProcess, State, installed
