@@ -295,7 +295,7 @@ class Arena:
         """Request that a generation is flushed once it is agreed. Return whether the keeper accepts
         that. If it dies before the flush has ended, the request is repeated to the next keeper."""
         generation = GenerationId(self._enters.epoch, request.step)
-        if generation in self._listeners:
+        if generation in self._listeners or generation in self._outliving:
             self._wishes[generation] = request
         taken = await self._done(request) or generation in self._outliving
         if not taken:

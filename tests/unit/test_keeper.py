@@ -241,6 +241,20 @@ async def test_a_rank_that_reconnects_learns_how_its_flush_has_ended(tmp_path: P
 
 
 @asynchronous
+async def test_a_flush_that_is_requested_without_a_keeper_is_done_by_the_next(
+    tmp_path: Path,
+) -> None:
+    """A keeper that dies between a capture and the request takes neither along."""
+    told = Told()
+    async with entered() as (_, arena):
+        await capture(arena, 1, told)
+        await told.until(Sealed)
+        await cut(arena)
+        assert await arena.flush(Flush(1, str(tmp_path / "c")))
+        await told.until_durable()
+
+
+@asynchronous
 async def test_of_two_checkpointers_of_a_process_the_later_one_keeps_the_keeper() -> None:
     """They do not replace each other in turn. The earlier one says why it keeps no steps."""
     async with kept() as (keeper, folder), trainer(folder) as earlier:
