@@ -13,7 +13,15 @@ from ...core.histogram import BUCKETS, bucket_of, quantile_s
 from ..contract import Driver
 from .layer import Layer, Operation
 
-__all__ = ["Meter", "MetricsLayer", "OperationMetrics", "Snapshot", "meter_of", "snapshots"]
+__all__ = [
+    "Meter",
+    "MetricsLayer",
+    "OperationMetrics",
+    "Snapshot",
+    "meter_of",
+    "snapshots",
+    "take_snapshots",
+]
 
 T = TypeVar("T")
 
@@ -62,6 +70,23 @@ class Meter:
         else:
             counts.errors[error] += 1
 
+    def add(self, snapshot: Snapshot) -> None:
+        """Add the counts of another process."""
+        for name, more in snapshot.operations.items():
+            counts = self._counts.setdefault(name, OperationMetrics())
+            counts.count += more.count
+            counts.nbytes += more.nbytes
+            counts.seconds += more.seconds
+            counts.errors.update(more.errors)
+            counts.histogram = [
+                a + b for a, b in zip(counts.histogram, more.histogram, strict=True)
+            ]
+
+    def take(self) -> Snapshot:
+        """Return the counts, and begin at zero again."""
+        taken, self._counts = self._counts, {}
+        return Snapshot(taken)
+
     def snapshot(self) -> Snapshot:
         """Return a copy of the current counts."""
         return Snapshot(
@@ -108,6 +133,11 @@ def meter_of(store: str) -> Meter:
 def snapshots() -> dict[str, Snapshot]:
     """Return the metrics of this process by store, for stores with the option ``metrics`` on."""
     return {store: meter.snapshot() for store, meter in tuple(_meters.items())}
+
+
+def take_snapshots() -> dict[str, Snapshot]:
+    """Return the metrics of this process like :func:`snapshots`, and begin at zero again."""
+    return {store: meter.take() for store, meter in _meters.items()}
 
 
 in_child(_meters.clear)

@@ -24,7 +24,19 @@ from ...errors import CoordinationError
 from ..arenas.memory import Memory
 from ..arenas.sockets import Line, MessageError
 from ..runtime.engine import CLEAN_UP_S, offload
-from .messages import BEAT_S, Cancel, Failed, Forget, Message, Moved, Write, Wrote, decode, encode
+from .messages import (
+    BEAT_S,
+    Cancel,
+    Counted,
+    Failed,
+    Forget,
+    Message,
+    Moved,
+    Write,
+    Wrote,
+    decode,
+    encode,
+)
 
 SWITCH = "HOLDFAST_SAVER"
 """Environment variable; "off": write in this process, by threads."""
@@ -152,6 +164,8 @@ class Saver:
             self._line.close()
 
     def _handle(self, number: int, message: Message) -> None:
+        if isinstance(message, Counted):
+            message.add()
         pending = self._pending.get(number)
         if pending is None:
             return

@@ -7,6 +7,7 @@ since one has started the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ...core.spans import Summary
+from ...drivers.layers.metrics import OperationMetrics, Snapshot, meter_of
 from ...planner.image import DIGEST_NBYTES
 from ..arenas.messages import decode_kind, encode
 from ..format.extents import Extents
@@ -25,6 +27,7 @@ __all__ = [
     "BEAT_S",
     "Alive",
     "Cancel",
+    "Counted",
     "Failed",
     "Forget",
     "Message",
@@ -150,7 +153,51 @@ class Failed:
     unopened: bool = False
 
 
-Message: TypeAlias = Write | Cancel | Forget | Moved | Alive | Wrote | Failed
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Fields of :class:`~...drivers.layers.metrics.OperationMetrics`."""
+
+    count: int
+    nbytes: int
+    seconds: float
+    errors: Mapping[str, int]
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Event, of no request, before an answer: what the saver has counted since the last one, by
+    store and operation (``metrics=on``)."""
+
+    stores: Mapping[str, Mapping[str, Requests]]
+
+    @classmethod
+    def of(cls, snapshots: Mapping[str, Snapshot]) -> Counted:
+        """Return the event for these counts."""
+        return cls(
+            {
+                store: {
+                    name: Requests(m.count, m.nbytes, m.seconds, m.errors, tuple(m.histogram))
+                    for name, m in snapshot.operations.items()
+                }
+                for store, snapshot in snapshots.items()
+            }
+        )
+
+    def add(self) -> None:
+        """Add the counts to the metrics of this process."""
+        for store, operations in self.stores.items():
+            counts = {
+                name: OperationMetrics(
+                    *(found.count, found.nbytes, found.seconds, Counter(found.errors)),
+                    list(found.histogram),
+                )
+                for name, found in operations.items()
+            }
+            meter_of(store).add(Snapshot(counts))
+
+
+Message: TypeAlias = Write | Cancel | Forget | Moved | Alive | Counted | Wrote | Failed
 _KINDS = {kind.__name__: kind for kind in Message.__args__}
 
 

@@ -20,6 +20,7 @@ from ...core.aio import wait_out
 from ...core.pool import Pool
 from ...core.spans import Recorder, Summary, recording
 from ...drivers.contract import Driver
+from ...drivers.layers.metrics import take_snapshots
 from ...drivers.registry import opened_driver
 from ...drivers.uri import parse
 from ...errors import HoldfastError
@@ -39,6 +40,7 @@ from .messages import (
     BEAT_S,
     Alive,
     Cancel,
+    Counted,
     Failed,
     Forget,
     Message,
@@ -178,7 +180,7 @@ class _Save:
                 written = await self._writing
                 memory.close()
                 summary = None if recorder is None else _summary(recorder)
-                await self._tell(Wrote.of(written, borrowing, summary))
+                await self._answer(Wrote.of(written, borrowing, summary))
                 await self._end(driver, written)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(error)
@@ -186,7 +188,12 @@ class _Save:
     async def _fail(self, error: BaseException, *, unopened: bool = False) -> None:
         if self._is_orphan:
             _log.warning("a save whose trainer has died failed: %s", error)
-        await self._tell(Failed(Failure.of(error, self._write.rank), unopened))
+        await self._answer(Failed(Failure.of(error, self._write.rank), unopened))
+
+    async def _answer(self, answer: Wrote | Failed) -> None:
+        if counted := take_snapshots():
+            await self._tell(Counted.of(counted))
+        await self._tell(answer)
 
     async def _image(self, driver: Driver, memory: Memory, borrowing: Borrowing) -> WrittenImage:
         write = self._write

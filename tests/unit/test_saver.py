@@ -19,6 +19,7 @@ from support.savers import MARK, for_any_size, pid_of_saver, savers_of, until_sa
 from support.victims import state_of_step
 
 import holdfast
+from holdfast.drivers.layers.metrics import snapshots
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.storage.operations.saving import saver_save
 from holdfast.storage.pipeline.image_writer import WrittenImage
@@ -78,6 +79,22 @@ def test_a_saver_writes_what_threads_write(tmp_path: Path, compression: str | No
     assert images[0].read_bytes() == images[1].read_bytes()
     holdfast.release_memory()
     assert not image_memory._free
+
+
+def test_requests_of_a_saver_count_as_those_of_its_trainer(tmp_path: Path) -> None:
+    """A save by a saver counts as many as one by threads."""
+
+    def requests() -> dict[str, int]:
+        found = snapshots().get("file://")
+        return {} if found is None else {name: m.count for name, m in found.operations.items()}
+
+    uri = f"file://{tmp_path}/at?metrics=on"
+    before = requests()
+    holdfast.save(uri, state_of_step(1))
+    between = requests()
+    holdfast.async_save(uri, state_of_step(2)).wait()
+    after = requests()
+    assert after["write"] - between["write"] == between["write"] - before.get("write", 0) > 0
 
 
 def tuned(step: int) -> dict[str, object]:
