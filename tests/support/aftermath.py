@@ -40,7 +40,7 @@ def some(points: Sequence[T], default: int, seed: int) -> list[T]:
 
 
 def check(uri: Path, allowed: Collection[int]) -> int:
-    """There is a whole checkpoint, of one of these steps; return which."""
+    """Check that there is an intact checkpoint of one of these steps; return its step."""
     found = holdfast.load(uri)
     assert found["step"] in allowed
     assert difference(state_of_step(found["step"]), found) is None
@@ -50,7 +50,7 @@ def check(uri: Path, allowed: Collection[int]) -> int:
 
 
 def files(uri: Path) -> list[str]:
-    """Everything that is there, folders too; the attempt's name left out."""
+    """List all files and folders, with the attempt's name replaced."""
     with holdfast.open(uri) as c:
         current = c.attempt
     return sorted(str(p.relative_to(uri)).replace(current, "<attempt>") for p in uri.rglob("*"))

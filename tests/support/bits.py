@@ -1,4 +1,4 @@
-"""Comparing states to the last bit, and making tensors of any bits."""
+"""Compare states to the last bit, and make tensors of any bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _counter = itertools.count()
 
 
 def fresh_uri() -> str:
-    """A store in memory that nobody else uses."""
+    """Return the URI of a store in memory that nobody else uses."""
     return f"memory://test-{next(_counter)}"
 
 
@@ -55,7 +55,7 @@ def flipped_bits(draw: st.DrawFn, whole: bytes) -> bytes:
 def containers(
     keys: st.SearchStrategy[Any],
 ) -> Callable[[st.SearchStrategy[Any]], st.SearchStrategy[Any]]:
-    """Return what makes dicts, lists and tuples of items."""
+    """Return a function that makes strategies for dicts, lists and tuples of items."""
     return lambda items: (
         st.dictionaries(keys, items, max_size=4)
         | st.lists(items, max_size=3)
@@ -64,13 +64,13 @@ def containers(
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order, as bytes."""
+    """Return the elements in row-major order, as bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.view(_INTS[plain.dtype.itemsize]).contiguous().numpy().tobytes()
 
 
 def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of these very bytes."""
+    """Return a tensor of exactly these bytes."""
     tensor = torch.empty(shape, dtype=dtype)
     if data:
         target = tensor.view(_INTS[dtype.itemsize])
@@ -81,13 +81,13 @@ def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 def random_bits(
     rng: np.random.Generator, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor of random bits: every NaN, infinity and denormal is among them."""
+    """Return a tensor of random bits, which may be any NaN, infinity or denormal."""
     return from_bytes(rng.bytes(math.prod(shape) * dtype.itemsize), dtype, shape)
 
 
 def difference(a: Any, b: Any, path: str = "state") -> str | None:
-    """Where two states differ in type, structure or a single bit; None if nowhere. Order of dict
-    keys is no difference."""
+    """Return where two states differ in type, structure or a single bit; None if nowhere. The order
+    of dict keys does not matter."""
     if isinstance(a, torch.Tensor):
         return _tensor_difference(a, b, path)
     if isinstance(a, np.ndarray):
@@ -141,7 +141,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Columns and dataclasses as nested lists, for comparison."""
+    """Convert columns and dataclasses to nested lists, for comparison."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

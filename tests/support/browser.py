@@ -1,6 +1,6 @@
-"""Opens pages in Chromium, without a window, and says what it saw.
+"""Opens pages in headless Chromium and reports their behaviour.
 
-Chromium is spoken to in its DevTools protocol, of which a handful of calls are used.
+It uses a few calls of Chromium's DevTools protocol.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = INSTALLED / "chromium"
 DEADLINE_S = 60.0
 _OPTIONS = (
     "--headless=shell",
-    "--no-sandbox",  # its sandbox wants privileges that a container does not have
+    "--no-sandbox",  # the sandbox needs privileges that a container lacks
     "--no-zygote",
     "--disable-gpu",
     "--disable-dev-shm-usage",
@@ -33,16 +33,15 @@ _OPTIONS = (
 
 
 def find_chromium() -> Path | None:
-    """The program, if it is installed."""
+    """Return the program, if it is installed."""
     program = HERE / "chromium"
     return program if program.exists() else None
 
 
 @dataclass
 class Seen:
-    """What a page did. ``answer``: of the script that it was asked. ``complaints``: what it wrote
-    to the console, and what the browser said of it. ``requested``: every address that it asked
-    for."""
+    """The behaviour of a page. ``answer``: the result of the script; ``complaints``: messages on
+    the console, and those of the browser; ``requested``: all addresses requested."""
 
     answer: Any = None
     complaints: list[str] = field(default_factory=list)
@@ -51,15 +50,15 @@ class Seen:
 
 @dataclass
 class Browser:
-    """A running Chromium, which is listening on ``port``."""
+    """A running Chromium that listens on ``port``."""
 
     port: int
 
     def look(
         self, page: Path, ask: str, *, width: int = 1280, dark: bool = False, picture: Path
     ) -> Seen:
-        """Open the file ``page`` in a window of that width; return what it did, and what the
-        JavaScript expression ``ask`` is there. ``picture``: a PNG of all of it."""
+        """Open the file ``page`` in a window of that width, and evaluate the JavaScript expression
+        ``ask`` there. Return the page's behaviour. ``picture``: the file for a PNG of all of it."""
         return asyncio.run(self._look(page, ask, width, dark, picture))
 
     async def _look(self, page: Path, ask: str, width: int, dark: bool, picture: Path) -> Seen:
@@ -93,7 +92,7 @@ class Browser:
 
 
 class _Tab:
-    """The conversation with one tab."""
+    """A DevTools connection to one tab."""
 
     def __init__(self, line: aiohttp.ClientWebSocketResponse) -> None:
         self.seen = Seen()
@@ -102,7 +101,7 @@ class _Tab:
         self._happened: set[str] = set()
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call it; return its result. Raises RuntimeError where the browser refuses it."""
+        """Call a method; return its result. Raises RuntimeError if the browser refuses it."""
         self._calls += 1
         await self._line.send_json({"id": self._calls, "method": method, "params": arguments})
         while True:
@@ -115,7 +114,7 @@ class _Tab:
         return result
 
     async def until(self, event: str) -> None:
-        """Return once ``event`` has happened."""
+        """Wait until ``event`` has happened."""
         while event not in self._happened:
             await self._next()
 
@@ -132,7 +131,7 @@ class _Tab:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """A browser for the time of the body; what it keeps, and its log, lie in ``folder``."""
+    """Run a browser during the body; its profile and its log are in ``folder``."""
     program = find_chromium()
     if program is None:
         raise RuntimeError("Chromium is not installed: make test-servers")
@@ -158,13 +157,13 @@ def browsing(folder: Path) -> Iterator[Browser]:
 
 
 def contrast(first: str, second: str) -> float:
-    """Of two colours, ``rgb(…)``, from 1 to 21, as WCAG 2 defines it."""
+    """Return the contrast of two colours, ``rgb(…)``, from 1 to 21, as WCAG 2 defines it."""
     dark, light = sorted([luminance(first), luminance(second)])
     return (light + 0.05) / (dark + 0.05)
 
 
 def luminance(colour: str) -> float:
-    """The relative luminance of ``rgb(…)``, from 0 to 1, as WCAG 2 defines it."""
+    """Return the relative luminance of ``rgb(…)``, from 0 to 1, as WCAG 2 defines it."""
     parts = [int(part) / 255 for part in colour[4:-1].split(",")]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

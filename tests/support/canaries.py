@@ -1,8 +1,8 @@
-"""A program: put secrets wherever secrets may be, make everything fail, and say all that is known
-about each failure.
+"""A program that puts secrets wherever secrets may be, makes everything fail, and prints all that
+is known about each failure.
 
-Prints tracebacks with all causes, reprs, and the log at DEBUG; runs the commands too. Who calls it
-looks for the secrets.
+It prints tracebacks with all causes, reprs, and the log at DEBUG, and runs the commands too. The
+caller searches the output for the secrets.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 
 CANARY = "cAnArY"
 AZURE = "Y0FuQXJZQXp1cmU="
-"""The account key: base64, as it must be."""
+"""The account key, which has to be base64."""
 
 _count = itertools.count()
 
 
 def canary() -> str:
-    """A new secret; all of them have CANARY in them."""
+    """Return a new secret, which contains CANARY."""
     return f"{CANARY}{next(_count):03d}xyz"
 
 
-# Before anything is imported that might read them.
+# Set them before any import that might read them.
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET", "GOOGLE_SERVICE_ACCOUNT_KEY",
     "HADOOP_HTTP_PASSWORD", "HTTP_PASSWORD", "MY_SECRET",
@@ -44,7 +44,7 @@ os.environ |= {name: canary() for name in SECRETS} | {
 
 
 def token_file(folder: Path) -> Path:
-    """A file of delegation tokens for HDFS, with a secret identifier and a secret password."""
+    """Write a file of HDFS delegation tokens with a secret identifier and a secret password."""
     parts = (
         b"alias",
         canary().encode(),
@@ -71,12 +71,12 @@ from holdfast.storage.integrations.fsspec import HoldfastFileSystem  # noqa: E40
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """Refuses everything, and says back all that it was told, as a gateway in debug mode would."""
+    """Refuses each request and echoes it, as a gateway in debug mode would."""
 
     told: list[str] = []
 
     def do_GET(self) -> None:
-        """403, with the request's head as the body."""
+        """Answer 403, with the request's head as the body."""
         head = f"{self.path}\n{self.headers}"
         self.told.append(head)
         body = (
@@ -91,12 +91,12 @@ class Echo(http.server.BaseHTTPRequestHandler):
     do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Its own log is not ours."""
+        """Log nothing."""
 
 
 @contextmanager
 def echo() -> Iterator[str]:
-    """A server that echoes: host and port."""
+    """Run a server that echoes; yield its host and port."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -107,7 +107,7 @@ def echo() -> Iterator[str]:
 
 
 def tell(work: Callable[[], Any]) -> None:
-    """Do it, and say all that came of it."""
+    """Run ``work``; print its result or all details of its error."""
     try:
         print("made", repr(work()))
     except BaseException as failure:
@@ -119,13 +119,13 @@ def tell(work: Callable[[], Any]) -> None:
 
 
 def command(*arguments: str) -> None:
-    """Run one of ``holdfast``'s: as text and as JSON, by turns."""
+    """Run a ``holdfast`` command, alternating between text and JSON."""
     form = [["--json"], []][next(_count) % 2]
     tell(lambda: app.run([*arguments, *form]))
 
 
 def uris(server: str, conf: Path) -> list[str]:
-    """Places that cannot be reached, or refuse, with secrets wherever one may write some."""
+    """Return URIs that are unreachable or refused, with secrets wherever a user may write some."""
     return [
         f"s3://user:{canary()}@bucket/run", f"s3://user:p/{canary()}@bucket", f"s3://user:p?{canary()}@bucket/run", f"s3://user:p#{canary()}@bucket/run",
         f"s3://{canary()}@bucket/run", f"s3://u:{canary()}/{canary()}@b/x?retries=many", f"s3:/user:{canary()}@bucket", f"s3:user:{canary()}@bucket",
@@ -142,7 +142,7 @@ def uris(server: str, conf: Path) -> list[str]:
 
 
 def options(server: str) -> list[tuple[str, dict[str, Any]]]:
-    """Options that are secrets, or hold some."""
+    """Return options that are secrets, or contain some."""
     return [
         ("s3://bucket/run", {"secret_access_key": canary(), "endpoint": f"http://{server}"}), ("s3://bucket/run", {"endpoint": f"http://u:{canary()}@{server}"}),
         ("s3://bucket/run", {"endpoint": f"http://{server}/?sig={canary()}"}), ("s3://bucket/run", {"endpoint": f"http://{server}/%3Fsig={canary()}"}),
@@ -153,7 +153,7 @@ def options(server: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def tables(server: str) -> list[str]:
-    """Configuration files with secrets in them."""
+    """Return configuration files that contain secrets."""
     return [
         f'[s3]\nsecret_access_key = "{canary()}"', f'["s3://user:{canary()}@bucket"]\nretries = 1', f'["s3://user:{canary()}@bucket"]\nnothing = "{canary()}"',
         f'["s3://u:{canary()}@b?x=1"]\nretries = 1', f'["://u:{canary()}@b"]\nretries = 1', (f'[common]\ntoken = ' f'"{canary()}"'), (f'[s3]\nretries = ' f'"{canary()}"'),
@@ -162,7 +162,7 @@ def tables(server: str) -> list[str]:
 
 
 def hadoop(conf: Path) -> None:
-    """Settings of Hadoop's, of which some are secrets; and such that cannot be read."""
+    """Write Hadoop settings, some of them secret, and a file that cannot be parsed."""
     conf.joinpath("broken").mkdir(parents=True)
     secret = "".join(
         f"<property><name>{name}</name><value>{canary()}</value></property>"
@@ -183,13 +183,13 @@ _seen: set[str] = set()
 
 
 def fail(good: Path, uri: str, given: dict[str, Any]) -> None:
-    """Everything that can be done with a place, and its failure."""
+    """Try every operation on a location, and print how it fails."""
     tell(lambda: holdfast.save(uri, {"w": torch.ones(3)}, storage_options=given))
     tell(lambda: holdfast.load(uri, storage_options=given))
     tell(lambda: (parse(uri), resolved_options(parse(uri), **given)))
     tell(lambda: (open_driver(uri, **given), vars(open_driver(uri, **given))))
     scheme = uri.partition(":")[0]
-    if scheme in _seen:  # what follows differs in the verb alone
+    if scheme in _seen:  # other operations differ only in the verb
         command("ls", uri)
         return
     _seen.add(scheme)
@@ -205,7 +205,7 @@ def fail(good: Path, uri: str, given: dict[str, Any]) -> None:
 
 
 def configured(server: str, file: Path) -> None:
-    """Secrets in holdfast.toml, and in variables."""
+    """Put secrets into holdfast.toml and into variables."""
     os.environ["HOLDFAST_CONFIG"] = str(file)
     for text in tables(server):
         file.write_text(text)
@@ -229,7 +229,7 @@ def configured(server: str, file: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """All of it."""
+    """Run everything."""
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
     good = folder / "good"
     holdfast.save(good, {"w": torch.ones(1000), "step": 1})

@@ -1,6 +1,6 @@
 """Run each broken driver against the trial that must catch it, and print the failures as JSON.
 
-A program, because broken drivers leak.
+It is a program because broken drivers leak.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FAULTS: dict[type[Healthy], str] = {
     RefusesLate: "strange_keys_are_stored_faithfully_or_refused",
     ShortRead: CASES[ShortRead],
 }
-"""Drivers that are run by pytest: those that declare a deviation, wrongly and rightly; one that fails where no trial looks; one
-that does not fail; one that does."""
+"""Drivers that pytest runs: two that declare a deviation, one wrongly and one rightly; one that
+fails outside of all trials; one that does not fail; one that does."""
 
 
 class _Watch:
@@ -103,20 +103,20 @@ def _is_caught(kind: type[Healthy], name: str) -> bool:
                     if "driver" in fixtures:
                         given["driver"] = root.open()
                     trial(root, **given)
-            except (Exception, pytest.fail.Exception):  # of whatever kind: the trial has failed
+            except (Exception, pytest.fail.Exception):  # of any kind: the trial has failed
                 return True
     return False
 
 
 def scheme_of(kind: type[Healthy]) -> str:
-    """The scheme under which a class is registered."""
+    """Return the scheme under which a class is registered."""
     return f"broken-{kind.__name__.lower()}"
 
 
 def main() -> None:
     """Print the outcomes by class name, on the last line."""
-    place.GRACE_S = 0.3  # what leaks here never goes by itself
-    # First what pytest imports: it rewrites no module that is there already.
+    place.GRACE_S = 0.3  # leaks of these drivers never go away
+    # Run pytest first: it cannot rewrite modules that are already imported.
     outcomes = {kind.__name__: _run(kind, trial) for kind, trial in FAULTS.items()}
     caught = [kind.__name__ for kind, trial in CASES.items() if _is_caught(kind, trial)]
     healthy = [trial for trial in sorted({*CASES.values()}) if not _is_caught(Healthy, trial)]

@@ -1,5 +1,5 @@
-"""An event loop whose time passes only when nothing else can happen: an hour of pauses takes a
-moment, and comes out exact."""
+"""An event loop whose time passes only when nothing else can happen. An hour of pauses takes a
+moment, and is exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting it lets the time jump to the next timer."""
+    """Jumps to the next timer instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class WithoutThreads(asyncio.AbstractEventLoop):
-    """An event loop in which what belongs in a thread runs at once."""
+    """An event loop that runs work for threads at once."""
 
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
@@ -51,8 +51,8 @@ class _VirtualLoop(WithoutThreads, asyncio.SelectorEventLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` to its end, in virtual time, which begins at 0. What belongs in a thread
-    runs at once."""
+    """Run ``coroutine`` to its end in virtual time, which starts at 0. Work for threads runs at
+    once."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(coroutine)
 

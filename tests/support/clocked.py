@@ -1,10 +1,10 @@
-"""Runs a test again that failed while the machine stood still, if it goes by the clock.
+"""Reruns a failed test that depends on the clock, if the machine stood still during it.
 
-A test that is marked ``clocked`` gives deadlines of a few seconds or less, or asserts that
-something took no longer than that. On a machine that gives this process no time for as long, it has
-no verdict. So a thread looks at the clock all the time, and a clocked test that failed is run again
-if that thread was late: up to four times. A failure on a machine that kept time stands at once, and
-so does any failure of a test that is not marked.
+A test marked ``clocked`` sets deadlines of a few seconds or less, or asserts that an operation took
+no longer than that. It proves nothing if the machine gave this process no time for as long. So a
+thread watches the clock all the time. A clocked test that failed while that thread was late runs
+again, up to four times. A failure on a machine that kept time stands at once, and so does any
+failure of an unmarked test.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pytest
 
 TICK_S = 0.02
 LATE_S = 0.05
-"""A thread that comes so much too late has been kept from running: on a machine with processors to
-spare it is late by a fiftieth of that."""
+"""A tick that is this late means that the process was kept from running. With processors to spare,
+a tick is late by a fiftieth of that."""
 RERUNS = 4
 
 
 class Watch:
-    """A thread that notes by how much its ticks come late."""
+    """A thread that measures how late its ticks come."""
 
     def __init__(self) -> None:
         self._late_s = 0.0

@@ -1,4 +1,4 @@
-"""Runs the conformance kit as its users run it: pytest, in a process of its own."""
+"""Runs the conformance kit as its users do: in pytest, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TESTS = Path(__file__).parents[1]
 def run_conformance(
     uri: str, *options: str, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 220
 ) -> str:
-    """The kit's output. Fails where it does. Warnings are errors; modules are also looked for in
-    the folders ``path``."""
+    """Return the kit's output. Fails if the kit fails. Warnings are errors. The folders ``path``
+    extend the search path of modules."""
     kit = "holdfast.drivers.conformance"
     command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-ra", "-p", f"{kit}.plugin"]
     command += ["-p", "no:cacheprovider", "--import-mode=importlib", "--pyargs", kit]

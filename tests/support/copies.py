@@ -1,4 +1,4 @@
-"""Checkpoints to be copied, copies of them, and looks at what is there."""
+"""Checkpoints to copy, copies of them, and their contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLD, NEW, LAST = (
 
 
 def run(work: Awaitable[Any]) -> Any:
-    """On the engine's loop, as copies are."""
+    """Run ``work`` on the engine's loop, as copies do."""
 
     async def awaited() -> Any:
         return await work
@@ -40,12 +40,12 @@ def run(work: Awaitable[Any]) -> Any:
 
 
 async def save(driver: Driver, state: Any) -> None:
-    """A save by a job of one rank."""
+    """Save as a job of one rank."""
     await run_save(driver, Team(), SaveJob(flatten(state), None, BUDGET_NBYTES))
 
 
 def loaded(driver: Driver) -> Any:
-    """What a reader finds."""
+    """Load the checkpoint as a reader does."""
     return run(run_build(driver, 0, BUDGET_NBYTES))[0]
 
 
@@ -57,14 +57,14 @@ def copied(
     budget_nbytes: int = BUDGET_NBYTES,
     image_nbytes: int | None = None,
 ) -> int:
-    """Copy; return the bytes that were sent."""
+    """Copy; return the number of bytes sent."""
     orders = Orders(overwrite, budget_nbytes, image_nbytes)
     _, sent = run(copy_checkpoint(theirs, ours, orders))
     return sent.nbytes
 
 
 def checkpoint(elements: int = 4000) -> MemoryDriver:
-    """Storage with a checkpoint of three ranks, each with an image of its own."""
+    """Return storage with a checkpoint of three ranks, each with its own image."""
     storage = MemoryDriver()
     save_as_ranks(
         storage,
@@ -86,7 +86,7 @@ def prepared() -> MemoryDriver:
 
 
 def images(storage: Driver) -> list[str]:
-    """The images that are visible, whichever attempt they are of."""
+    """List the visible images of all attempts."""
     return sorted(
         key
         for key in run(contents(storage))
@@ -95,17 +95,17 @@ def images(storage: Driver) -> list[str]:
 
 
 def flipped(storage: MemoryDriver, key: str, at: int) -> None:
-    """One bit of a stored object is another one now."""
+    """Flip a bit of a stored object."""
     data = bytearray(run(storage.get(key)))
     data[at] ^= 1
     run(storage.put(key, bytes(data)))
 
 
 def attempts(storage: Driver) -> set[str]:
-    """The ids of all attempts that have left a file."""
+    """Return the ids of all attempts that have left a file."""
     return {key.split("/")[1] for key in run(contents(storage)) if key.startswith("data/")}
 
 
 def steps_at(uri: str | Path) -> list[int | None]:
-    """The steps of the checkpoints at ``uri``."""
+    """List the steps of the checkpoints at ``uri``."""
     return [c.step for c in holdfast.list_checkpoints(uri)]

@@ -16,7 +16,7 @@ from support.dcp_tasks import arranged
 
 def main() -> None:
     """Run on every rank."""
-    # Not in the oldest torch that is promised.
+    # The oldest supported torch does not have it.
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     folder = sys.argv[1]

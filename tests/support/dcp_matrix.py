@@ -49,7 +49,7 @@ def async_saved(state: State, **options: Any) -> Any:
 
 
 def caching_planner(name: str) -> DefaultSavePlanner:
-    """Return a planner that caches plans, where this torch has such, for planners of this name."""
+    """Return a planner that caches plans for planners of this name, if this torch has one."""
     planner = type(name, (DefaultSavePlanner,), {})
     if accepts(DefaultSavePlanner, "enable_plan_caching"):
         return planner(enable_plan_caching=True)

@@ -22,7 +22,7 @@ from support.jobs import sharded, state_of, train
 
 
 def dcp_save(uri: str, layout: str, steps: int, plain: bool = False) -> dict[str, Any]:
-    """Train, save through DCP, and tell what was saved. ``plain``: with DCP's own writer."""
+    """Train, save through DCP, and return the saved state. ``plain``: with DCP's own writer."""
     model, optim = sharded(layout, 1)
     train(model, optim, 0, steps)
     model_state, optim_state = get_state_dict(model, optim)
@@ -43,20 +43,20 @@ def dcp_load(uri: str, layout: str, plain: bool = False) -> dict[str, Any]:
 
 
 def arranged(step: int) -> dict[str, Any]:
-    """Replicated, sharded and plain tensors, whose values follow from ``step``."""
+    """Return replicated, sharded and plain tensors, whose values follow from ``step``."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.arange(35.0).reshape(7, 5) + step
     return {
         "sharded": distribute_tensor(full, mesh, [Shard(0)]),
         "replicated": distribute_tensor(full + 1, mesh, [Replicate()]),
         "plain": full + 2,
-        "short": distribute_tensor(full[:1] + 3, mesh, [Shard(0)]),  # most ranks have nothing of it
+        "short": distribute_tensor(full[:1] + 3, mesh, [Shard(0)]),  # most ranks have no part of it
         "step": step,
     }
 
 
 def arranged_full(step: int) -> dict[str, Any]:
-    """The same, gathered."""
+    """Return the same state, gathered."""
     full = torch.arange(35.0).reshape(7, 5) + step
     return {
         "sharded": full,
@@ -73,21 +73,21 @@ def accepts(function: Callable[..., Any], option: str) -> bool:
 
 
 def caching_planner() -> DefaultSavePlanner:
-    """A planner that caches plans, where this torch has such."""
+    """Return a planner that caches plans, if this torch has one."""
     if accepts(DefaultSavePlanner, "enable_plan_caching"):
         return DefaultSavePlanner(enable_plan_caching=True)
     return DefaultSavePlanner()
 
 
 def cached_plans(folder: str) -> None:
-    """Save by plans that DCP keeps from the first save; the last save replaces the first."""
+    """Save with the plans that DCP caches at the first save; the last save replaces the first."""
     for step in range(4):
         writer = HoldfastWriter(f"{folder}/{step % 3}")
         dcp.save(arranged(step), storage_writer=writer, planner=caching_planner())
 
 
 def one_refused(uri: str) -> None:
-    """Rank 1 has a value that cannot be stored."""
+    """Save while rank 1 has a value that cannot be stored."""
     state = arranged(1)
     if dist.get_rank() == 1:
         state["hook"] = print
@@ -95,12 +95,12 @@ def one_refused(uri: str) -> None:
 
 
 def two_uris(folder: str) -> None:
-    """Ranks that disagree on where to save."""
+    """Save on ranks that disagree on the location."""
     dcp.save(arranged(1), storage_writer=HoldfastWriter(f"{folder}/{dist.get_rank()}"))
 
 
 def of_some_ranks(uri: str) -> None:
-    """All ranks but the first save, and load again, in a process group of their own."""
+    """Save and load on all ranks but the first, in a process group of their own."""
     ranks = list(range(1, dist.get_world_size()))
     group = dist.new_group(ranks)
     mesh = DeviceMesh("cpu", ranks)
@@ -117,7 +117,7 @@ def of_some_ranks(uri: str) -> None:
 
 
 def each_alone(folder: str) -> None:
-    """Every rank saves and loads a checkpoint of its own."""
+    """Save and load a separate checkpoint on every rank."""
     rank = dist.get_rank()
     uri = f"{folder}/{rank}"
     with warnings.catch_warnings():
@@ -138,12 +138,12 @@ def without_collectives(uri: str, *, refused: bool = False) -> None:
 
 
 def refused_without_collectives(uri: str) -> None:
-    """See there."""
+    """See :func:`without_collectives`."""
     without_collectives(uri, refused=True)
 
 
 def several_boxes(uri: str) -> dict[str, Any]:
-    """Holdfast's own load of what ``arranged`` has saved, into other layouts."""
+    """Load the state of :func:`arranged` with Holdfast's own load, into other layouts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     zeros = torch.zeros(7, 5)
     into = {

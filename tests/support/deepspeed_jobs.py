@@ -25,10 +25,10 @@ from .training import Held, Seen, Training
 
 @dataclass(frozen=True)
 class Job:
-    """How a job holds its model. ``stage``: that of ZeRO; None for ``other``, a layout of torch.
+    """The form of a job. ``stage``: the stage of ZeRO; None for ``other``, a layout of torch.
 
-    ``accumulated``: gradients are accumulated in this dtype, which chooses another optimizer of
-    DeepSpeed for ZeRO-1. ``frozen``: one parameter is.
+    ``accumulated``: dtype of accumulated gradients; it makes DeepSpeed use another optimizer for
+    ZeRO-1. ``frozen``: whether one parameter is frozen.
     """
 
     stage: int | None = None
@@ -40,7 +40,7 @@ class Job:
     persistent: int = 0
 
     def config(self) -> dict[str, Any]:
-        """That of DeepSpeed."""
+        """Return the configuration of DeepSpeed."""
         zero: dict[str, Any] = {"stage": self.stage}
         zero["stage3_param_persistence_threshold"] = self.persistent
         zero["sub_group_size"] = 20
@@ -60,7 +60,7 @@ class Job:
 
 
 def built(job: Job, seed: int) -> tuple[Any, Any]:
-    """An engine or a model, and its optimizer, which has no state yet."""
+    """Build an engine or a model, and its optimizer, which has no state yet."""
     if job.stage is None:
         return fsdp1_jobs.built(fsdp1_jobs.Layout(job.other, frozen=job.frozen), seed)
     warnings.simplefilter("ignore")
@@ -78,7 +78,7 @@ def built(job: Job, seed: int) -> tuple[Any, Any]:
 
 
 def stepped(model: Any, optim: Any, number: int) -> float:
-    """One step on a batch that all ranks have; its loss."""
+    """Take a step on a batch that all ranks share; return its loss."""
     if not hasattr(model, "backward"):
         return step(model, optim, number)
     batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
@@ -89,7 +89,7 @@ def stepped(model: Any, optim: Any, number: int) -> float:
 
 
 def held(model: Any, optim: Any) -> dict[str, torch.Tensor]:
-    """All tensors of both, whole, as their framework gathers them: masters for weights."""
+    """Return all tensors, gathered by their framework, with masters in place of weights."""
     if not hasattr(model, "backward"):
         return contents(model, optim)
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -115,7 +115,7 @@ def held(model: Any, optim: Any) -> dict[str, torch.Tensor]:
 
 
 def gathered(parameter: Any) -> torch.Tensor:
-    """A whole parameter of the module."""
+    """Return a whole parameter of the module."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().clone()
     import deepspeed
@@ -125,7 +125,7 @@ def gathered(parameter: Any) -> torch.Tensor:
 
 
 def training(job: Job, seed: int) -> Training:
-    """A job that has not stepped yet."""
+    """Build a job that has not stepped yet."""
     model, optim = built(job, seed)
     return Training(model, optim, partial(stepped, model, optim), partial(held, model, optim))
 
@@ -136,7 +136,7 @@ def save_and_go_on(uri: str, job: Job) -> Seen:
 
 
 def load_and_go_on(uri: str, job: Job) -> Seen:
-    """Load into a job that has trained, if it is one of DeepSpeed, and train for two steps."""
+    """Load into a job, which has trained if it uses DeepSpeed, and train for two steps."""
     loaded = training(job, 2)
     if job.stage is not None:
         loaded.step(9)
@@ -154,7 +154,7 @@ def load_into_new(uri: str, job: Job) -> list[float]:
 
 
 def check_copies(engine: Any) -> None:
-    """The parameters of the module are those that the optimizer would make of its masters."""
+    """Check that the module's parameters equal the optimizer's masters in their dtype."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in engine.module.named_parameters():
@@ -164,7 +164,7 @@ def check_copies(engine: Any) -> None:
 
 
 def load_model_alone(uri: str, job: Job) -> dict[str, torch.Tensor]:
-    """Load the weights into a job that has trained; what it holds then, and goes by."""
+    """Load the weights into a job that has trained; return the weights that it then trains."""
     model, optim = built(job, 2)
     stepped(model, optim, 9)
     holdfast.load(uri, into={"model": model}, strict="state")
@@ -173,14 +173,14 @@ def load_model_alone(uri: str, job: Job) -> dict[str, torch.Tensor]:
 
 
 def load_and_save_with_deepspeed(uri: str, folder: str, job: Job) -> None:
-    """Go over to checkpoints of DeepSpeed's own."""
+    """Load our checkpoint, and save one of DeepSpeed's own."""
     model, optim = built(job, 2)
     holdfast.load(uri, into={"model": model, "optim": optim})
     model.save_checkpoint(folder)
 
 
 def save_with_deepspeed(folder: str, job: Job) -> Held:
-    """Train for two steps and save as DeepSpeed does; return what was held then."""
+    """Train for two steps and save with DeepSpeed; return the tensors at the save."""
     job_done = training(job, 1)
     for number in range(2):
         job_done.step(number)
@@ -189,7 +189,7 @@ def save_with_deepspeed(folder: str, job: Job) -> Held:
 
 
 def load_with_deepspeed_and_save(folder: str, uri: str, job: Job) -> dict[str, torch.Tensor]:
-    """Come from checkpoints of DeepSpeed's own; what was held then."""
+    """Load a checkpoint of DeepSpeed's own, and save ours; return the tensors at the save."""
     model, optim = built(job, 3)
     model.load_checkpoint(folder)
     holdfast.save(uri, {"model": model, "optim": optim})
@@ -202,7 +202,7 @@ def save_lazily(uri: str, job: Job) -> list[Held]:
 
 
 def refused(uri: str, stage: int) -> dict[str, tuple[str, str]]:
-    """Save and load what of DeepSpeed is not known: the errors of both."""
+    """Save and load unsupported forms of DeepSpeed's state; return the errors of both."""
     model, optim = built(Job(stage, dtype=torch.bfloat16), 1)
     stepped(model, optim, 0)
     refusals = Refusals(uri, {"model": model, "optim": optim})
@@ -215,7 +215,7 @@ def refused(uri: str, stage: int) -> dict[str, tuple[str, str]]:
     optim.offloaded_states.add("hp_params")
     tried("offloaded", {"model": model})
     optim.offloaded_states.clear()
-    # Of these there is the configuration alone: they take several hosts, or an accelerator.
+    # Only their configuration is tested: they need several hosts, or an accelerator.
     config = model._config.zero_config
     for name, value in (("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True)):
         before = getattr(config, name)

@@ -1,4 +1,4 @@
-"""File systems of a test's own, in a file: whose power can be cut, whose room ends."""
+"""File systems for one test, each in a file. A test can cut their power, or fill them up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 FS_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
 SIZE_NBYTES = {"ext4": 64 << 20, "xfs": 300 << 20, "btrfs": 300 << 20}
-"""XFS refuses less. The files are sparse."""
+"""XFS refuses smaller sizes. The files are sparse."""
 MAKE = {
     "ext4": ["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
     "xfs": ["mkfs.xfs", "-q"],
@@ -67,7 +67,7 @@ class Disk:
     folder: Path
 
     def mount(self) -> None:
-        """Attach and mount it; raises OSError where that cannot be done here."""
+        """Attach and mount it. Raises OSError if that is impossible here."""
         run(
             "mount",
             *(() if self.image.is_block_device() else ("-o", "loop")),
@@ -76,10 +76,10 @@ class Disk:
         )
 
     def unmount(self) -> None:
-        """Unmount and detach it, in every mount namespace: where one that was made meanwhile keeps a
-        copy, mounting again would only show the old file system, with its power still cut.
+        """Unmount and detach it, in every mount namespace. A namespace made meanwhile may keep a
+        copy. Mounting again would then only show the old file system, with its power still cut.
 
-        Retried while it is busy, for a save closes its files a moment after it has returned.
+        Retried while it is busy: a save closes its files a moment after it has returned.
         """
         deadline_s = time.monotonic() + 20
         while namespaces := self._namespaces():
@@ -95,7 +95,7 @@ class Disk:
         """Return the mount namespaces that it is mounted in."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # the process has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended
                 if f" {self.folder} " in (process / "mountinfo").read_text():
                     found[os.readlink(process / "ns/mnt")] = process / "ns/mnt"
         return list(found.values())
@@ -114,8 +114,8 @@ class Disk:
         self.mount()
 
     def mend(self) -> None:
-        """Mount it again, checked and repaired first, as a machine does that starts after its disk
-        has failed: else a file system that has given up its journal comes back read-only, or not at
+        """Check, repair and mount it again, as a machine does that starts after its disk has
+        failed. Otherwise a file system that has aborted its journal comes back read-only, or not at
         all."""
         self.unmount()
         kind = run("blkid", "-o", "value", "-s", "TYPE", self.image)
@@ -127,14 +127,14 @@ class Disk:
                 timeout=60,
                 check=False,
             )
-            if done.returncode > 1:  # 1: errors were found, and mended
+            if done.returncode > 1:  # 1: errors were found and corrected
                 raise OSError(f"e2fsck: {done.stdout.strip()}")
         self.mount()
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Disk]:
-        """Mounted for the length of a ``with`` block, whatever happens in it. Skips the test where
-        nothing can be."""
+        """Mount it for the length of a ``with`` block, even if the block fails. Skips the test if
+        it cannot be mounted."""
         self.folder.mkdir(exist_ok=True)
         try:
             self.mount()
@@ -143,11 +143,11 @@ class Disk:
         try:
             yield self
         finally:
-            run("umount", "--lazy", self.folder)  # whatever a failed test may have left open there
+            run("umount", "--lazy", self.folder)  # a failed test may have left files open there
 
 
 def new_disk(kind: str, folder: Path, nbytes: int | None = None) -> Disk:
-    """A fresh file system in ``folder``, not mounted yet. Skips the test where it cannot be made."""
+    """Create a file system in ``folder``, not mounted yet. Skips the test if that is impossible."""
     needed(MAKE[kind][0])
     disk = Disk(folder / f"{kind}.image", folder / kind)
     with disk.image.open("wb") as file:
@@ -158,7 +158,7 @@ def new_disk(kind: str, folder: Path, nbytes: int | None = None) -> Disk:
 
 @contextlib.contextmanager
 def tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system in memory, of that size. Skips the test where none can be mounted."""
+    """Mount a file system in memory, of that size. Skips the test if that is impossible."""
     needed()
     folder.mkdir()
     try:

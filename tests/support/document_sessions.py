@@ -1,9 +1,9 @@
-"""A program: runs the blocks of documents, each document as one session in a folder of its own.
+"""A program that runs the blocks of documents, each document as one session in its own folder.
 
     document_sessions.py FOLDER DOCUMENT…
 
-It prints a line of JSON for each document: ``[document, what went wrong]``, "" where nothing did.
-torch is imported once; each session is a fork of the process that did so.
+It prints a line of JSON for each document: ``[document, problem]``, with "" for none. torch is
+imported once; each session is a fork of the process that did so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SESSION_S_MAX = 60.0
 
 
 def main() -> None:
-    """Run it."""
+    """Run the sessions of all documents given."""
     folder = Path(sys.argv[1])
     warm_up()
     for document in sys.argv[2:]:
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """Import what sessions need, before they fork: torch imports much at the first step of an
-    optimizer. There is no backward pass, whose threads a fork would not have."""
+    """Import the modules that sessions need, before they fork: torch imports many at the first step
+    of an optimizer. There is no backward pass, because a fork would lack its threads."""
     import torch.distributed.checkpoint
     import torch.optim.swa_utils
 
@@ -71,20 +71,20 @@ def session(document: str, blocks: list[Block], here: Path) -> None:
     empty = here / "cwd"
     empty.mkdir()
     os.chdir(empty)
-    # Frameworks warn of what is not ours; what Holdfast says is in the output.
+    # Frameworks warn about their own affairs; Holdfast's messages are in the output.
     warnings.simplefilter("default")
     with keepers_below_a_folder():
         run_blocks(document, blocks, here)
 
 
 def run_blocks(document: str, blocks: list[Block], here: Path) -> None:
-    """Run blocks in their order; each has the names of those before it. What a block raises, this
-    raises; the line in the traceback is that of the document."""
+    """Run blocks in order; each sees the names of earlier ones. Raises the error of a block, with
+    the line in the document in its traceback."""
 
     pattern = "|".join(re.escape(place) for place in PLACES)
 
     def place(text: str) -> str:
-        """Put folders below ``here`` for the storage that ``text`` names."""
+        """Replace storage that ``text`` names by folders below ``here``."""
         return re.sub(
             rf"(?:^|(?<=[\"':]))({pattern})(?=[/\"'])",
             lambda match: f"{here}/{re.sub(r'^.*//+', '', match[0]).strip('/')}",
@@ -113,7 +113,7 @@ PLACES = (
     "lustre:///scratch",
     "fsspec+sftp://host",
 )
-"""Storage that the documents name. A folder of this host stands for each, without its scheme."""
+"""Storage that the documents name. A folder of this host, named without the scheme, replaces it."""
 
 
 @dataclasses.dataclass
@@ -125,7 +125,7 @@ class Config:
 
 
 def names_for(folder: str) -> dict[str, Any]:
-    """The names that any block may use; ``uri`` is a new place below ``folder``."""
+    """Return the names that any block may use; ``uri`` is a new location below ``folder``."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
     optim = torch.optim.AdamW(model.parameters())
 
@@ -136,7 +136,7 @@ def names_for(folder: str) -> dict[str, Any]:
         optim.zero_grad()
         return float(loss.detach())
 
-    train()  # the optimizer has a state from now on
+    train()  # gives the optimizer a state
     return {
         "holdfast": holdfast,
         "torch": torch,
@@ -165,7 +165,7 @@ def names_for(folder: str) -> dict[str, Any]:
         "loader": StatefulDataLoader(list(range(8))),
         "order": torch.arange(64),
         "read_sample": int,
-        # A buffer of two parameters, whole; and one part of a tensor, as a box and as a range.
+        # A buffer of two whole parameters; and one part of a tensor, as a box and as a range.
         "names": ["a", "b"],
         "shapes": [(4, 4), (8,)],
         "exp_avg": torch.ones(24),
@@ -179,7 +179,7 @@ def names_for(folder: str) -> dict[str, Any]:
 
 
 def _save_late(place: Callable[[str], str], names: dict[str, Any]) -> None:
-    """A run that has nearly ended: the loop of the README goes on with its last steps."""
+    """Save a run that has nearly ended: the README's loop continues with its last steps."""
     model = torch.nn.Linear(1024, 1024)
     optim = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optim, "step": 9_900, "rng": holdfast.RNGState()}
@@ -187,7 +187,7 @@ def _save_late(place: Callable[[str], str], names: dict[str, Any]) -> None:
 
 
 def _save_for_dcp(place: Callable[[str], str], names: dict[str, Any]) -> None:
-    """The state as DCP's users have it."""
+    """Save the state as DCP's users do."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optim = get_state_dict(names["model"], names["optim"])
@@ -199,7 +199,7 @@ def _save_source(place: Callable[[str], str], names: dict[str, Any]) -> None:
 
 
 def _save_run(place: Callable[[str], str], names: dict[str, Any]) -> None:
-    """Steps of a run, from before its loss exploded."""
+    """Save steps of a run, before its loss exploded."""
     state = {name: names[name] for name in ("model", "optim", "schedule")}
     for step in (200, 400):
         holdfast.save(
@@ -219,7 +219,7 @@ def _save_base(place: Callable[[str], str], names: dict[str, Any]) -> None:
 
 
 def _save_llama(place: Callable[[str], str], names: dict[str, Any]) -> None:
-    """Names and dtypes of the page about single tensors."""
+    """Save the names and dtypes of the page about single tensors."""
     names["names"][:] = ["embed.weight", "norm.weight"]
     weights = {
         "layers.0.wq.weight": torch.ones(256, 64, dtype=torch.bfloat16),
@@ -252,7 +252,8 @@ _PREPARED: Mapping[str, Callable[[Callable[[str], str], dict[str, Any]], None]] 
     "docs/how-to/read-one-tensor.md": _save_llama,
     "docs/how-to/resume-in-another-layout.md": _save_step_500,
 }
-"""Functions that save the checkpoints that a page reads, given the folders for places, and names."""
+"""Functions that save the checkpoints that a page reads. They take the function for folders, and
+the names."""
 
 
 if __name__ == "__main__":

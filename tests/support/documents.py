@@ -36,15 +36,14 @@ class Block:
 
 
 def documents() -> list[str]:
-    """Every document that has readers of code: from the root, without records of decisions."""
+    """List every document with code for readers, relative to the root; omit decision records."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     names = [page.relative_to(ROOT).as_posix() for page in pages]
     return sorted(name for name in names if not name.startswith("docs/decisions/"))
 
 
 def python_blocks(text: str) -> list[Block]:
-    """The blocks of Python of a document, in their order. Raises ValueError for a mark that is not
-    known."""
+    """Return the Python blocks of a document, in order. Raises ValueError for an unknown mark."""
     return [_block(text, match) for match in _BLOCK.finditer(text)]
 
 
@@ -61,7 +60,7 @@ def _block(text: str, match: re.Match[str]) -> Block:
 
 
 def commands_in(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a document's blocks that call ``holdfast``, each with its number."""
+    """Yield the lines of a document's blocks that call ``holdfast``, each with its number."""
     python = {
         number
         for match in _FENCED.finditer(text)
@@ -81,8 +80,8 @@ def _lines_of(text: str, match: re.Match[str]) -> range:
 
 
 def holdfast_calls(line: str) -> Iterator[list[str]]:
-    """The arguments of each call of ``holdfast`` in a line of a shell: pipes, redirections and
-    comments are left out."""
+    """Yield the arguments of each call of ``holdfast`` in a line of a shell, without pipes,
+    redirections and comments."""
     lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|&;<>")
     lexer.commenters = "#"
     lexer.whitespace_split = True

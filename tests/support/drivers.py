@@ -21,7 +21,7 @@ from .given import Serve
 
 T = TypeVar("T")
 Hook = Callable[[str, str], Awaitable[None]]
-"""Called with the operation and its key; what it raises, the operation raises."""
+"""Function called with the operation and its key. The operation raises its errors."""
 
 
 async def nothing(operation: str, key: str) -> None:
@@ -29,7 +29,7 @@ async def nothing(operation: str, key: str) -> None:
 
 
 def dying_after(commits: int) -> Hook:
-    """Return a hook for ``before`` that fails once so many uploads are committed."""
+    """Return a hook for ``before`` that fails once this many uploads are committed."""
     done = 0
 
     async def die(operation: str, key: str) -> None:
@@ -80,7 +80,7 @@ class HookedDriver(Layer):
 
 
 class Counting(MemoryDriver):
-    """Records its reads: of which key, from where to where."""
+    """Records its reads: key, start and end."""
 
     def __init__(self, **traits: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ async def contents(driver: Driver) -> dict[str, bytes]:
 
 
 def age(storage: MemoryDriver, by_s: float) -> None:
-    """Let time pass for everything that ``storage`` holds, and for all else in its named store."""
+    """Make everything in ``storage``, and in its named store, ``by_s`` older."""
     objects = storage.objects
     for path, (data, modified_s) in objects.items():
         objects[path] = (data, modified_s - by_s)

@@ -1,5 +1,4 @@
-"""Jobs started as other launchers than torchrun do, where rank 0's process serves the store. What
-each rank does."""
+"""Ranks of jobs that other launchers than torchrun start: rank 0's process serves the store."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import holdfast
 
 
 def main() -> None:
-    """Arguments: what to do, rank, world, port, folder."""
+    """Run one rank. Arguments: the task, rank, world, port, folder."""
     what, rank, world, port, folder = (
         sys.argv[1],
         int(sys.argv[2]),
@@ -28,7 +27,7 @@ def main() -> None:
 
 
 def cut_after_save(rank: int, world: int, folder: Path) -> None:
-    """Rank 0 ends without a word as soon as its save returns."""
+    """End rank 0 without a word as soon as its save returns."""
     holdfast.save(folder / "c", {"own": torch.full((1000,), float(rank))})
     if rank == 0:
         os._exit(0)
@@ -36,7 +35,7 @@ def cut_after_save(rank: int, world: int, folder: Path) -> None:
 
 
 def leave_after_load(rank: int, world: int, folder: Path) -> None:
-    """The last line of the program is a load."""
+    """End the program with a load."""
     state = {"own": torch.full((1000,), float(rank))}
     holdfast.save(folder / "c", state)
     holdfast.load(folder / "c", into=state)

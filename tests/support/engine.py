@@ -1,5 +1,5 @@
-"""An inference engine that takes weights as vLLM's models do: packed parameters whose loaders cut
-whole tensors for a rank, layers of one pipeline stage, experts of one rank."""
+"""An inference engine that takes weights as vLLM's models do. Loaders of packed parameters cut a
+rank's part out of whole tensors. A rank has the layers of one pipeline stage, and its experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-"""Checkpoint's name of a projection -> the parameter that holds it, and its number there."""
+"""Names of projections in the checkpoint -> the parameter that holds it, and its number there."""
 ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 
@@ -60,7 +60,7 @@ class Rank:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters by name, packed."""
+        """Return the packed parameters by name."""
         return {
             name: torch.cat([parts[i] for i in sorted(parts)]) if len(parts) > 1 else parts[0]
             for name, parts in self.parts.items()
@@ -68,15 +68,15 @@ class Rank:
 
 
 def expected(model: dict[str, torch.Tensor], rank: Rank) -> dict[str, torch.Tensor]:
-    """The parameters of a rank, from all weights at once."""
+    """Return the parameters of a rank, computed from all weights at once."""
     rank = Rank(rank.tp, rank.tp_size, rank.layers)
     rank.load_weights((name, w) for name, w in model.items() if not rank.misses(name))
     return rank.parameters
 
 
 def stand_ins(registered: dict[str, Any]) -> dict[str, types.ModuleType]:
-    """Modules with the names that loaders of vLLM and SGLang import; loaders get into
-    ``registered``."""
+    """Return modules with the names that loaders of vLLM and SGLang import. Registered loaders are
+    added to ``registered``."""
 
     class Loader:
         def __init__(self, load_config: SimpleNamespace) -> None:

@@ -23,8 +23,8 @@ CHUNK_NBYTES = 16 << 20
 
 
 def replicated(chunks: int) -> dict[str, torch.Tensor]:
-    """What all ranks hold alike, about so many chunks, of which a quarter shrinks, and what each
-    has of its own."""
+    """Return tensors of about ``chunks`` chunks that are equal on all ranks, and one of this rank's
+    own. A quarter of the equal ones shrinks when compressed."""
     n = chunks * CHUNK_NBYTES // 16
     shared = {f"t{i}": torch.arange(n, dtype=torch.float32) * (i + 1) for i in range(4)}
     shared["t3"] //= 1024
@@ -32,7 +32,7 @@ def replicated(chunks: int) -> dict[str, torch.Tensor]:
 
 
 def replicated_save(uri: str, chunks: int, compression: Any = None) -> None:
-    """Save it."""
+    """Save :func:`replicated`."""
     holdfast.save(uri, replicated(chunks), compression=compression)
 
 
@@ -43,9 +43,10 @@ def exchanging_load(
     hosts: list[int] | None = None,
     cannot: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Load it on every rank, and return what was read, received and is still shared. ``hosts``: the
-    host of each rank. Ranks in ``cannot`` have no memory to share."""
-    gc.collect()  # the errors of an earlier test
+    """Load :func:`replicated` on every rank; return counts of reads, of received bytes, and of
+    memory still shared. ``hosts``: the host of each rank. Ranks in ``cannot`` cannot share memory.
+    """
+    gc.collect()  # drop the errors of an earlier test
     expected, rank = replicated(chunks), dist.get_rank()
     into = {name: torch.full_like(t, -1) for name, t in expected.items()}
     reports: list[holdfast.LoadReport] = []
@@ -89,7 +90,7 @@ def _refused(*_: Any) -> int:
 
 
 def halting_load(uri: str, chunks: int, rank: int, sign: str, deadline_s: float) -> None:
-    """Load it; at its second read of an image one rank touches ``sign`` and halts."""
+    """Load :func:`replicated`; one rank touches ``sign`` and halts at its second read of an image."""
     method, count = LocalDriver.read, 0
 
     async def halting(self: Any, key: str, start: int, into: memoryview) -> None:

@@ -1,5 +1,5 @@
-"""Tasks for rank processes with layouts of other frameworks: each function tells what became of
-saves and loads."""
+"""Tasks for rank processes with layouts of other frameworks. Each returns the outcomes of saves and
+loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import holdfast
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """The kind and the text of what ``call`` raised; "" where it raised nothing."""
+    """Return the kind and text of the error that ``call`` raised; "" if it raised none."""
     try:
         call()
     except holdfast.HoldfastError as error:
@@ -49,7 +49,7 @@ class Refusals:
 
 
 def fsdp1(seed: int, *, mesh: bool, orig: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A module with one that FSDP1 has sharded inside, and an optimizer that has stepped."""
+    """Return a module that contains an FSDP1-sharded one, and an optimizer that has stepped."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     device_mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh else None
@@ -62,7 +62,7 @@ def fsdp1(seed: int, *, mesh: bool, orig: bool) -> tuple[nn.Module, torch.optim.
 
 
 def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """One step on a fixed batch."""
+    """Take one step on a fixed batch."""
     model(torch.ones(2, 4)).square().sum().backward()
     optim.step()
     optim.zero_grad()
@@ -83,7 +83,7 @@ def fsdp1_leaves(uri: str) -> list[str]:
 
 
 def _sharded(whole: torch.Tensor, width: int) -> ShardedTensor:
-    """``whole``, cut into columns of this width, which are dealt to the ranks in turn."""
+    """Cut ``whole`` into columns of this width, and deal them to the ranks in turn."""
     rank = dist.get_rank()
     parts = whole.split(width, dim=1)
     shards = [
@@ -95,7 +95,7 @@ def _sharded(whole: torch.Tensor, width: int) -> ShardedTensor:
 
 
 def sharded_tensors(uri: str) -> bool:
-    """Save ShardedTensors of several parts a rank and FSDP1's; return whether loads equal them."""
+    """Save ShardedTensors of several parts per rank, and FSDP1's. Return whether loads equal them."""
     warnings.simplefilter("ignore")
     whole = torch.arange(70.0).reshape(5, 14)
     model, _ = fsdp1(1, mesh=False, orig=True)
@@ -124,7 +124,7 @@ def _same_shards(a: Any, b: Any) -> bool:
 
 
 def _hooked(tensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DTensor:
-    """``tensor`` with the hooks that Megatron-FSDP gives to its local tensor."""
+    """Return ``tensor`` with the hooks that Megatron-FSDP gives to its local tensor."""
     chunk = SimpleNamespace(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
     local = tensor._local_tensor
     local.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _hooked(tensor: DTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
 
 
 def _wrapped(mesh: DeviceMesh) -> DTensor:
-    """A DTensor whose local tensor is several."""
+    """Return a DTensor whose local tensor consists of several."""
     local = LocalShardsWrapper([torch.ones(1, 2), torch.ones(1, 2)], [(0, 0), (1, 0)])
     return DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)

@@ -28,7 +28,7 @@ Alter = Callable[[Columns, Head], None]
 
 
 def state() -> dict[str, Any]:
-    """A state with one of each: tied tensors, lists, values, keys that are no text."""
+    """Return a state with one of each: tied tensors, lists, values, keys that are not text."""
     w = torch.arange(24.0).reshape(4, 6)
     return {
         "w": w,
@@ -40,19 +40,19 @@ def state() -> dict[str, Any]:
 
 
 def stored() -> str:
-    """A checkpoint of it."""
+    """Save :func:`state`; return the URI."""
     uri = fresh_uri()
     holdfast.save(uri, state())
     return uri
 
 
 def replace_manifest(uri: str, data: bytes) -> None:
-    """Put these bytes where the manifest was."""
+    """Replace the manifest by these bytes."""
     start(storage_at(uri).put(MANIFEST_KEY, data)).result()
 
 
 def forge(uri: str, alter: Alter) -> None:
-    """Take the manifest apart, alter it, and put it together again, checksum and all."""
+    """Decode the manifest, alter it, and encode it again, with a valid checksum."""
     data = start(storage_at(uri).get(MANIFEST_KEY)).result()
     columns, metadata = decode_columns(data, "manifest")
     head = json.loads(metadata["holdfast"])

@@ -1,4 +1,4 @@
-"""A forked child that does something, and is not waited for for ever."""
+"""Work in a forked child, with a time limit."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def check_losses(cut: Path, whole: Path, world: int = 1) -> None:
 def killed_in_clean_up(checkpoints: Path) -> set[str]:
     """Return the checkpoints whose save was killed between its commit and the end of its clean-up.
 
-    Others must take them for live until their grace period is over, so nobody deletes them.
+    Others must treat them as live until their grace period is over, so nobody deletes them.
     """
     return {
         manifest.parent.name
@@ -172,11 +172,11 @@ _MOMENT_S = 0.2
 
 
 def leave() -> None:
-    """Leave the process group; let gloo's threads come to rest before the interpreter ends.
+    """Leave the process group, and let gloo's threads come to rest before the interpreter ends.
 
-    Such a thread lets the tensors of a collective go a moment after the collective has ended, and
-    needs the interpreter's lock for those of Python. Where the interpreter ends just then, the
-    process dies of SIGABRT. DDP keeps its process group, so that destroying it ends no thread.
+    Such a thread releases the tensors of a collective a moment after the collective has ended, and
+    needs the interpreter's lock for those of Python. If the interpreter ends just then, the process
+    dies of SIGABRT. DDP keeps its process group alive, so destroying the group ends no thread.
     """
     gc.collect()
     if dist.is_initialized():

@@ -44,7 +44,7 @@ class Layout:
 
 
 class Tied(nn.Module):
-    """Sizes that no number of ranks divides, a buffer, and a parameter of two names."""
+    """A module with sizes that no number of ranks divides, a buffer, and a parameter of two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Tied(nn.Module):
 
 
 def built(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer, which has no state yet."""
+    """Build a model and its optimizer, which has no state yet."""
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(4, 5), Tied(), nn.Linear(5, 3))
@@ -88,7 +88,7 @@ def built(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def wrapped(module: nn.Module, layout: Layout) -> FullyShardedDataParallel:
-    """``module``, under FSDP1."""
+    """Wrap ``module`` in FSDP1."""
     world = dist.get_world_size()
     mesh: DeviceMesh | None = None
     if layout.kind == "HYBRID_SHARD":
@@ -107,7 +107,7 @@ def wrapped(module: nn.Module, layout: Layout) -> FullyShardedDataParallel:
 
 
 def step(model: nn.Module, optim: torch.optim.Optimizer, number: int) -> float:
-    """One step on a batch that all ranks have; its loss."""
+    """Take a step on a batch that all ranks share; return its loss."""
     batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
     loss = model(batch).float().square().mean()
     loss.backward()
@@ -117,7 +117,7 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, number: int) -> float:
 
 
 def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of both, whole, as torch gathers them."""
+    """Return all tensors, gathered by torch."""
     options = StateDictOptions(full_state_dict=True)
     of_model, of_optim = get_state_dict(model, optim, options=options)
     found = {f"model.{name}": tensor.clone() for name, tensor in of_model.items()}
@@ -127,7 +127,7 @@ def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.
 
 
 def training(layout: Layout, seed: int) -> Training:
-    """A job that has not stepped yet."""
+    """Build a job that has not stepped yet."""
     model, optim = built(layout, seed)
     return Training(model, optim, partial(step, model, optim), partial(contents, model, optim))
 
@@ -160,7 +160,7 @@ def save_after_forward(uri: str, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def refused(uri: str) -> dict[str, tuple[str, str]]:
-    """Save and load what FSDP1 holds where that cannot be: the errors of both."""
+    """Save and load unsupported forms of FSDP1's state; return the errors of both."""
     layout = Layout("FULL_SHARD")
     model, optim = built(layout, 1)
     step(model, optim, 0)
@@ -191,12 +191,12 @@ class Extra(nn.Linear):
         return 3
 
     def set_extra_state(self, state: int) -> None:
-        """Takes anything."""
+        """Accept anything."""
 
 
 def load_differing_steps(uri: str) -> list[str]:
-    """Load steps that differ between parameters into a job where FSDP1 has one for all: what that
-    raises; and the same for factored moments, which FSDP1 cannot hold."""
+    """Load steps that differ between parameters into a job where FSDP1 has one step for all; return
+    the errors. Do the same with factored moments, which FSDP1 cannot hold."""
     model, optim = built(Layout("plain"), 1)
     step(model, optim, 0)
     first = next(iter(optim.state.values()))

@@ -1,8 +1,7 @@
-"""What is fuzzed: functions of bytes that raise only where Holdfast is wrong.
+"""The fuzzed functions. They take bytes and raise only if Holdfast is wrong.
 
-Bytes are read as instructions (:class:`Script`): so whoever invents them, hypothesis or a fuzzer
-that watches coverage, alters the structure of a manifest, a header, a URI or a configuration file,
-and not merely its bytes.
+Bytes are read as instructions (:class:`Script`). So hypothesis, or a fuzzer that watches coverage,
+alters the structure of a manifest, a header, a URI or a configuration file, not merely its bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ VOLUME_MAX = 1 << 24
 
 
 class Script:
-    """Bytes as a sequence of decisions. At their end every decision is 0."""
+    """A sequence of decisions, read from bytes. After the last byte, every decision is 0."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -120,7 +119,7 @@ def altered_json(script: Script, node: Any) -> None:
 
 
 def manifest(data: bytes, compression: Compression | None = None, version: int = 1) -> bool:
-    """Alter a manifest in up to four places; it is refused, or can be used."""
+    """Alter a manifest in up to four places. It must be refused, or usable."""
     script = Script(data)
     columns, head = base(compression, version)
     columns, head = dict(columns), copy.deepcopy(head)
@@ -186,7 +185,7 @@ def use(m: Manifest) -> None:
 
 
 def uri(data: bytes) -> bool:
-    """Take text as a URI: it is refused, or prints as a URI that parses to itself."""
+    """Parse text as a URI. It must be refused, or print as a URI that parses to itself."""
     said = data.decode("utf-8", "surrogateescape")
     redact(said)
     try:
@@ -204,7 +203,7 @@ def uri(data: bytes) -> bool:
 
 
 def config(data: bytes) -> bool:
-    """Take bytes as a configuration file: it is refused, or sets options."""
+    """Parse bytes as a configuration file. It must be refused, or set options."""
     used = False
     with tempfile.NamedTemporaryFile(suffix=".toml") as file:
         Path(file.name).write_bytes(data)
@@ -226,7 +225,7 @@ def config(data: bytes) -> bool:
 
 
 def request(data: bytes) -> bool:
-    """Take bytes as a request to a keeper: it is refused, or asks for bytes of an object."""
+    """Parse bytes as a request to a keeper. It must be refused, or ask for bytes of an object."""
     script = Script(data)
     nbytes = script.choice(INTS)
     target, _, header = script.rest().decode("utf-8", "surrogateescape").partition("\n")
@@ -247,7 +246,7 @@ def request(data: bytes) -> bool:
 TARGETS: dict[str, Callable[[bytes], bool]] = {
     "manifest": manifest, "packed": packed, "borrowed": borrowed, "header": header, "text": text, "uri": uri, "config": config, "request": request,
 }  # fmt: skip
-"""Each says whether its input was used, not refused."""
+"""Functions that return whether their input was used, not refused."""
 
 
 def seeds(target: str) -> list[bytes]:

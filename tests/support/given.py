@@ -16,7 +16,8 @@ from holdfast.drivers.uri import Uri
 
 Make = Callable[[str], Driver]
 Serve = Callable[[Make], str]
-"""Takes a factory of drivers; returns a new URI, below which the factory makes every driver."""
+"""Function that takes a factory of drivers and returns a new URI. The factory makes every driver
+below it."""
 
 _numbers = itertools.count()
 

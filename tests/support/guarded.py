@@ -1,5 +1,5 @@
-"""Groups of keepers in one process: images of noise with their real labels, and members that hand out
-what they hold, or fail to."""
+"""Groups of keepers in one process: images of noise with their real labels, and members that serve
+their parts, or fail to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _Hook = Callable[[Block, memoryview], Awaitable[None]]
 
 
 def room(nbytes: int) -> Memory:
-    """Memory as a keeper makes it, but without taking its pages at once."""
+    """Allocate memory as a keeper does, but without populating its pages at once."""
     return Memory(sealed_memory(nbytes), nbytes)
 
 
 @dataclass
 class Members:
-    """A group, the memory of its images by rank, their labels, and what its members hold."""
+    """A group, the memory of its images by rank, their labels, and the parity of its members."""
 
     group: GuardedGroup
     images: dict[int, Memory]
@@ -47,7 +47,7 @@ class Members:
     in_flight: int = 0
     most_in_flight: int = 0
     most_nbytes: int = 0
-    """Of all pulls in flight."""
+    """Most bytes of all pulls in flight."""
     pulled_nbytes: int = 0
     _now_nbytes: int = 0
 
@@ -86,12 +86,12 @@ class Members:
         return self.images[rank].view[block.start : block.stop]
 
     async def guard_all(self) -> None:
-        """Let every member make its parity."""
+        """Let every member encode its parity."""
         for member in range(len(self.group.names)):
             self.held[member] = await guard(self.group, member, STEP, self.labels, self.pull, room)
 
     async def rebuilt(self, rank: int, lost: Collection[int]) -> Memory:
-        """The image of a rank, made again in memory that holds something else so far."""
+        """Rebuild the image of a rank in memory that has other contents."""
         self.lost = lost
         memory = room(self.images[rank].nbytes)
         memory.view[:] = os.urandom(1) * memory.nbytes
@@ -104,7 +104,7 @@ class Members:
         return memory
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         for guarded in self.held.values():
             guarded.close()
         for memory in self.images.values():
@@ -112,8 +112,8 @@ class Members:
 
 
 async def members(mode: str, sizes: Sequence[Sequence[int]], seed: int = 0) -> Members:
-    """A group of as many members as ``sizes`` has rows: the bytes of tensors of each of its ranks, 0
-    where it has no shard."""
+    """Make a group with a member for each row of ``sizes``. A row has the tensor bytes of each of
+    the member's ranks, 0 for a rank without a shard."""
     random = np.random.default_rng(seed)
     images, labels, places = {}, {}, []
     for ranks in sizes:
@@ -126,7 +126,7 @@ async def members(mode: str, sizes: Sequence[Sequence[int]], seed: int = 0) -> M
 
 
 async def _image(rank: int, nbytes: int, random: np.random.Generator) -> tuple[Memory, Label]:
-    """An image of noise and its label, as a keeper has them; small ones have small chunks."""
+    """Make an image of noise and its label, as a keeper has them. Small images have small chunks."""
     chunk_nbytes, block_nbytes = 4 * PAGE_NBYTES, PAGE_NBYTES
     if nbytes > MIB:
         chunk_nbytes, block_nbytes = CHUNK_NBYTES, BLOCK_NBYTES

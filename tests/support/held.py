@@ -1,4 +1,4 @@
-"""An object that holds tensors, for tests of what objects are given."""
+"""An object that holds tensors, for tests of the state that objects receive."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Held:
         self.t, self.u = torch.full((4,), value), torch.full((2, 3), value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Views of what it has."""
+        """Return views of its tensors."""
         return {"t": self.t, "u": [self.u.t()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """One is taken over, one is copied."""
+        """Take over one tensor, and copy the other."""
         self.t = state["t"]
         self.u.copy_(state["u"][0].t())

@@ -1,4 +1,4 @@
-"""Sources of imports, and what becomes of them."""
+"""Sources of imports, and their results."""
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ class Canary:
 LAUGHS = b"\x80\x02]q\x00" + b"".join(
     b"]q%c(h%ch%ce" % (number + 1, number, number) for number in range(200)
 )
-"""A pickle of lists of lists, each twice as large as the one before; without its end."""
+"""A pickle without its end. Its nested lists double in size at each level."""

@@ -17,7 +17,7 @@ from holdfast.storage.state.source import ImageSource
 def around_copies(
     patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None], int], None]
 ) -> None:
-    """Call ``around(copy, start)`` for each chunk that is copied out of tensors."""
+    """Call ``around(copy, start)`` for each chunk copied out of tensors."""
     plain = ImageSource.copy
 
     def copy(self: ImageSource, start: int, stop: int, into: Any) -> None:
@@ -40,7 +40,7 @@ def around_image_writes(
 
 
 def on_allocation(patch: pytest.MonkeyPatch, note: Callable[[int], object]) -> None:
-    """``note(nbytes)`` is called whenever a buffer is allocated."""
+    """Call ``note(nbytes)`` whenever a buffer is allocated."""
     plain = HostBuffer.allocate
 
     def allocate(nbytes: int) -> HostBuffer:
@@ -61,5 +61,5 @@ def after_grace(patch: pytest.MonkeyPatch, clocks_differ_s: float = 1.0) -> None
 
 
 def clean_up_within(patch: pytest.MonkeyPatch, limit_s: float) -> None:
-    """Cleaning up takes no longer than this."""
+    """Limit the time of a cleanup."""
     patch.setattr(limits, "CLEAN_UP_S", limit_s)

@@ -1,4 +1,4 @@
-"""Tasks for rank processes. Every function runs on each of them, in a process group."""
+"""Tasks for rank processes. Every function runs on all ranks of a process group."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def sharded(layout: str, seed: int, device: str = "cpu") -> tuple[nn.Module, tor
 
 
 def replicated(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-    """The input of a layer whose parameters are replicated."""
+    """Convert the input of a layer with replicated parameters."""
     return DTensor.from_local(inputs[0], mesh, [Replicate()])
 
 
 def localised(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    """Its output, for layers that take plain tensors."""
+    """Convert the output of such a layer, for layers that take plain tensors."""
     return output.to_local()
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Steps on batches that follow from their number."""
+    """Take steps on batches that follow from their number."""
     for step in range(first, last):
         x = torch.randn(6, 10, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
@@ -90,7 +90,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int)
 
 
 def whole(value: Any) -> Any:
-    """A state with every DTensor gathered."""
+    """Return a state with every DTensor gathered."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach().clone()
     if isinstance(value, torch.Tensor):
@@ -101,7 +101,7 @@ def whole(value: Any) -> Any:
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of a job's state, gathered: by name, so that layouts can be compared."""
+    """Return all of a job's state, gathered and by name, so that layouts can be compared."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     return {
@@ -130,7 +130,7 @@ def fsdp_load(
 
 
 class Tied(nn.Module):
-    """Two layers with one weight of two rows: of three ranks, one has no part of it."""
+    """Two layers that share a weight of two rows: of three ranks, one has no part of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def fsdp_evaluated(uri: str, lazy: bool) -> list[dict[str, Any]]:
 
 
 def fsdp_train(layout: str, steps: int) -> dict[str, Any]:
-    """Train without a break."""
+    """Train without a break; return the state."""
     model, optim = sharded(layout, 1)
     train(model, optim, 0, steps)
     return state_of(model, optim)

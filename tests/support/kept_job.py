@@ -100,7 +100,7 @@ class Job:
 
     @classmethod
     def decode(cls, text: str) -> Job:
-        """The inverse."""
+        """Decode the JSON of :meth:`encode`."""
         given = json.loads(text)
         accident = given.pop("accident")
         given["hosts"] = tuple(given["hosts"])
@@ -109,7 +109,7 @@ class Job:
 
 def main() -> None:
     """Train, on each rank."""
-    faulthandler.register(signal.SIGUSR1)  # says where it is
+    faulthandler.register(signal.SIGUSR1)  # prints all stacks
     uri, out, job = sys.argv[1], Path(sys.argv[2]), Job.decode(sys.argv[3])
     rank, world = 0, 1
     if "RANK" in os.environ:
@@ -212,7 +212,7 @@ def on_host(job: Job, rank: int, world: int) -> dict[str, Any]:
 
 
 def wait_for_guard(uri: str, step: int) -> None:
-    """Until there is parity of the step, which may take its place later than it is agreed on."""
+    """Wait for parity of the step, which may be complete later than the vote."""
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
         if (status_of(keeper_folder(uri)) or {}).get("protected_step") == step:
@@ -222,7 +222,7 @@ def wait_for_guard(uri: str, step: int) -> None:
 
 
 def new_state(job: Job, rank: int) -> dict[str, Any]:
-    """A state of a plain tensor, the same on all ranks, one that each rank has for itself, and
+    """Return a state of a plain tensor that is equal on all ranks, one of each rank's own, and
     values."""
     return {
         "w": torch.zeros(job.numel),
@@ -247,7 +247,7 @@ def grow(state: dict[str, Any], job: Job, step: int, rank: int) -> None:
 
 
 def wait_for(handle: holdfast.SaveHandle) -> None:
-    """Until the step is safe, if it comes to that."""
+    """Wait until the step is safe, or cannot become safe."""
     try:
         handle.wait(10)
     except holdfast.HoldfastError as error:
@@ -255,7 +255,7 @@ def wait_for(handle: holdfast.SaveHandle) -> None:
 
 
 def arm(accident: Accident, rank: int) -> None:
-    """Have this process killed when the step comes to the point that ``accident`` names."""
+    """Kill this process when the step reaches the point that ``accident`` names."""
     if accident.rank not in (-1, rank) or not accident.what.startswith("kill before "):
         return
     kind, name = POINTS[accident.what.removeprefix("kill before ")]
@@ -267,7 +267,7 @@ def arm(accident: Accident, rank: int) -> None:
 
 
 def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
-    """The accident."""
+    """Cause the accident."""
     if accident.what == "die":
         if rank != accident.rank:
             time.sleep(60)
@@ -289,7 +289,7 @@ def happen(accident: Accident, rank: int, handle: Any, uri: str) -> None:
 
 
 def keeper_pid(uri: str) -> int:
-    """The process of the run's keeper, on the host of this rank."""
+    """Return the process id of the run's keeper on the host of this rank."""
     status = status_of(keeper_folder(uri))
     assert status is not None
     pid = status["pid"]

@@ -1,4 +1,4 @@
-"""Keepers within this process, one or several that serve each other, and trainers that use their
+"""Keepers in this process, one or several that serve each other, and trainers that use their
 memory."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def kept(
     store: DescriptorStore | None = None,
     **options: object,
 ) -> AsyncIterator[tuple[Keeper, KeeperFolder]]:
-    """A keeper that listens, within this process, and has again what ``store`` has kept."""
+    """Run a keeper that listens, in this process, after it has recalled what ``store`` has kept."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         folder = KeeperFolder.of(RUN, Path(base))
         folder.make()
@@ -91,26 +91,26 @@ def pinned(generations: Generations) -> list[Slot]:
 
 
 class Told:
-    """What a keeper tells, in order."""
+    """The events that a keeper sends, in order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def take(self, event: Event) -> bool:
-        """A listener that wants to be told more."""
+        """Record an event; ask for more."""
         self.events.append(event)
         return True
 
     async def until(self, kind: type[Event] | tuple[type[Event], ...]) -> Event:
-        """The first event of a kind."""
+        """Return the first event of a kind."""
         return await self.until_any(lambda event: isinstance(event, kind))
 
     async def until_durable(self) -> Event:
-        """The end of a flush that has succeeded."""
+        """Return the end of a flush that has succeeded."""
         return await self.until_any(lambda event: isinstance(event, FlushEnd) and not event.problem)
 
     async def until_any(self, holds: Callable[[Event], bool]) -> Event:
-        """The first event that this holds for."""
+        """Return the first event for which ``holds`` is true."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 for event in self.events:
@@ -123,7 +123,7 @@ class Told:
 async def trainer(
     folder: KeeperFolder, rank: int = 0, world: int = 1, deadline_s: float = DEADLINE_S
 ) -> AsyncIterator[Arena]:
-    """One rank's memory of the keeper."""
+    """Connect one rank to the memory of the keeper."""
     arena = Arena(folder, Hello(VERSION, RUN, rank, world, "here"), deadline_s)
     assert await arena.open(), arena.problem
     try:
@@ -141,12 +141,12 @@ async def entered(**options: object) -> AsyncIterator[tuple[Keeper, Arena]]:
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """What a rank saves: weights that are the number of the step, and its own."""
+    """Return the state of a rank: weights that equal the step's number plus its own."""
     return {f"w{rank}": torch.full((70_000 + 5_000 * rank,), float(step) + rank)}
 
 
 def planned(step: int, rank: int = 0) -> SavePlan:
-    """How it saves that."""
+    """Return the rank's plan to save that state."""
     return plan_save(flatten(state_of(step, rank)), rank, None)
 
 
@@ -186,7 +186,7 @@ async def two_steps(arena: Arena) -> None:
 
 @dataclass(eq=False)
 class KeptHost:
-    """A host: its keeper, and the ranks that train there. ``port``: where it serves."""
+    """A host: its keeper, and the ranks that train there. ``port``: its server's port."""
 
     name: str
     keeper: Keeper

@@ -1,4 +1,4 @@
-"""Runs with keepers: jobs in processes of their own, one after the other, over the same folder."""
+"""Runs with keepers: jobs in separate processes, one after the other, in the same folder."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TESTS = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Found:
-    """What a job left. ``resumed``: step and tier; ``losses``: by step, as rank 0 has written them;
-    ``counters`` of rank 0, empty where it was killed; ``seconds`` from its beginning to its end."""
+    """The results of a job. ``resumed``: step and tier; ``losses``: by step, as rank 0 has written
+    them; ``counters``: those of rank 0, empty if it was killed; ``seconds``: from start to end."""
 
     code: int
     resumed: dict[str, Any]
@@ -72,11 +72,11 @@ class KeptRun:
 
     @property
     def uri(self) -> Path:
-        """Where the run is saved."""
+        """The location of the run's checkpoints."""
         return self.folder / "run"
 
     def train(self, job: Job, world: int = 1) -> Found:
-        """Run a job to its end, on so many ranks."""
+        """Run a job to its end, on ``world`` ranks."""
         process, out = self.begin(job, world)
         began_s = time.monotonic()
         try:
@@ -95,8 +95,8 @@ class KeptRun:
     def begin(
         self, job: Job, world: int = 1, *, isolated: bool = False
     ) -> tuple[subprocess.Popen[str], Path]:
-        """Begin a job; return its process, and the folder of its results. ``isolated``: in a
-        network namespace of its own."""
+        """Start a job; return its process, and the folder of its results. ``isolated``: in its own
+        network namespace."""
         self.jobs += 1
         out = self.folder / f"job {self.jobs}"
         out.mkdir()
@@ -148,11 +148,11 @@ class KeptRun:
         try:
             yield pid
         finally:
-            with suppress(ProcessLookupError):  # it ends with the training
+            with suppress(ProcessLookupError):  # the keeper ends with the training
                 os.kill(pid, signal.SIGCONT)
 
     def lose(self, *hosts: str) -> None:
-        """Hosts break down, with all that is in their memory."""
+        """Lose hosts, with all that is in their memory."""
         for host in hosts:
             os.kill(int(self.keeper_of(host).lock.read_text()), signal.SIGKILL)
             shutil.rmtree(self.base / host)
@@ -182,18 +182,18 @@ class KeptRun:
                 checkpoint.verify()
 
     def end_keepers(self) -> None:
-        """End all keepers, however they are."""
+        """End all keepers, in whatever state."""
         _end_keepers(self.base)
 
 
 def trainers_of(process: subprocess.Popen[str]) -> list[int]:
-    """Return the processes of a job's trainers, by rank."""
+    """Return the process ids of a job's trainers, by rank."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(child) for child in children] or [process.pid]
 
 
 def _ended(process: subprocess.Popen[str]) -> str:
-    """End a job that hangs; what it has said, and where each of its trainers was."""
+    """End a job that hangs; return its output, and the stack of each of its trainers."""
     trainers = trainers_of(process)
     for pid in trainers:
         os.kill(pid, signal.SIGUSR1)  # see kept_job
@@ -218,8 +218,8 @@ def _end_keepers(base: Path) -> None:
 
 @contextmanager
 def keepers_below_a_folder() -> Iterator[None]:
-    """In the body, this process starts keepers below a folder of their own; they end with it. The
-    path of a socket is short, so it is not a folder of a test."""
+    """Make this process start keepers below a separate folder during the body, and end them. The
+    path of a socket must be short, so it is no test's folder."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         os.environ[KEEPER_DIR_VARIABLE] = base
         try:
@@ -239,7 +239,7 @@ def keep(run: holdfast.Checkpointer, step: int, state: Mapping[str, object]) -> 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[KeptRun]:
-    """A run whose keepers are its own, and are ended at the end. The path of a socket is short, so
+    """Return a run with its own keepers, which end with it. The path of a socket must be short, so
     they have a folder elsewhere."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         made = KeptRun(tmp_path, Path(base))
@@ -250,7 +250,7 @@ def run(tmp_path: Path) -> Iterator[KeptRun]:
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 30) -> None:
-    """Until ``done()``, or fail after so long."""
+    """Wait until ``done()``; fail after ``seconds``."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         with suppress(AssertionError, FileNotFoundError):
@@ -261,7 +261,7 @@ def wait_until(done: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def expected_losses(steps: int) -> dict[int, float]:
-    """The losses of an undisturbed run."""
+    """Return the losses of an undisturbed run."""
     state = kept_job.new_state(Job(steps, numel=16), 0)
     return {step: kept_job.take_step(state, step) for step in range(1, steps + 1)}
 

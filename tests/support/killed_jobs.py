@@ -26,7 +26,7 @@ from .jobs import Model, sharded
 from .victims import COMMIT, tapped
 
 EVERY = 2
-"""Steps between saves; the second one is not survived."""
+"""Steps between saves; the job is killed in the second one."""
 STEPS = 6
 
 
@@ -49,7 +49,7 @@ class Job:
         return {"optims": list(self.optims), "schedules": self.schedules, **self.state}
 
     def step(self, number: int) -> float:
-        """One step; its loss."""
+        """Take one step; return its loss."""
         loss = self.gradients(number)
         for optim, schedule in zip(self.optims, self.schedules, strict=True):
             optim.step()
@@ -65,26 +65,26 @@ def batch(number: int, features: int = 10) -> torch.Tensor:
 
 
 def backward(model: nn.Module, features: int, number: int) -> float:
-    """As most jobs have it."""
+    """Run backward as most jobs do; return the loss."""
     loss = model(batch(number, features)).float().square().mean()
     loss.backward()
     return loss.item()
 
 
 def whole(kind: str, orig: bool, seed: int) -> Job:
-    """FSDP1, DDP, or a bare module."""
+    """Make a job with FSDP1, DDP, or a bare module."""
     model, optim = fsdp1_jobs.built(fsdp1_jobs.Layout(kind, orig), seed)
     return Job({"model": model}, partial(backward, model, 4), [optim])
 
 
 def in_shards(layout: str, seed: int) -> Job:
-    """FSDP2, replicas of shards, and tensor parallelism."""
+    """Make a job with FSDP2, replicas of shards, or tensor parallelism."""
     model, optim = sharded(layout, seed)
     return Job({"model": model}, partial(backward, model, 10), [optim])
 
 
 def averaged(seed: int) -> Job:
-    """FSDP2 with a moving average of the weights, which is sharded too; its loss counts."""
+    """Make a job with FSDP2 and a sharded moving average of the weights, which counts in its loss."""
     model, optim = sharded("fsdp", seed)
     average = AveragedModel(Model())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -103,7 +103,7 @@ def averaged(seed: int) -> Job:
 
 
 def staged(seed: int) -> Job:
-    """A pipeline of two stages on two ranks, or on one."""
+    """Make a pipeline of two stages, on two ranks or on one."""
     torch.manual_seed(seed)
     stages = [nn.Sequential(nn.Linear(10, 7), nn.Tanh()), nn.Linear(7, 3)]
     rank = dist.get_rank()
@@ -138,7 +138,7 @@ def staged(seed: int) -> Job:
 
 
 def zero(seed: int) -> Job:
-    """Moments of each parameter on one rank alone."""
+    """Make a job in which only one rank holds the moments of each parameter."""
     torch.manual_seed(seed)
     model = Model()
     optim = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)

@@ -247,5 +247,5 @@ class TinyBorrowed(Tiny):
         )
 
     def _names(self, error: CheckpointError, d: Damaged) -> bool:
-        """Whether the error names the file, or all files in which a damaged chunk lies."""
+        """Return whether the error names the file, or all files in which a damaged chunk lies."""
         return d.key in (error.key, *error.message.replace(",", "").split())

@@ -1,8 +1,8 @@
-"""Selects the light tests, which need no torch, no process and no server, for ``make unit``.
+"""Selects the light tests for ``make unit``: they need no torch, no process and no server.
 
-With ``--light``, pytest collects only the files that are listed here, leaves out the tests that are
-marked ``heavy``, and fails any other test that imports torch, starts a process or binds a socket.
-So the list cannot become wrong without notice.
+With ``--light``, pytest collects only the files listed here, and leaves out the tests marked
+``heavy``. It fails any other test that imports torch, starts a process or binds a socket. So an
+error in the list cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FILES = frozenset(
         "unit/test_planner_boxes.py",
     }
 )
-"""Below tests/."""
+"""Paths below tests/."""
 
 TESTS = Path(__file__).parents[1]
 ADVICE = "mark the test heavy, or remove its file from tests/support/light.py"
@@ -76,7 +76,7 @@ def ban() -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Around a test: here processes and servers are refused."""
+    """Refuse processes and servers during a test."""
     _running.set()
     try:
         yield
@@ -95,7 +95,7 @@ def _refuse(event: str, args: tuple[Any, ...]) -> None:
 
 @pytest.hookimpl
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --light."""
+    """Add --light."""
     parser.addoption(
         "--light", action="store_true", help="only tests that need no torch, process or server"
     )
@@ -103,14 +103,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
-    """Bans what light tests do without."""
+    """Ban what light tests must not use."""
     if config.getoption("light"):
         ban()
 
 
 @pytest.hookimpl
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignores the files that are not listed: importing some of them would import torch."""
+    """Ignore files that are not listed: importing some of them would import torch."""
     if config.getoption("light") and collection_path.suffix == ".py":
         return collection_path not in {TESTS / file for file in FILES}
     return None
@@ -118,7 +118,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the tests that are marked heavy."""
+    """Deselect the tests marked heavy."""
     if config.getoption("light"):
         heavy = [item for item in items if item.get_closest_marker("heavy")]
         config.hook.pytest_deselected(items=heavy)
@@ -127,6 +127,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Notes that a test runs."""
+    """Record that a test runs."""
     with running():
         return (yield)

@@ -25,7 +25,7 @@ from holdfast.storage.integrations.lightning import (
 from support.framework_jobs import die, leave, note_loss
 
 BATCHES = 6
-"""Per epoch; checkpoints are saved within epochs, too."""
+"""Batches per epoch; checkpoints are saved within epochs, too."""
 PLUGINS: dict[str, Any] = {
     "sync": HoldfastCheckpointIO,
     "async": HoldfastAsyncCheckpointIO,
@@ -41,7 +41,7 @@ STRATEGIES: dict[str, Any] = {
     ),
     "fsdp1": lambda world: HoldfastFSDPStrategy(),
 }
-"""By name, given the number of ranks."""
+"""Strategies by name. Each function takes the number of ranks."""
 
 
 class Net(lightning.LightningModule):
@@ -61,7 +61,7 @@ class Net(lightning.LightningModule):
         elif self.args.strategy == "tp":
             plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
             parallelize_module(self.layers, self.device_mesh["tensor_parallel"], plan)
-        elif self.args.strategy == "fsdp1":  # Lightning itself would ask for a GPU
+        elif self.args.strategy == "fsdp1":  # Lightning itself would require a GPU
             cpu = torch.device("cpu")
             self.layers = FullyShardedDataParallel(self.layers, device_id=cpu, use_orig_params=True)
 

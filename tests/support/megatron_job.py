@@ -129,7 +129,7 @@ class Job:
         }
 
     def train(self, first: int, last: int) -> list[float]:
-        """The losses of these steps."""
+        """Take these steps; return their losses."""
         return [self._step(step) for step in range(first, last)]
 
     def _step(self, step: int) -> float:
@@ -199,7 +199,7 @@ def _model(config: TransformerConfig, layout: Layout) -> GPTModel:
 
 
 def _tokens(step: int) -> torch.Tensor:
-    """This rank's part of the batch."""
+    """Return this rank's part of the batch."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 32, (BATCH, LENGTH + 1), generator=generator)
     replicas = parallel_state.get_data_parallel_world_size()
@@ -227,7 +227,7 @@ def _mean_of_replicas(loss: float) -> float:
 
 
 def trains(layout: Layout, uri: str, save_after: int, last: int) -> list[float]:
-    """The losses of a job that saves while it trains, and does not stop."""
+    """Return the losses of a job that saves while it trains, without a stop."""
     with Job(layout, seed=1) as job:
         losses = job.train(0, save_after)
         saving = holdfast.async_save(uri, job.state(save_after), lazy=True)
@@ -264,7 +264,7 @@ def saves_by_megatron(
 
 
 def _made(folder: str) -> str:
-    """A folder that is there on all ranks."""
+    """Create a folder that all ranks see; return it."""
     if dist.get_rank() == 0:
         Path(folder).mkdir()
     dist.barrier()
@@ -299,7 +299,7 @@ def fails_in_the_background(layout: Layout, folder: str) -> str:
     queue = AsyncCallsQueue()
     with Job(layout, seed=1) as job:
         job.train(0, 1)
-        Path(_made(folder), "data").touch()  # where a folder should be
+        Path(_made(folder), "data").touch()  # a file where a folder should be
         queue.schedule_async_request(_requested(job, folder))
         return raised(lambda: queue.maybe_finalize_async_calls(blocking=True))
 
@@ -331,7 +331,7 @@ def loads_by_megatron(
     with Job(layout, seed=2) as job:
         if wrapped:
             strategy = FullyParallelLoadStrategyWrapper(strategy)
-        job.train(0, 1)  # Megatron has no moments to load into before, without Apex
+        job.train(0, 1)  # without Apex, Megatron has no moments to load into before
         described = job.described(loading=True)
         loaded = dist_checkpointing.load(described, folder, strategy, strict="raise_all")
         job.model.load_state_dict(loaded["model"], strict=False)  # except extra states

@@ -106,7 +106,7 @@ def _multiplied_by_group(
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.tensor`` is no function that a mode sees."""
+    """Put the result of ``torch.tensor`` on the host: a mode does not see this function."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
         if _names_cuda(kwargs.get("device")):

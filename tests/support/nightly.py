@@ -3,7 +3,8 @@
 A test is marked ``nightly(seconds)`` if it is slow and its neighbours prove nearly the same, and
 ``drill`` if it kills or fills up real servers for minutes. ``make nightly`` runs all of them.
 ``.ci/run`` adds a random share of the nightly ones to its plain run, so that each of them runs now
-and then, the same for the same content: ``--nightly 600`` adds tests that take about 600 seconds of one core together.
+and then. The share follows from the tested content. ``--nightly 600`` adds tests that together take
+about 600 seconds of one core.
 
 A test that is named on the command line always runs.
 """

@@ -1,4 +1,4 @@
-"""Storage in memory that wants the parts of uploads in an order, and records how they come."""
+"""Storage in memory that requires an order of upload parts, and records how they arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.drivers.memory import MemoryDriver
 
 
 class Ordered(MemoryDriver):
-    """Records its uploads, and how many write at once."""
+    """Records its uploads, and the number of simultaneous writes."""
 
     def __init__(self, order: PartOrder, location: str = "", streams: int = 1) -> None:
         super().__init__(location)

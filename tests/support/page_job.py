@@ -1,4 +1,4 @@
-"""A how-to page as a job: its blocks of Python are the script, this program is what its reader has.
+"""A how-to page as a job: its Python blocks are the script, and this program is the reader's part.
 
 As a script: see :func:`main`. Every rank trains on the same batches, so that losses do not depend
 on the number of ranks.
@@ -101,7 +101,7 @@ def stepped(page: Page, model: nn.Module, optim: torch.optim.Optimizer, step: in
 
 
 def plain(page: Page, kind: str) -> None:
-    """A loop of one's own; ``kind`` is how a job of several ranks divides the model."""
+    """Run a plain training loop; ``kind``: how a job of several ranks divides the model."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -135,7 +135,7 @@ def plain(page: Page, kind: str) -> None:
 
 
 def dcp(page: Page, kind: str) -> None:
-    """A sharded model, whose state is as DCP's users write it."""
+    """Run a loop with a sharded model, whose state is as DCP's users write it."""
     from torch.distributed.checkpoint import state_dict
     from torch.distributed.fsdp import fully_shard
 
@@ -169,7 +169,7 @@ def dcp(page: Page, kind: str) -> None:
 
 
 def accelerate(page: Page, kind: str) -> None:
-    """A loop under Accelerate."""
+    """Run a loop under Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -190,7 +190,7 @@ def accelerate(page: Page, kind: str) -> None:
 
 
 def lightning(page: Page, kind: str) -> None:
-    """A module for Lightning's Trainer, which takes its other arguments from the environment."""
+    """Run Lightning's Trainer with a module; its other arguments come from the environment."""
     os.environ |= {
         "PL_TRAINER_ACCELERATOR": "cpu",
         "PL_TRAINER_DEVICES": str(WORLD),
@@ -225,7 +225,7 @@ def lightning(page: Page, kind: str) -> None:
 
 
 def transformers(page: Page, kind: str) -> None:
-    """A language model, samples and arguments for Hugging Face's Trainer."""
+    """Run Hugging Face's Trainer with a language model, samples and arguments."""
     import transformers
 
     from support.trainer_job import model, samples
@@ -247,13 +247,13 @@ def transformers(page: Page, kind: str) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    alike = samples()[:1] * 48  # whichever of them a rank sees
+    alike = samples()[:1] * 48  # equal, so that it does not matter which ones a rank sees
     names = {"model": model(lora=False, dropout=0.0), "arguments": arguments, "data": alike}
     page.run(names, alone=2)
 
 
 def torchtitan(page: Page, kind: str) -> None:
-    """The parts of torchtitan's Trainer, which itself needs a GPU, and the page's configuration."""
+    """Run the page's configuration with parts of torchtitan's Trainer, which itself needs a GPU."""
     from support.torchtitan_job import Job, network
 
     join()
@@ -263,8 +263,8 @@ def torchtitan(page: Page, kind: str) -> None:
 
 
 def ray(page: Page, kind: str) -> None:
-    """A training function for Ray Train: in its local mode, or by ``kind`` workers of a cluster of
-    this host, which Ray starts again if they fail."""
+    """Run a training function of Ray Train: in its local mode, or on ``kind`` workers of a cluster
+    on this host, which Ray restarts if they fail."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -308,7 +308,7 @@ def ray(page: Page, kind: str) -> None:
 
 
 def megatron(page: Page, kind: str) -> None:
-    """A GPT of Megatron-core, whose layers are divided over the ranks."""
+    """Run a GPT of Megatron-core, whose layers are divided over the ranks."""
     from support.megatron_job import Job, Layout
 
     join()
@@ -334,7 +334,7 @@ def megatron(page: Page, kind: str) -> None:
 
 
 def deepspeed(page: Page, kind: str) -> None:
-    """An engine of DeepSpeed; ``kind`` is its stage."""
+    """Run an engine of DeepSpeed; ``kind`` is its stage."""
     from support import deepspeed_jobs
 
     join()
@@ -350,7 +350,7 @@ def deepspeed(page: Page, kind: str) -> None:
 
 
 def torch_checkpointing(page: Page, kind: str) -> None:
-    """A loop that saves with the page's manager, configured for the CPU and for any ranks."""
+    """Run a loop that saves with the page's manager, configured for the CPU and for any ranks."""
     from support.torch_checkpointing_job import settings, train
 
     join()

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of jobs: started once, and given one job after the other."""
+"""Processes that are the ranks of jobs. They start once, and run one job after the other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PRELOAD = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
     "torch._dynamo", "holdfast.drivers.local.driver", "holdfast.storage.api",
 ]  # fmt: skip
-"""What every process needs, imported once. (Nothing below tests/: the server does not have that
-path.)"""
+"""Modules that every process needs, imported once. (None below tests/: the server does not have
+that path.)"""
 
 
 class Failed(Exception):
@@ -36,7 +36,7 @@ class Failed(Exception):
 
 
 class Gone:
-    """Instead of a result: the rank is dead."""
+    """The result of a dead rank."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Gone)
@@ -50,7 +50,8 @@ class RankProcesses:
     def __init__(
         self, size: int, preload: Sequence[str] = (), *, with_children: bool = False
     ) -> None:
-        """``preload``: what these need, too. ``with_children``: they may start processes."""
+        """``preload``: further modules to import. ``with_children``: whether they may start
+        processes."""
         import torch.distributed as dist
 
         context = multiprocessing.get_context("forkserver")
@@ -93,7 +94,7 @@ class RankProcesses:
             try:
                 if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
                     for process in self.processes:
-                        os.kill(process.pid, signal.SIGUSR1)  # they print where they are
+                        os.kill(process.pid, signal.SIGUSR1)  # they print their stacks
                     time.sleep(0.5)
                     self.close()
                     raise TimeoutError(f"rank {rank} has not answered within {timeout_s:g} s")
@@ -117,7 +118,7 @@ class RankProcesses:
         return results
 
     def kill(self, rank: int) -> None:
-        """End a rank as the kernel would."""
+        """Kill a rank with SIGKILL."""
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = (
-        "lo"  # else gloo asks a name server who this host is, perhaps in vain
+        "lo"  # otherwise gloo asks a name server for this host's address, perhaps in vain
     )
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -161,8 +162,8 @@ def _serve(pipe: Connection, port: int) -> None:
                 world_size=world,
                 timeout=patience,
             )
-            # Who has little to do would else be gone before another has found it: gloo connects
-            # each with each.
+            # A rank with little to do could otherwise end before another has found it: gloo
+            # connects all pairs.
             if store.add(f"{name}/here", 1) == world:
                 store.set(f"{name}/all", "")
             store.wait([f"{name}/all"], patience)

@@ -32,7 +32,7 @@ from .jobs import sharded, train
 
 
 def draw() -> list[Any]:
-    """The next random numbers of this process."""
+    """Draw the next random numbers of this process."""
     return [torch.rand(2).tolist(), np.random.random(2).tolist(), random.random()]
 
 
@@ -50,7 +50,7 @@ def random_save(uri: str) -> list[Any]:
 
 
 def random_load(uri: str) -> list[Any]:
-    """Seed otherwise, load, and draw."""
+    """Set another seed, load, and draw."""
     torch.manual_seed(99)
     np.random.seed(99)
     random.seed(99)
@@ -60,13 +60,13 @@ def random_load(uri: str) -> list[Any]:
 
 
 def save_with(uri: str, overrides: dict[int, Any]) -> Any:
-    """Save, with other states on some ranks; return the time, or raise with it in ``took_s``."""
+    """Save, with other states on some ranks. Return the time; an error has it in ``took_s``."""
     state = overrides.get(dist.get_rank(), {"x": torch.arange(100.0), "y": 1})
     return _timed(lambda: holdfast.save(uri, state() if callable(state) else state, deadline_s=30))
 
 
 def unsavable() -> Any:
-    """A state that is refused."""
+    """Return a state that is refused."""
     return {"x": torch.arange(100.0), "f": threading.Lock()}
 
 
@@ -125,7 +125,7 @@ def hide_folder(path: str, rank: int, instead: str) -> str | None:
     if dist.get_rank() != rank:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(0x00020000) != 0:  # CLONE_NEWNS, before any thread is started that is to see it
+    if libc.unshare(0x00020000) != 0:  # CLONE_NEWNS; before any thread that must see it starts
         return f"no mount namespace: {os.strerror(ctypes.get_errno())}"
     for command in (["mount", "--make-rprivate", "/"], ["mount", "--bind", instead, path]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -187,7 +187,7 @@ FULL = torch.arange(15.0).reshape(5, 3)
 
 
 def _halves() -> tuple[Any, int]:
-    """The group of this rank, of two ranks each, and its number."""
+    """Return the group of this rank, one of several groups of two ranks, and its number."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = dist.get_rank() // 2
     return groups[half], half
@@ -354,7 +354,7 @@ def skewed_run(uri: str, slow: int) -> tuple[list[int], dict[str, Any]]:
 
 
 def timed_run(uri: str) -> tuple[list[int], dict[str, Any]]:
-    """Saves by time, on ranks that run at their own pace."""
+    """Save by time, on ranks that run at their own pace."""
     rank, begun = dist.get_rank(), []
     with holdfast.Checkpointer(uri, every="0.2s", when_busy="wait") as ckpt:
         for step in range(1, 60):
@@ -383,7 +383,8 @@ def damaged_run(uri: str) -> tuple[int, float]:
 
 
 def stopped_run(uri: str, signalled: list[int]) -> tuple[int, list[int], dict[str, Any]]:
-    """Ranks run at their own pace, and get SIGTERM in different steps; where each ended."""
+    """Run ranks at their own pace, and send them SIGTERM in different steps; return where each
+    ended."""
     rank, stop = dist.get_rank(), list[int]()
     logging.disable(logging.WARNING)
     before = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
@@ -408,7 +409,7 @@ RULES = ("keep", "broadcast", "split", "merge")
 
 
 class Samples(IterableDataset[int]):
-    """The samples that a rank has yet to read; its state is just these."""
+    """The samples that a rank has yet to read, which are also its state."""
 
     def __init__(self, left: torch.Tensor) -> None:
         self.left = left
@@ -427,13 +428,13 @@ class Samples(IterableDataset[int]):
         return {"left": self.left.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue with these samples."""
         self.left = state["left"]
 
 
 def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: int) -> list[int]:
-    """Resume from a checkpoint, or begin: read some batches (-1: all that is left) of this rank's
-    share, save, and return the samples that were read."""
+    """Resume from a checkpoint, or begin. Read some batches (-1: all that remain) of this rank's
+    share, save, and return the samples read."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -454,8 +455,8 @@ def part_of_an_epoch(load: str | None, save: str | None, samples: int, batches: 
 
 
 def save_lists(uri: str) -> None:
-    """Save a list for each rule: rank r has r + 1 files left. Beside them, a list of lists that is
-    longer on each rank than on the one before."""
+    """Save a list for each rule: rank r has r + 1 files left. Also save a list of lists, which is
+    longer on each rank than on the previous one."""
     rank = dist.get_rank()
     files = [f"{rank}.{number}" for number in range(rank + 1)]
     state: dict[str, Any] = {rule: holdfast.PerRank(files, rule) for rule in RULES}

@@ -68,7 +68,8 @@ def save_as_ranks(
 
 
 class Replaced(MemoryDriver):
-    """Another save replaces the checkpoint, once, just before the ``last``-th read of its image."""
+    """Storage in which another save replaces the checkpoint, once, just before the ``last``-th
+    read."""
 
     def __init__(self, state: Any, new: Any, last: int = 1) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Replaced(MemoryDriver):
         self.left = last
 
     async def read(self, key: str, start: int, into: Buffer) -> None:
-        """Later than it was meant to be."""
+        """Read, after another save if it is due."""
         self.left -= 1
         if self.left == 0:
             await offload(save_as_ranks, self, [self.new])
@@ -108,7 +109,7 @@ def save_cut(
             shape = flat.shapes[row] = tensors[name].shape
             lengths = mine[name].lengths
             flat.layouts[row] = MeshLayout(shape, (piece,), lengths, (rank,), len(boxes[name]))
-        flat.layout_id = None  # it is laid out as no other is now
+        flat.layout_id = None  # no other state is laid out like it now
         flats.append(flat)
     save_flats(driver, flats)
 

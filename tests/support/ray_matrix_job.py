@@ -21,19 +21,19 @@ import holdfast
 from holdfast.storage.integrations.ray import save_and_report, uri_of
 
 MIDDLE, END = 8, 12
-"""The step from which a run goes back, and its last."""
+"""The step at which a run goes back, and its last step."""
 Case = tuple[Any, ...]
 CASES: list[Case] = list(
     itertools.product(
         [None, 1, 2, 3],  # num_to_keep
         [None, "max", "min"],  # checkpoint_score_order
-        [None, 0, -1],  # what it then goes back to, of the checkpoints that are reported and kept
+        [None, 0, -1],  # index of the reported and kept checkpoint to go back to
     )
 )
 
 
 def step_of(checkpoint: Checkpoint, is_stock: bool) -> int:
-    """Return the step of a checkpoint. Raises if it is not whole."""
+    """Return the step of a checkpoint. Raises if it is incomplete."""
     if is_stock:
         return int(torch.load(Path(checkpoint.path, "state.pt"))["step"])
     with holdfast.open(uri_of(checkpoint)) as c:
@@ -64,7 +64,7 @@ def save(state: dict[str, Any], metrics: dict[str, float], is_stock: bool) -> No
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Train, saving every second step; go back once, if the case says so, to learn something else."""
+    """Train, saving every second step. If the case says so, go back once and learn something else."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)

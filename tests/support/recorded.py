@@ -1,4 +1,4 @@
-"""What saves would have recorded: stages, ranks and saves of given figures."""
+"""Recorded telemetry with given figures: of stages, ranks and saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NBYTES = CHUNKS << 24
 
 
 def stage(seconds: float, nbytes: int = 0, **fields: Any) -> StageReport:
-    """One that was busy for so long, with operations that all took equally long."""
+    """Return a stage that was busy for this time, with operations that all took equally long."""
     count = CHUNKS if nbytes else 1
     histogram = [0] * BUCKETS
     histogram[bucket_of(seconds / count)] = count
@@ -27,7 +27,7 @@ def stage(seconds: float, nbytes: int = 0, **fields: Any) -> StageReport:
 
 
 def record(rank: int, **stages: StageReport) -> RankTelemetry:
-    """One like the others, but for these stages."""
+    """Return a rank's telemetry with the usual stages, except these."""
     usual = {
         "flatten": stage(0.01),
         "round agree": stage(0.5, last_s=2.0),
@@ -41,16 +41,16 @@ def record(rank: int, **stages: StageReport) -> RankTelemetry:
 
 
 def save_of(changed: Mapping[int, Mapping[str, StageReport]], world: int = 8) -> SaveTelemetry:
-    """A save of many ranks, some of which have other stages."""
+    """Return a save of many ranks, some of which have other stages."""
     ranks = {rank: record(rank, **changed.get(rank, {})) for rank in range(world)}
     return SaveTelemetry("20310203T040506-8e8a630f", 5, world, 1e9, 6.0, {}, ranks)
 
 
 def slow_write(rank: int, key: str, seconds: float = 3.0) -> SlowOperation:
-    """One of a rank's slowest operations."""
+    """Return one of a rank's slowest operations."""
     return SlowOperation("write", key, 0, 1 << 24, rank, 1.0, seconds)
 
 
 def listed(step: int | None) -> ListedCheckpoint:
-    """The line of a listing for the save of a step."""
+    """Return the line of a listing for the save of a step."""
     return ListedCheckpoint(f"step-{step}", step, 8, 100, NBYTES, 1e9)

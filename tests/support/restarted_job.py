@@ -17,8 +17,8 @@ import holdfast
 def main() -> None:
     """Run on every rank."""
     folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # No backend that connects ranks: gloo itself, started again, may find addresses of the dead in
-    # this store.
+    # Use no backend that connects ranks: a restarted gloo may find addresses of dead ranks in this
+    # store.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
     state = {"w": torch.arange(5.0), "own": torch.tensor(rank)}

@@ -1,4 +1,4 @@
-"""Shelves of real memory, and the server that shows one, in a thread of this process."""
+"""Shelves of real memory, and a server for one, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MemfdShelf:
         return self.others
 
     def add(self, key: str, data: bytes) -> None:
-        """``data`` has one byte at least."""
+        """Add an object of at least one byte."""
         self.objects[key] = Memory(sealed_bytes(data), len(data), writable=False)
 
     def listing(self) -> Sequence[ObjectInfo]:
@@ -64,7 +64,7 @@ class MemfdShelf:
 
 @dataclass(frozen=True)
 class StoreShelf:
-    """The objects of a named ``memory://`` store, which drivers alter meanwhile."""
+    """The objects of a named ``memory://`` store, which drivers may change at any time."""
 
     name: str
 
@@ -101,7 +101,7 @@ class StoreShelf:
 
 @dataclass
 class Showing:
-    """A server that runs. ``server`` has its counters."""
+    """A running server. ``server`` has its counters."""
 
     server: Any
     token: str
@@ -109,11 +109,11 @@ class Showing:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self.server.port)
 
     def uri(self, path: str = "", **options: str) -> str:
-        """Of what lies at ``path``."""
+        """Return the URI of ``path``."""
         query = "&".join(f"{name}={value}" for name, value in options.items())
         return f"peer://{self.host}:{self.port}/{path}" + (f"?{query}" if query else "")
 

@@ -1,11 +1,11 @@
-"""An hour of saves, loads, copies and prunings at random, on storage that fails.
+"""An hour of random saves, loads, copies and prunes, on storage that fails.
 
 make soak                        an hour on a local folder and on an S3 server of its own
 make soak MINUTES=1              a minute
 make soak URI=s3://bucket/path   on your own S3
 make soak SEED=n                 the operations of that seed, in the same order
 
-Whatever an operation touches is loaded again: it must be a state that may be there, bit for bit.
+Everything that an operation touches is loaded again: it must be an allowed state, bit for bit.
 Memory, handles, threads, and bytes that belong to no checkpoint must not rise. Without an S3
 server, ``memory://`` takes its place. ``tests/crash`` kills processes.
 """
@@ -46,7 +46,7 @@ from .servers.start import FINDERS, started
 SLOTS = 3
 LOOK_EVERY = 10
 LATE_S = 300.0
-"""Time after which an operation hangs: all stacks are printed, and the process ends."""
+"""Time after which an operation counts as hung: all stacks are printed, and the process ends."""
 GRACE_S = 15.0
 """Grace period for attempts close to commit, instead of an hour, so that they are collected."""
 FAULTS = "error:0.01,unsure:0.01,short:0.01,delay:0.02,delay_s:0.02"
@@ -68,13 +68,13 @@ class Slot:
 
     @property
     def holds(self) -> int | None:
-        """The state of a settled slot."""
+        """Return the state of a settled slot."""
         (number,) = self.allowed
         return number
 
     def settle(self) -> None:
-        """Allow no other state than the one found here. Raise AssertionError if it is not
-        allowed."""
+        """Allow only the state that is found here. Raise AssertionError if it was not allowed
+        before."""
         found = number_of(lambda: holdfast.load(self.uri))
         if found not in self.allowed:
             raise AssertionError(f"{self.uri} holds {found}, not one of {self.allowed}")
@@ -156,7 +156,7 @@ def _stray_nbytes(slot: Slot) -> int:
 
 
 def _is_injected(error: BaseException | None) -> bool:
-    """Return whether a fault has caused the error, or the lock of a pruning that one has struck."""
+    """Return whether a fault has caused the error, or the lock of a prune that a fault has struck."""
     while error is not None:
         if "injected fault" in str(error) or "or died doing it" in str(error):
             return True
@@ -181,7 +181,7 @@ def _async_save(world: World, slot: Slot, random: Random, number: int) -> None:
     slot.allowed = slot.allowed | {number}
     state = content(number)
     handle = holdfast.async_save(slot.uri, state, step=number, storage_options=_failing(random))
-    zero(state)  # it is captured: whoever still reads it saves zeros
+    zero(state)  # it is captured: a later read of it would save zeros
     handle.wait()
     slot.allowed = {number}
 
@@ -253,7 +253,7 @@ LIMITS = {"resident memory, MiB": 32, "open handles": 3, "threads": 3, "stray by
 
 
 def soak(world: World, minutes: float) -> list[tuple[float, ...]]:
-    """Work for so long. Return what was measured meanwhile."""
+    """Run operations for this long. Return the measurements taken meanwhile."""
     done: Counter[str] = Counter()
     looks = []
     end_s = time.monotonic() + 60 * minutes

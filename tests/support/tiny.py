@@ -1,4 +1,4 @@
-"""A checkpoint of two ranks in a few kilobytes, with many chunks, and judges of all its readers."""
+"""A checkpoint of two ranks in a few kilobytes, with many chunks, and checks for its readers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _copies = itertools.count()
 
 
 def state_of(rank: int, step: int = 0) -> dict[str, Any]:
-    """What a rank saves: shared and own tensors, of several types and shapes, and values."""
+    """Return a rank's state: shared and own tensors of several types and shapes, and values."""
     w = torch.arange(16 * 200, dtype=torch.float32).reshape(16, 200) + 1000 * step
     return {
         "w": w,
@@ -47,7 +47,7 @@ def state_of(rank: int, step: int = 0) -> dict[str, Any]:
 
 
 def tiny(name: str, step: int = 0, compression: Compression | None = None) -> dict[str, bytes]:
-    """The files of a new checkpoint of two ranks, at ``memory://name``."""
+    """Save a checkpoint of two ranks at ``memory://name``; return its files."""
     driver = MemoryDriver(name)
     save_as_ranks(driver, [state_of(rank, step) for rank in range(2)])
     manifest, _ = start(read_manifest(driver)).result()
@@ -60,7 +60,7 @@ def tiny(name: str, step: int = 0, compression: Compression | None = None) -> di
 
 
 def compressed(driver: MemoryDriver, m: Manifest) -> bytes:
-    """Pack the images; return the manifest that says so."""
+    """Compress the images; return the new manifest."""
     sizes = []
     packed = replace(m, compression="lz4")
     for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):
@@ -84,7 +84,7 @@ def compressed(driver: MemoryDriver, m: Manifest) -> bytes:
 
 
 def rechunked(driver: Driver, m: Manifest) -> bytes:
-    """Cut the images into small chunks; return the manifest that says so."""
+    """Cut the images into small chunks; return the new manifest."""
     digests = []
     for image, hashed in enumerate(m.images.hashed_nbytes.tolist()):
         key = m.image_key(image)
@@ -101,7 +101,7 @@ def rechunked(driver: Driver, m: Manifest) -> bytes:
 
 
 def load(uri: str) -> None:
-    """The whole state, built anew."""
+    """Load the whole state into new tensors."""
     assert difference(state_of(0), holdfast.load(uri)) is None
 
 
@@ -122,7 +122,7 @@ def load_into(uri: str) -> None:
 
 
 def rows(uri: str) -> None:
-    """Slices: rows, columns, one element, every rank's own."""
+    """Read slices: rows, columns, one element, and every rank's own tensor."""
     truth = state_of(0)["w"]
     with holdfast.open(uri) as c:
         for index in ((slice(3, 5),), (slice(None), slice(7, 9)), (15, 199)):
@@ -133,7 +133,7 @@ def rows(uri: str) -> None:
 
 
 def byte_ranges(uri: str) -> None:
-    """Ranges of bytes, without torch."""
+    """Read ranges of bytes, without torch."""
     truth = raw(state_of(0)["w"])
     with holdfast.open(uri) as c:
         for a, b in ((0, 10), (5000, 9001), (len(truth) - 3, len(truth))):
@@ -142,7 +142,7 @@ def byte_ranges(uri: str) -> None:
 
 
 def files(uri: str) -> None:
-    """The files that fsspec shows, but for the images, of which it says that they are not verified."""
+    """Read the files that fsspec shows, except the images, which fsspec does not verify."""
     view = HoldfastFileSystem(uri)
     w = raw(state_of(0)["w"])
     assert view.cat_file("w.npy")[-len(w) :] == w
@@ -151,7 +151,7 @@ def files(uri: str) -> None:
 
 
 def copied(uri: str) -> None:
-    """A copy; where it is made it is whole, and where it fails nothing is there."""
+    """Copy the checkpoint. The copy must be complete, or absent if the copy fails."""
     target = f"memory://tiny-copy-{next(_copies)}"
     try:
         holdfast.copy(uri, target)
@@ -175,7 +175,7 @@ READERS: Mapping[str, Callable[[str], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """Bytes [start, stop) of a file are not what was saved but ``data``; None: the file is gone."""
+    """Damage to bytes [start, stop) of a file: ``data`` replaces them; None: the file is gone."""
 
     key: str
     data: bytes | None
@@ -184,7 +184,7 @@ class Damaged:
 
 
 class Tiny:
-    """A checkpoint that can be damaged and mended."""
+    """A checkpoint that can be damaged and repaired."""
 
     def __init__(
         self,
@@ -192,22 +192,22 @@ class Tiny:
         compression: Compression | None = None,
         files: dict[str, bytes] | None = None,
     ) -> None:
-        """``files`` are there already; None: those of a new checkpoint."""
+        """Use the existing ``files``, or save a new checkpoint if None."""
         self.uri, self._driver = f"memory://{name}", MemoryDriver(name)
         self.files = files or tiny(name, compression=compression)
         self.manifest, _ = start(read_manifest(self._driver)).result()
 
     @property
     def hashed(self) -> int:
-        """How far digests reach into each image, at least."""
+        """Return the number of bytes of each image that digests cover, at least."""
         return int(self.manifest.images.hashed_nbytes.min())
 
     def put(self, key: str, data: bytes | None) -> None:
-        """What is there from now on."""
+        """Replace a file, or delete it if ``data`` is None."""
         start(self._driver.delete(key) if data is None else self._driver.put(key, data)).result()
 
     def judge(self, reader: str, *damages: Damaged) -> str:
-        """Read with damage: return "refused" for a located error, or "unnoticed" for the saved values."""
+        """Read with damage. Return "refused" for a located error, "unnoticed" for the saved values."""
         for d in damages:
             self.put(d.key, d.data)
         try:
@@ -227,7 +227,7 @@ class Tiny:
         return "unnoticed"
 
     def _names(self, error: holdfast.CheckpointError, d: Damaged) -> bool:
-        """Whether the error says which file it is, which bytes, and whose."""
+        """Return whether the error names the damaged file, its bytes, and their tensors."""
         if error.key != d.key or d.key == MANIFEST_KEY:
             return error.key == d.key
         said = _SAID.search(error.message)
@@ -269,7 +269,7 @@ class Tiny:
         )
 
     def verify(self, *damages: Damaged) -> None:
-        """``verify`` finds each of these, and says where; or the manifest is refused."""
+        """Check that ``verify`` locates each damage, or that the manifest is refused."""
         for d in damages:
             self.put(d.key, d.data)
         try:
@@ -293,7 +293,7 @@ class Tiny:
 
 
 def _has_no_manifest(error: holdfast.CheckpointError, damages: Sequence[Damaged]) -> bool:
-    """Return whether the manifest is gone and the error says what lies there instead."""
+    """Return whether the manifest is missing, and the error says that nothing is committed."""
     gone = any(d.key == MANIFEST_KEY and d.data is None for d in damages)
     return (
         gone

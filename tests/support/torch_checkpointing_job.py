@@ -25,7 +25,7 @@ def settings(name: str, *, asynchronous: bool = False) -> dict[str, Any]:
     ``name``: of the storage.
     """
     spec = ItemSpec(resharder=DefaultResharder(), required=False)
-    # By default it is a number of the process, and ranks may have made different numbers of these.
+    # The default is a counter of the process, which may differ between ranks.
     generation = f"{name} {dist.get_world_size() if dist.is_initialized() else 1}"
     writer = CheckpointWriterConfig(barrier_config=DefaultStoreBarrierConfig(generation=generation))
     save: Any = SyncCheckpointSaverConfig(writer_config=writer)
@@ -70,8 +70,8 @@ def train(
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """torch_checkpointing gathers what it knows of shards in tensors on a GPU, whatever the process
-    group."""
+    """Moves tensors to the CPU: torch_checkpointing gathers metadata of shards in tensors on a GPU,
+    whatever the process group."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

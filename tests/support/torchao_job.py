@@ -49,7 +49,7 @@ class Job:
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
             loss = (self.model(x) - x).square().mean()
             loss.backward()
-            with torch.compiler.set_stance("force_eager"):  # to compile takes longer than all else
+            with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the rest
                 self.optim.step()
             self.optim.zero_grad()
             if self.in_eight_bits:  # computes the scales of the next gathering

@@ -1,4 +1,4 @@
-"""A training loop with torchtitan's parts, as its Trainer runs them, which itself wants an
+"""A training loop with torchtitan's parts, as its Trainer runs them. The Trainer itself needs an
 accelerator. As a script: see :func:`main`."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 12
 
 
 class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
-    """An endless stream of batches, all of which every rank sees, so that losses do not depend on
+    """An endless stream of batches. Every rank sees all of them, so that losses do not depend on
     the number of ranks."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 class TrainState:
-    """What Trainer says of itself."""
+    """The Trainer's own state."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -63,7 +63,7 @@ class TrainState:
 
 
 def network(sharded: bool = True) -> nn.Module:
-    """The model, sharded over all ranks or not."""
+    """Build the model, sharded over all ranks or not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     if sharded:
@@ -74,7 +74,7 @@ def network(sharded: bool = True) -> nn.Module:
 
 
 class Renamed(StateDictAdapter):
-    """The names that the model has at Hugging Face."""
+    """Converts to the names that the model has at Hugging Face."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {f"model.{name}": value for name, value in state_dict.items()}
@@ -87,7 +87,7 @@ class Renamed(StateDictAdapter):
 
 
 class Job:
-    """What Trainer builds, and its loop."""
+    """The objects that Trainer builds, and its loop."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class Job:
         note: Callable[[int, float], None] = lambda step, loss: None,
     ) -> dict[int, float]:
         """Train up to this step, from the configured or the newest checkpoint if there is one;
-        return the losses. ``die_at``: be killed in the middle of saving that step. ``note`` is
-        called after each step."""
+        return the losses. ``die_at``: kill this process in the middle of saving that step. ``note``
+        is called after each step."""
         self.checkpoints.load(self.load_step)
-        self.numbers.position = self.state.step  # of no effect, where the loader's state is loaded
+        self.numbers.position = self.state.step  # has no effect if the loader's state is loaded
         batches = iter(self.loader)
         losses: dict[int, float] = {}
         while self.state.step < steps:
@@ -154,8 +154,8 @@ class Job:
 
 
 def die_in_mid_save(folder: Path) -> None:
-    """Make what is saved next take half a second for each operation, and end this process when
-    there is a file in ``folder``."""
+    """Slow each operation of the next save down to half a second, and end this process once there
+    is a file in ``folder``."""
     os.environ["HOLDFAST_FAULTS"] = "delay:1,delay_s:0.5"
 
     def watch() -> None:
@@ -167,17 +167,17 @@ def die_in_mid_save(folder: Path) -> None:
 
 
 def train(folder: str, config: dict[str, Any], steps: int = STEPS) -> dict[int, float]:
-    """For rank processes."""
+    """Train, as a task for rank processes."""
     return Job(folder, config).run(steps)
 
 
 def train_with_dcp(folder: str, config: dict[str, Any]) -> dict[int, float]:
-    """The same, with torchtitan's own manager."""
+    """Train with torchtitan's own manager."""
     return Job(folder, config, CheckpointManager).run()
 
 
 def export_and_load(folder: str) -> None:
-    """Train for four steps; begin others from what that has saved, in each of its forms."""
+    """Train for four steps, and start other jobs from each form of the saved checkpoints."""
     alone = {"folder": "alone", "last_save_model_only": True, "export_dtype": "bfloat16"}
     hf = {"folder": "hf", "last_save_model_only": True, "last_save_in_hf": True}
     for config in (alone, hf):
@@ -198,8 +198,8 @@ def export_and_load(folder: str) -> None:
 
 
 def load_steps(folder: str) -> None:
-    """Train; load single steps, one that is not there, and one of another model. A step back is
-    not undone by the next job."""
+    """Train. Load single steps, a missing one, and one of another model. The next job does not undo
+    a step back."""
     Job(folder, {}).run(6)
     job = Job(folder, {})
     assert job.checkpoints.load(4)
@@ -217,7 +217,7 @@ def load_steps(folder: str) -> None:
 
 
 def raised(kind: type[Exception], function: Callable[..., object], *arguments: object) -> None:
-    """Fails unless the function raises an error of this kind."""
+    """Fail unless the function raises an error of this kind."""
     try:
         function(*arguments)
     except kind:
@@ -226,7 +226,7 @@ def raised(kind: type[Exception], function: Callable[..., object], *arguments: o
 
 
 def main() -> None:
-    """Arguments: the folder, the configuration as JSON, and the step at which to be killed."""
+    """Train. Arguments: the folder, the configuration as JSON, and the step at which to be killed."""
     folder, config, die_at = sys.argv[1:]
     dist.init_process_group("gloo")
     Job(folder, json.loads(config)).run(die_at=int(die_at))

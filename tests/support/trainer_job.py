@@ -19,7 +19,7 @@ ASYNCHRONOUS: dict[str, Any] = {"no": False, "yes": True, "lazy": "lazy"}
 
 
 class Trainer(HoldfastTrainerMixin, transformers.Trainer):
-    """Writes down the loss of each batch."""
+    """Records the loss of each batch."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)

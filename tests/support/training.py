@@ -1,4 +1,4 @@
-"""A job that trains a small model, whatever framework holds it, and saves it meanwhile."""
+"""A job that trains a small model under any framework, and saves it meanwhile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Held = dict[str, torch.Tensor]
 """All tensors of a model and its optimizer, whole, by name."""
 
 Seen = tuple[Held, list[float]]
-"""What a job holds, and the losses of the steps that follow."""
+"""The tensors of a job, and the losses of the following steps."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """``step`` takes the step of a number, on a batch that all ranks have, and returns its loss;
-    ``held`` returns what there is then."""
+    """A training job. ``step`` takes the step of a number, on a batch that all ranks share, and
+    returns its loss; ``held`` returns the current tensors."""
 
     model: Any
     optim: Any
@@ -29,11 +29,11 @@ class Training:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved."""
+        """The state to save."""
         return {"model": self.model, "optim": self.optim}
 
     def seen(self) -> Seen:
-        """Train for two more steps."""
+        """Return the current tensors, and the losses of two more steps."""
         held = self.held()
         return held, [self.step(number) for number in (2, 3)]
 
@@ -45,7 +45,7 @@ class Training:
         return self.seen()
 
     def save_lazily(self, uri: str) -> list[Held]:
-        """Save twice while training goes on: what was held at the time of each call."""
+        """Save twice while training continues; return the tensors at the time of each call."""
         held = []
         for number in range(2):
             self.step(number)

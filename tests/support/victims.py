@@ -16,7 +16,7 @@ from .rank_processes import PRELOAD
 
 
 def state_of_step(step: int) -> dict[str, Any]:
-    """A state whose every element says which step it is of."""
+    """Return a state in which every element tells its step."""
     import torch
 
     return {
@@ -26,7 +26,7 @@ def state_of_step(step: int) -> dict[str, Any]:
 
 
 def spawned(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
-    """A new process that runs ``target(pipe, *args)``, and our end of the pipe."""
+    """Start a process that runs ``target(pipe, *args)``; return it, and our end of the pipe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
@@ -37,7 +37,7 @@ def spawned(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
 
 
 def save_here(uri: str, step: int) -> None:
-    """One save, for a process that does nothing else."""
+    """Save once, for a process that does nothing else."""
     import holdfast
 
     holdfast.save(uri, state_of_step(step), budget_nbytes=32 << 20)
@@ -55,15 +55,15 @@ def save_and_die_at(
 
 
 def tuned_state(step: int) -> dict[str, Any]:
-    """A state of 4 MiB that never change, and others that say which step they are of."""
+    """Return a state with 4 MiB that never change, and other tensors that tell their step."""
     import torch
 
     return {"frozen": torch.arange(1 << 20, dtype=torch.int32), **state_of_step(step)}
 
 
 def save_increment_and_die_at(pipe: Connection, run: str, at: int) -> None:
-    """Save step 1 of a run, and step 2 incrementally; die before the ``at``-th changing call of the
-    latter, or once it is saved. If ``at`` is 0, send how many calls there are."""
+    """Save step 1 of a run, and step 2 incrementally. Die before the ``at``-th changing call of the
+    second save, or after it. If ``at`` is 0, send the number of calls."""
     import holdfast
 
     options: Any = {"every": 1, "incremental": True, "lazy": False, "grace_s": None}
@@ -74,13 +74,13 @@ def save_increment_and_die_at(pipe: Connection, run: str, at: int) -> None:
         count = count_calls(at)
         checkpointer.step(2, tuned_state(2))
         checkpointer.wait()
-        if at:  # a save makes a few calls more or less than the one that was counted
+        if at:  # a save makes slightly more or fewer calls than the one that was counted
             os.kill(os.getpid(), signal.SIGKILL)
         pipe.send(count())
 
 
 def copy_over(kind: str, src: str, dst: str) -> int:
-    """Copy or import over what is there; return the bytes that needed not be sent."""
+    """Copy or import over an existing checkpoint; return the bytes that were not sent again."""
     import holdfast
 
     if kind == "import":
@@ -90,7 +90,7 @@ def copy_over(kind: str, src: str, dst: str) -> int:
 
 
 def copy_and_die_at(pipe: Connection, kind: str, src: str, dst: str, at: int) -> None:
-    """Copy over what is there, and die before the ``at``-th changing call, or send the count."""
+    """Copy over an existing checkpoint; die before the ``at``-th changing call, or send the count."""
     import holdfast  # noqa: F401  (imported before calls are counted)
 
     count = count_calls(at)
@@ -99,7 +99,7 @@ def copy_and_die_at(pipe: Connection, kind: str, src: str, dst: str, at: int) ->
 
 
 def copy_run_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
-    """Copy a run, and die before the ``at``-th changing call, or send the count."""
+    """Copy a run; die before the ``at``-th changing call, or send the count."""
     import holdfast
 
     count = count_calls(at)
@@ -110,7 +110,7 @@ def copy_run_and_die_at(pipe: Connection, src: str, dst: str, at: int) -> None:
 def count_calls(
     at: int, dying: Callable[[Sequence[str]], None] = lambda before: None
 ) -> Callable[[], int]:
-    """Die before the ``at``-th call that changes the file system; return what tells the count."""
+    """Die before the ``at``-th call that changes the file system; return a function that counts."""
     seen: list[str] = []
 
     def before(number: int, label: str) -> None:
@@ -123,7 +123,7 @@ def count_calls(
     tap.__enter__()  # until this process ends
 
     def count() -> int:
-        assert tap is not None  # it is kept: it would be taken away with its last reference
+        assert tap is not None  # keep the last reference: without it the tap would be removed
         return len(seen)
 
     return count
@@ -149,7 +149,7 @@ def save_with_file_limits(pipe: Connection, uri: str, step: int, limits: Sequenc
 
 
 def save_against_others(pipe: Connection, uri: str, first: int, saves: int) -> None:
-    """Save again and again where others do so too; tell per save what came of it."""
+    """Save repeatedly while others do so too; send the outcome of each save."""
     import holdfast
 
     for step in range(first, first + saves):
@@ -170,9 +170,9 @@ COMMIT = "rename manifest.safetensors"
 
 @contextlib.contextmanager
 def tapped(before: Callable[[int, str], None]) -> Iterator[None]:
-    """``before(n, label)`` is called before the n-th of them, counted from 1; by one thread at a
-    time. ``label`` is the name of the call and what it acts on: "rename manifest.safetensors". What
-    it raises, the call raises."""
+    """Call ``before(n, label)`` before the n-th changing call, counted from 1, by one thread at a
+    time. ``label`` is the name of the call and its target: "rename manifest.safetensors". The call
+    raises the errors of ``before``."""
     count, busy, lock = 0, False, threading.RLock()
     real = {name: getattr(os, name) for name in SYSTEM_CALLS}
 
@@ -180,7 +180,7 @@ def tapped(before: Callable[[int, str], None]) -> Iterator[None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count, busy
             with lock:
-                if not busy:  # else ``before`` makes it
+                if not busy:  # otherwise ``before`` makes the call
                     count, busy = count + 1, True
                     try:
                         before(count, f"{name} {_target(name, args)}")

@@ -26,7 +26,7 @@ Made = Callable[[dict[str, torch.Tensor], Group], dict[str, Any]]
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Return whole weights, of which few elements differ from those of the version before."""
+    """Return whole weights. Few elements differ from those of the previous version."""
     made = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         generator = torch.Generator().manual_seed(number)
@@ -173,7 +173,7 @@ def outcome(work: Callable[[], Any]) -> Any:
 
 
 class Bad:
-    """No set of weights."""
+    """An object without weights."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""
@@ -210,7 +210,7 @@ def push_with_one_bad(uri: str, bad: str, rank: int) -> list[Any]:
 
 
 def refuse_writes() -> Callable[[], None]:
-    """Make this process find the disk full; return a function that ends it."""
+    """Make this process find the disk full; return a function that undoes that."""
     from holdfast.drivers.local.driver import LocalDriver
 
     create = LocalDriver.create
@@ -227,8 +227,8 @@ def refuse_writes() -> Callable[[], None]:
 
 
 def update_with_one_bad(uri: str, bad: str, rank: int) -> list[Any]:
-    """Update on several ranks. One of them finds its version damaged, or does not fit. Return what
-    each update gave, and the version whose weights this rank has."""
+    """Update on several ranks. One of them finds its version damaged, or has another layout. Return
+    the outcome of each update, and the version of this rank's weights."""
     mine = dist.get_rank() == rank
     whole = weights(0)
     state = LAYOUTS["pp"]({name: torch.zeros_like(whole[name]) for name in whole}, None)
@@ -253,7 +253,7 @@ def update_with_one_bad(uri: str, bad: str, rank: int) -> list[Any]:
 
 
 def damage(uri: Path, sequence: int, rank: int) -> None:
-    """Damage the patches that a rank has published of a version."""
+    """Damage the patches of a version that a rank has published."""
     (path,) = (uri / f"{sequence:08d}").rglob(f"{rank}.safetensors.patch")
     data = bytearray(path.read_bytes())
     data[8] ^= 1
@@ -261,7 +261,7 @@ def damage(uri: Path, sequence: int, rank: int) -> None:
 
 
 def publish_once(uri: str, layout: str, version: int, anew: bool) -> Any:
-    """A trainer that starts, publishes one version and ends. ``anew``: with one more tensor."""
+    """Start a trainer, publish one version and end. ``anew``: with one more tensor."""
     group = dist.group.WORLD
     state = LAYOUTS[layout](weights(version), group)
     tree = {"model": state} | ({"more": torch.ones(5)} if anew else {})
@@ -311,8 +311,8 @@ def two_trainers(uri: str) -> list[Any]:
 
 
 def dying_job(uri: str, what: str) -> Any:
-    """Publish and follow a version on two ranks; then rank 1 is killed in a push or an update.
-    Return what that gave rank 0, and the version that it has."""
+    """Publish and follow a version on two ranks; then kill rank 1 in a push or an update. Return
+    rank 0's outcome and version."""
     state = LAYOUTS["pp"]({name: tensor * 0 for name, tensor in weights(0).items()}, None)
     options: Any = {"deadline_s": 2.0}
     publisher = holdfast.publish(uri, **options)
@@ -332,7 +332,7 @@ def dying_job(uri: str, what: str) -> Any:
 
 
 def die_in(method: str) -> None:
-    """Let this process be killed at its next request of a kind to a local storage."""
+    """Kill this process at its next request of a kind to local storage."""
     from holdfast.drivers.local.driver import LocalDriver
 
     async def die(*_: object, **__: object) -> None:

@@ -13,7 +13,7 @@ SIZE = 40_000
 
 
 def weights(version: int) -> dict[str, Any]:
-    """Return weights of which every version changes a few elements."""
+    """Return weights; every version changes a few elements of them."""
     import torch
 
     made = torch.arange(SIZE, dtype=torch.int32).to(torch.bfloat16)
@@ -22,7 +22,7 @@ def weights(version: int) -> dict[str, Any]:
 
 
 def published(state: Any) -> int:
-    """Return the version of which these are the weights, every one of them."""
+    """Return the version of these weights, which must be complete."""
     import torch
 
     version = int(state["version"])

@@ -1,5 +1,5 @@
-"""Tasks for rank processes: states that wrappers of user code give, and optimizers of unusual
-states, under FSDP2."""
+"""Tasks for rank processes under FSDP2: states of wrappers in user code, and optimizers with
+unusual states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .jobs import sharded, state_of, train
 
 
 class AppState:
-    """Model and optimizer as one object, as torch's tutorial of distributed checkpoints has it."""
+    """Model and optimizer as one object, as in torch's tutorial on distributed checkpoints."""
 
     def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
         self.model, self.optim = model, optim
@@ -35,25 +35,25 @@ class AppState:
         return {"model": model, "optim": optim}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To both."""
+        """Load both."""
         set_state_dict(
             self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )
 
 
 class Container:
-    """Optimizers by flat names, as trainers have them that split a model into parts."""
+    """Optimizers under flat names, as in trainers that split a model into parts."""
 
     def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
         self.model, self.optim = model, optim
         self.options = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """One dict of names with dots."""
+        """Return one dict with dotted names."""
         return get_optimizer_state_dict(self.model, self.optim, options=self.options)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The same."""
+        """Load such a dict."""
         set_optimizer_state_dict(self.model, self.optim, state, options=self.options)
 
 
@@ -64,16 +64,16 @@ class Plain:
         self.wrapped = [optim]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own."""
+        """Return the optimizer's own state."""
         return {"inner": self.wrapped[0].state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To the optimizer."""
+        """Load the optimizer's state."""
         self.wrapped[0].load_state_dict(state["inner"])
 
 
 class Moments:
-    """Moments by the names of parameters, in a notation of its own; none before the first step."""
+    """Moments by parameter name, in a notation of its own; none before the first step."""
 
     def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
         self.holder = {"optim": [optim]}
@@ -89,7 +89,7 @@ class Moments:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To the optimizer."""
+        """Put the moments into the optimizer."""
         (optim,) = self.holder["optim"]
         for p, name in self.names.items():
             optim.state[p] = {
@@ -106,7 +106,7 @@ WRAPPERS: dict[str, Any] = {
 
 
 def state_with(kind: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state that has them wrapped."""
+    """Return a state that contains both, wrapped."""
     wrapper = WRAPPERS[kind](model, optim)
     return {"app": wrapper} if kind == "app" else {"model": model, "optim": wrapper}
 
@@ -120,8 +120,8 @@ def wrapped_save(uri: str, kind: str, layout: str) -> dict[str, Any]:
 
 
 def wrapped_load(uri: str, kind: str, layout: str, more: int) -> tuple[dict[str, Any], int]:
-    """Load into a new job, train on, and tell what it is then; and the most elements of one tensor
-    that were given."""
+    """Load into a new job and train on. Return its state, and the largest number of elements of one
+    tensor that the load passed."""
     model, optim = sharded(layout, 2)
     state = state_with(kind, model, optim)
     wrapper = next(value for value in state.values() if not isinstance(value, nn.Module))
@@ -140,7 +140,7 @@ def wrapped_load(uri: str, kind: str, layout: str, more: int) -> tuple[dict[str,
 
 
 def held(value: Any) -> list[int]:
-    """Elements that this rank holds of each tensor."""
+    """Count the elements that this rank holds of each tensor."""
     if isinstance(value, DTensor):
         return [value.to_local().numel()]
     if isinstance(value, torch.Tensor):
@@ -156,7 +156,7 @@ def held(value: Any) -> list[int]:
 
 
 def whole_mean(grad: torch.Tensor) -> torch.Tensor:
-    """The mean of each row, in a layout that no rank has to complete."""
+    """Return the mean of each row, in a layout that no rank has to complete."""
     mean = grad.square().mean(dim=-1)
     if isinstance(mean, DTensor):
         return mean.redistribute(
@@ -166,15 +166,14 @@ def whole_mean(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Factored(torch.optim.Optimizer):
-    """Second moments by rows, and others that have not the shape of their parameter, or not its
-    dtype."""
+    """Keeps second moments by rows, and others that differ from their parameter in shape or dtype."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One of them."""
+        """Take a step."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -203,8 +202,8 @@ class Factored(torch.optim.Optimizer):
 def factored(
     uri: str, layout: str, steps: int, load: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Train by :class:`Factored`, after a load or before a save; tell the state, and how one
-    parameter's is laid out."""
+    """Train with :class:`Factored`, after a load or before a save. Return the state, and the layout
+    of one parameter's state."""
     model, _ = sharded(layout, 1 if not load else 2)
     optim = Factored(model.parameters())
     if load:
@@ -219,10 +218,10 @@ def factored(
 
 
 class Local(torch.optim.SGD):
-    """Works on local tensors: its states are plain, of each rank, or by chance alike on all."""
+    """Works on local tensors. Its states are plain: of each rank, or equal on all by chance."""
 
     def fill(self) -> None:
-        """As if it had stepped."""
+        """Fill the state as a step would."""
         for group in self.param_groups:
             for p in group["params"]:
                 local = p.to_local().detach()
@@ -235,7 +234,7 @@ class Local(torch.optim.SGD):
 
 
 def local_states(uri: str) -> bool:
-    """Return whether a new optimizer of that kind gets back this rank's own states."""
+    """Return whether a new :class:`Local` gets back this rank's own states."""
     model, _ = sharded("fsdp", 1)
     optim = Local(model.parameters())
     optim.fill()
@@ -255,8 +254,8 @@ def kinds_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def own_optimizer(uri: str, load: bool, with_module: bool = True) -> Any:
-    """An optimizer on each rank with its own parameters, whose groups are in another order at the
-    load, if they have names."""
+    """Save or load an optimizer on each rank with its own parameters. If they have names, the
+    groups are in another order at the load."""
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2) for _ in range(4)]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -270,7 +269,7 @@ def own_optimizer(uri: str, load: bool, with_module: bool = True) -> Any:
     ]
     if load and with_module:
         groups = [{"params": rest, "lr": 7.0}, {"params": decay, "lr": 8.0}]
-    if not with_module:  # of one parameter more on each rank than on the one before
+    if not with_module:  # each rank has one parameter more than the previous one
         groups = [
             {"params": decay[:1], "lr": 1.0},
             {"params": [*rest, *decay][: rank + 1], "lr": 2.0},
@@ -301,13 +300,13 @@ class Given:
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All of it."""
+        """Replace the state."""
         self.state = state
 
 
 def sharded_of_an_object(uri: str) -> list[str]:
-    """DTensors that an object has in another dtype, and such as it does not have, nor any parameter
-    by name."""
+    """Load DTensors into an object that has them in another dtype, or does not have them. No
+    parameter has their names."""
     model, _ = sharded("fsdp", 1)
     p = next(iter(model.parameters())).detach()
     holdfast.save(

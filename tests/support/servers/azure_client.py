@@ -1,8 +1,8 @@
-"""A client of Azure Blob Storage's REST interface, on the standard library alone: it shares no code
-with the driver.
+"""A client of Azure Blob Storage's REST interface. It uses only the standard library, so it shares
+no code with the driver.
 
-It knows what tests need: containers, blobs, blocks that are not committed yet, and signatures (SAS)
-to be handed on. The conformance kit's probe asks by it.
+It supports what tests need: containers, blobs, uncommitted blocks, and signatures (SAS) to pass on.
+The conformance kit's probe uses it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _VERSION = "2021-08-06"
 
 @dataclass(frozen=True)
 class AzureClient:
-    """One account at ``endpoint``, whose path names the account. Each request has a connection of
-    its own."""
+    """One account at ``endpoint``, whose path names the account. Each request has its own
+    connection."""
 
     endpoint: str
     account: str
     key: str = field(repr=False)
 
     def create_container(self, container: str, *, public: bool = False) -> None:
-        """Make a container; a public one can be read, and listed, by anybody."""
+        """Create a container; anybody can read and list a public one."""
         headers = {"x-ms-blob-public-access": "container"} if public else {}
         self._request("PUT", container, {"restype": "container"}, headers)
 
@@ -48,7 +48,8 @@ class AzureClient:
         return self._request("GET", f"{container}/{name}", {})
 
     def list(self, container: str, prefix: str = "", *, page: int = 5000) -> Iterator[str]:
-        """Yield the names of all blobs that begin so, but for blobs with uncommitted blocks only."""
+        """Yield the names of all blobs with this prefix. Skip blobs that only have uncommitted
+        blocks."""
         marker = ""
         while True:
             query = {"restype": "container", "comp": "list", "prefix": prefix}
@@ -129,7 +130,7 @@ class AzureProbe:
         return self._client.get(self._container, self._root + encoded(key))
 
     def list(self) -> list[str]:
-        """See the kit's Probe. Blocks that are not committed have no name of their own, and the
-        store forgets them by itself, which is what the driver relies on: they are not counted."""
+        """See the kit's Probe. Uncommitted blocks do not count: they have no name of their own, and
+        the store drops them by itself, on which the driver relies."""
         found = self._client.list(self._container, self._root)
         return sorted(unquote(name.removeprefix(self._root)) for name in found)

@@ -14,14 +14,14 @@ ACCOUNT = "holdfasttests"
 
 
 def find_azurite() -> Path | None:
-    """Its program for blobs, if it is installed."""
+    """Return its program for blobs, if it is installed."""
     program = INSTALLED / "azurite/node_modules/.bin/azurite-blob"
     return program if program.exists() else None
 
 
 class Azurite:
-    """A server with one account, whose key is made up, and with an empty container, ``holdfast``.
-    Its log lies in ``folder``."""
+    """A server with one account, whose key is made up, and an empty container, ``holdfast``. Its
+    log is in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         program = find_azurite()
@@ -32,7 +32,7 @@ class Azurite:
         self.port = port
         self.endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
         self.client = AzureClient(self.endpoint, ACCOUNT, key)
-        # Clients are newer than Azurite, and name a later version of the interface than it knows.
+        # Clients are newer than Azurite, and name a later interface version than it supports.
         options = [
             "--inMemoryPersistence",
             "--disableTelemetry",
@@ -55,7 +55,7 @@ class Azurite:
         return {"AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": self.client.key}
 
     def start(self) -> None:
-        """Start it, and make the container."""
+        """Start it, and create the container."""
         self._daemon.start()
         self.client.create_container("holdfast")
 

@@ -1,5 +1,5 @@
-"""A server that is one program: started on a free port of the loopback, awaited until it listens,
-stopped by its id."""
+"""A server that is one program. It starts on a free port of the loopback, is awaited until it
+listens, and is stopped by its process id."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from support.servers.ports import listens
 
 INSTALLED = Path(os.environ.get("HOLDFAST_TEST_SERVERS", Path(__file__).parents[3] / ".servers"))
-"""Where ``make test-servers`` puts servers."""
+"""The folder into which ``make test-servers`` installs servers."""
 START_S = 60.0
-# Some servers take their own users' keys from a client's variables.
+# Some servers read their own users' keys from a client's variables.
 _CLIENTS_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
 """Before a command: the kernel ends the program when a test run is killed. setpriv runs the program
@@ -65,8 +65,8 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, where
-        it does not."""
+        """Start it, and wait until it listens. Raises RuntimeError, with the end of its log, if it
+        does not."""
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 self._command,

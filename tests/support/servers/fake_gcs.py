@@ -1,6 +1,6 @@
-"""fake-gcs-server: an emulator of Google Cloud Storage, with what it lacks of the XML interface
-before it. It keeps objects in memory. With the conformance kit's probe, which asks by the JSON
-interface."""
+"""fake-gcs-server, an emulator of Google Cloud Storage, behind a front that adds missing parts of
+the XML interface. It keeps objects in memory. The conformance kit's probe uses the JSON interface.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from support.servers.ports import free_port
 
 
 def find_fake_gcs() -> Path | None:
-    """Its program, if it is installed."""
+    """Return its program, if it is installed."""
     program = INSTALLED / "fake-gcs/fake-gcs-server"
     return program if program.exists() else None
 
 
 class FakeGcs:
-    """A server with an empty bucket, ``holdfast``. Its log lies in ``folder``. Anybody may do
-    anything."""
+    """A server with an empty bucket, ``holdfast``. Its log is in ``folder``. Everybody
+    has all permissions."""
 
     def __init__(self, folder: Path) -> None:
         program = find_fake_gcs()
@@ -35,9 +35,9 @@ class FakeGcs:
             raise RuntimeError("fake-gcs-server is not installed: make test-servers")
         port, front_port = free_port(), free_port()
         self.json_endpoint = f"http://127.0.0.1:{port}"
-        """Of the JSON interface, without anything before it."""
+        """Endpoint of the JSON interface, without the front."""
         self.endpoint = f"http://127.0.0.1:{front_port}"
-        """Of the XML interface."""
+        """Endpoint of the XML interface."""
         at = ("-host", "127.0.0.1", "-port", str(port), "-public-host", f"127.0.0.1:{port}")
         command = [program, "-scheme", "http", "-backend", "memory", "-log-level", "warn", *at]
         self._server = Daemon(command, port=port, log=folder / "fake-gcs-server.log")
@@ -53,14 +53,14 @@ class FakeGcs:
         """Return the variables that clients need: a service account without tokens."""
         account = {"client_email": "", "private_key": "", "private_key_id": ""}
         account |= {"gcs_base_url": self.endpoint, "disable_oauth": True}  # type: ignore[dict-item]
-        # Where the JSON interface is, for the probe.
+        # The endpoint of the JSON interface, for the probe.
         return {
             "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account),
             "STORAGE_EMULATOR_HOST": self.json_endpoint,
         }
 
     def start(self) -> None:
-        """Start it, and make the bucket."""
+        """Start it, and create the bucket."""
         self._server.start()
         self._front.start()
         request = urllib.request.Request(
@@ -98,8 +98,8 @@ class GcsProbe:
         return self._ask("GET", f"/storage/v1/b/{self._bucket}/o/{name}?alt=media")
 
     def list(self) -> list[str]:
-        """See the kit's Probe. Parts of unfinished uploads are left to a life-cycle rule: they are
-        not counted."""
+        """See the kit's Probe. Parts of unfinished uploads do not count: a life-cycle rule removes
+        them."""
         query = urlencode({"prefix": self._root}, quote_via=quote)
         found = json.loads(self._ask("GET", f"/storage/v1/b/{self._bucket}/o?{query}"))
         assert "nextPageToken" not in found, (

@@ -1,16 +1,15 @@
-"""The part of Cloud Storage's XML interface that fake-gcs-server does not speak: puts, and uploads
-in parts.
+"""The part of Cloud Storage's XML interface that fake-gcs-server lacks: puts and multipart
+uploads.
 
     python gcs_front.py PORT UPSTREAM
 
-fake-gcs-server takes objects by the JSON interface only, and answers the XML one's reads, deletes
-and lists itself. The driver's client uses the XML one throughout. So this process listens in front:
-a put becomes an insertion by the JSON interface, with the condition that came with it, which
-fake-gcs-server judges; everything else is passed on as it is.
+fake-gcs-server accepts objects only through the JSON interface. It answers reads, deletes and lists
+of the XML interface itself. The driver's client uses the XML interface throughout. So this process
+listens in front. It turns a put into an insertion through the JSON interface, with the put's
+condition, which fake-gcs-server evaluates. It passes everything else on unchanged.
 
-Uploads in parts are kept here, until they are complete. So what a test shows of them is that the
-driver's client makes the requests in a way that this file understands, and not that Google's
-servers do.
+This process keeps multipart uploads until they are complete. So tests of them only show that this
+file understands the requests of the driver's client, not that Google's servers do.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PASSED_ON = (
 
 @dataclass
 class Upload:
-    """One that is neither complete nor aborted."""
+    """An upload that is neither complete nor aborted."""
 
     bucket: str
     name: str
@@ -60,12 +59,12 @@ class Front:
         self._client: ClientSession
 
     async def client(self, _app: web.Application) -> AsyncIterator[None]:
-        """Holds connections to the server for as long as this one runs."""
+        """Keep connections to the server open while this process runs."""
         async with ClientSession(auto_decompress=False) as self._client:
             yield
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Any request."""
+        """Answer any request."""
         path = request.raw_path.partition("?")[0]
         bucket, _, name = path.lstrip("/").partition("/")
         name = unquote(name)
@@ -199,7 +198,7 @@ def _etag(data: bytes) -> str:
 
 
 def _child(part: ET.Element, name: str) -> str:
-    """The text of a child, whatever namespace the sender has given to it."""
+    """Return the text of a child element, in any namespace."""
     return next(child.text or "" for child in part if child.tag.rpartition("}")[2] == name)
 
 

@@ -1,8 +1,8 @@
-"""A real HDFS: one name node, or two of which one is active, and DataNodes, on free ports of the
-loopback.
+"""A real HDFS, on free ports of the loopback: DataNodes and one name node, or two, one of them
+active.
 
-Found where ``make test-servers`` has put it (``.servers/hadoop``). Nothing is configured outside of
-its folder; its processes are stopped by their ids.
+``make test-servers`` installs it (``.servers/hadoop``). Nothing outside of its folder is
+configured, and its processes are stopped by their ids.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ log4j.appender.A.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 
 
 def find_hadoop() -> Path | None:
-    """The folder of its jars, if they and Java are there."""
+    """Return the folder of its jars, if they and Java are installed."""
     folder = INSTALLED / "hadoop"
     return folder if (folder / "lib/unshaded.jar").exists() and shutil.which("java") else None
 
 
 @dataclass
 class Hadoop:
-    """A file system below ``folder``. ``start`` it, ``stop`` it; in between its servers can be
-    killed and started again."""
+    """A file system below ``folder``. Between ``start`` and ``stop``, its servers can be killed and
+    restarted."""
 
     folder: Path
     datanodes: int = 2
-    """Each file is on two of them, where there are two: a name node that would have no copy to
-    spare closes a file only when the DataNode has told it of the block, and clients look again
+    """Number of DataNodes. Each file is on two of them, if there are two. With a single copy, the
+    name node closes a file only after the DataNode has reported the block, and clients look again
     after half a second."""
     ha: bool = False
-    """Two name nodes; the first is active."""
+    """Whether there are two name nodes, the first of them active."""
     extra: Mapping[str, object] = field(default_factory=dict)
-    """More properties, for every server."""
+    """Further properties for every server."""
     host: str = "127.0.0.1"
-    """What URIs call this machine: Kerberos knows it by name only."""
+    """Name of this machine in URIs: Kerberos does not know its address."""
     java: tuple[str, ...] = ()
-    """More words for Java."""
+    """Further arguments of Java."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By name: ``nn0``, ``nn1``, ``dn0``, …"""
+    """Servers by name: ``nn0``, ``nn1``, ``dn0``, …"""
     _begun: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,13 +75,13 @@ class Hadoop:
 
     @property
     def uri(self) -> str:
-        """URI of the root; with two name nodes, of their name service."""
+        """URI of the root, or of the name service if there are two name nodes."""
         if not self.ha:
             return f"hdfs://{self.address}/?webhdfs={self.host}:{self._ports['nn0'][1]}"
         return f"hdfs://{NAME_SERVICE}/?conf={self._folder('client')}"
 
     def at(self, path: str) -> str:
-        """The URI of a folder."""
+        """Return the URI of a folder."""
         return self.uri.replace("/?", f"/{path}?", 1)
 
     @property
@@ -94,7 +94,7 @@ class Hadoop:
         return {}
 
     def start(self) -> None:
-        """Format and boot. Raises RuntimeError, with the end of a log, where it does not come up."""
+        """Format and boot. Raises RuntimeError, with the end of a log, if it does not come up."""
         try:
             self._write("client", {})
             for name in self._names:
@@ -121,7 +121,7 @@ class Hadoop:
             raise
 
     def begin(self, name: str) -> None:
-        """Start one of its servers."""
+        """Start one server."""
         self._begun[name] = self._begun.get(name, 0) + 1
         with open(self.folder / f"{name}.log", "ab") as log:
             self.running[name] = subprocess.Popen(
@@ -133,7 +133,7 @@ class Hadoop:
             )
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """As a crash would. SIGSTOP makes it a black hole, SIGCONT ends that."""
+        """Kill a server, as a crash would. SIGSTOP makes it a black hole, SIGCONT ends that."""
         self.running[name].send_signal(how)
         if how == signal.SIGKILL:
             self.running.pop(name).wait()
@@ -145,11 +145,11 @@ class Hadoop:
         self._until(name, lambda: self._admin(name, "-getServiceState", name) == "active")
 
     def wait_for_standby(self, name: str) -> None:
-        """Until a name node is up, which is not active then."""
+        """Wait until a name node is up as a standby."""
         self._until(name, lambda: self._admin(name, "-getServiceState", name) == "standby")
 
     def wait(self) -> None:
-        """Until the first name node has left safe mode and knows all DataNodes."""
+        """Wait until the first name node has left safe mode and knows all DataNodes."""
         self._until(
             "nn0",
             lambda: (
@@ -158,7 +158,7 @@ class Hadoop:
         )
 
     def stop(self) -> None:
-        """End all of its processes."""
+        """End all processes."""
         for process in self.running.values():
             process.kill()
         for process in self.running.values():
@@ -212,7 +212,7 @@ class Hadoop:
         return self.folder / "conf" / name
 
     def _write(self, name: str, properties: Mapping[str, object]) -> None:
-        """The configuration of one server, or of clients."""
+        """Write the configuration of one server, or of clients."""
         folder = self._folder(name)
         folder.mkdir(parents=True, exist_ok=True)
         every = self._properties() | dict(properties)
@@ -225,7 +225,7 @@ class Hadoop:
         for file in (
             "core-site.xml",
             "hdfs-site.xml",
-        ):  # both: the defaults of the second one would win over the first
+        ):  # write both: otherwise the defaults of the second would override the first
             (folder / file).write_text(f"<configuration>{''.join(entries)}</configuration>")
         (folder / "log4j.properties").write_text(LOGGING)
 
@@ -277,13 +277,13 @@ _QUICK: dict[str, object] = {
     "dfs.namenode.safemode.extension": 0,
     "dfs.namenode.safemode.threshold-pct": 0,
     "dfs.namenode.heartbeat.recheck-interval": 1000,
-    # a file is closed at once, not when both DataNodes have reported
+    # close a file at once, not when both DataNodes have reported
     "dfs.namenode.file.close.num-committed-allowed": 1,
-    # and then nobody can read it at first, unless the driver waits
+    # so that a closed file cannot be read at first, unless the driver waits
     "dfs.blockreport.incremental.intervalMsec": 30,
     "dfs.namenode.fs-limits.min-block-size": 4096,
     "dfs.namenode.acls.enabled": "true",
     "dfs.datanode.du.reserved": 0,
-    # there are hardly more than one
+    # there is hardly more than one DataNode
     "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",
 }

@@ -1,4 +1,4 @@
-"""What lies on an HDFS, seen with hdfs-native alone: the probe of the conformance kit."""
+"""The conformance kit's probe of an HDFS. It uses only hdfs-native."""
 
 from __future__ import annotations
 

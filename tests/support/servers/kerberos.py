@@ -1,8 +1,7 @@
 """A Kerberos realm on the loopback: a KDC, keytabs and tickets, all below one folder.
 
-The programs are those that ``make test-servers`` has unpacked into ``.servers/kerberos``. Nothing
-outside of the folder is configured: every process that is to use the realm is started with
-:meth:`Kdc.environment`.
+``make test-servers`` installs the programs into ``.servers/kerberos``. Nothing outside of the
+folder is configured. A process uses the realm if it is started with :meth:`Kdc.environment`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ db_module_dir = {modules}
 
 
 def find_kerberos() -> Path | None:
-    """The folder of its programs, if they are there."""
+    """Return the folder of its programs, if they are installed."""
     folder = INSTALLED / "kerberos"
     return folder if (folder / "usr/sbin/krb5kdc").exists() else None
 
@@ -74,7 +73,7 @@ class Kdc:
         }
 
     def start(self) -> None:
-        """Make the realm and boot its KDC. Raises RuntimeError where it does not come up."""
+        """Make the realm and boot its KDC. Raises RuntimeError if it does not come up."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.config.write_text(CLIENTS.format(realm=REALM, port=self._port))
         modules = self._libraries() / "krb5/plugins/kdb"
@@ -95,7 +94,7 @@ class Kdc:
             self._daemon.stop()
 
     def keytab(self, name: str, *principals: str) -> Path:
-        """Add principals, ``user`` or ``service/host``; their keys lie in the keytab of this name."""
+        """Add principals, ``user`` or ``service/host``; put their keys into a keytab of this name."""
         path = self.folder / f"{name}.keytab"
         for principal in principals:
             self._run("usr/sbin/kadmin.local", "-q", f"addprinc -randkey {principal}")
@@ -103,7 +102,7 @@ class Kdc:
         return path
 
     def ticket(self, principal: str, keytab: Path) -> Path:
-        """A cache with a ticket of ``principal``, who has been added."""
+        """Return a cache with a ticket of ``principal``, who must have been added."""
         cache = self.folder / f"{principal.replace('/', '_')}.cache"
         self._run("usr/bin/kinit", "-k", "-t", str(keytab), "-c", f"FILE:{cache}", principal)
         return cache

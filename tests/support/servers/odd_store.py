@@ -1,4 +1,5 @@
-"""An S3 store in this process's memory, as far as drivers ask one, whose answers a test can bend.
+"""An S3 store in this process's memory. It supports the requests of drivers, and tests can change
+its answers.
 
 It checks no signatures. A test sets ``fault``, which may answer in the store's place, and ``edit``,
 which may change what the store answers.
@@ -21,8 +22,8 @@ _XML = {"content-type": "application/xml"}
 
 
 def kind_of(asked: Request) -> str:
-    """Name a request: put, get, head, delete, list, bulk, or, of multipart uploads, begin, part,
-    complete, abort, uploads, parts."""
+    """Return the kind of a request: put, get, head, delete, list, bulk; for multipart uploads:
+    begin, part, complete, abort, uploads, parts."""
     query = parse_qs(urlsplit(asked.path).query, keep_blank_values=True)
     of_uploads = {
         "POST": "complete" if "uploadId" in query else "begin",
@@ -41,7 +42,7 @@ def kind_of(asked: Request) -> str:
 
 @dataclass
 class Unfinished:
-    """A multipart upload; ``began_s`` is when it began, by the store."""
+    """A multipart upload. ``began_s``: its start on the store's clock."""
 
     key: str
     began_s: float
@@ -55,15 +56,15 @@ class OddStore:
     fault: Callable[[Request], Answer | None] = lambda asked: None
     edit: Callable[[Request, Answer], Answer] = lambda asked, answer: answer
     initiated_s: Callable[[], float] = time.time
-    """The store's clock, where it says when an upload began."""
+    """The store's clock, for the start times of uploads."""
     page: int = 1000
-    """Objects of one page of a listing."""
+    """Objects per page of a listing."""
     honours_tokens: bool = True
-    """Whether a listing goes on where a continuation token says."""
+    """Whether a listing continues where a continuation token says."""
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     uploads: dict[str, Unfinished] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
-    """The keys of uploads that a client has aborted."""
+    """Keys of the uploads that a client has aborted."""
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def __call__(self, asked: Request) -> Answer:

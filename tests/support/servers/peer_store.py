@@ -1,5 +1,5 @@
-"""``shown://name/root``: a store of this process that is read through a server and ``peer://``, and
-written to directly. So the conformance kit tries all that a driver for reading only can do."""
+"""``shown://name/root``: a store of this process. Reads go through a server and ``peer://``, writes
+go directly to the store. So the conformance kit can test a read-only driver."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ atexit.register(_open.close)
 
 
 def _server(name: str) -> Showing:
-    """The server of the store ``name``, for the life of this process."""
+    """Return the server of the store ``name``, which runs until this process ends."""
     if name not in _servers:
         _servers[name] = _open.enter_context(showing(StoreShelf(name)))
     return _servers[name]
 
 
 class ShownDriver(PeerDriver):
-    """Reads as ``peer://`` does, and writes directly into the server's memory."""
+    """Reads like ``peer://``, and writes directly into the server's memory."""
 
     def __init__(self, uri: Uri, values: dict[str, Any]) -> None:
         name, _, root = uri.location.partition("/")
@@ -59,21 +59,21 @@ class ShownDriver(PeerDriver):
         return cls(uri, option_values(cls.OPTIONS, uri))
 
     async def create(self, key: str, nbytes: int) -> Upload:
-        """Create it in the store."""
+        """Create an upload in the store."""
         self._target(key)
         return await self._store.create(key, nbytes)
 
     async def put(self, key: str, data: bytes, *, exclusive: bool = False) -> None:
-        """Put it into the store."""
+        """Put an object into the store."""
         self._target(key)
         await self._store.put(key, data, exclusive=exclusive)
 
     async def delete(self, key: str) -> None:
-        """Delete it from the store."""
+        """Delete an object from the store."""
         await self._store.delete(key)
 
     async def delete_all(self, prefix: str) -> None:
-        """Delete them from the store."""
+        """Delete objects from the store."""
         await self._store.delete_all(prefix)
 
     async def sweep(self, prefix: str) -> None:
@@ -81,13 +81,13 @@ class ShownDriver(PeerDriver):
         await self._store.sweep(prefix)
 
     async def close(self) -> None:
-        """Both."""
+        """Close both drivers."""
         await self._store.close()
         await super().close()
 
 
 class ShownProbe(MemoryProbe):
-    """The store itself."""
+    """Looks into the store itself."""
 
     def __init__(self, uri: Uri) -> None:
         super().__init__(Uri("memory", unquote(uri.location)))

@@ -11,7 +11,7 @@ _PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on, and that nobody is given unasked."""
+    """Return a port of the loopback on which nobody listens, outside of the ephemeral range."""
     for port in random.Random().sample(_PORTS, 100):
         try:
             socket.create_server(("127.0.0.1", port)).close()
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Tell whether somebody takes connections on a port of the loopback."""
+    """Return whether somebody accepts connections on a port of the loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), 1).close()
     except OSError:

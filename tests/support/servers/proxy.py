@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves when told to: slow, mute, or cutting connections. In threads of this
+"""A TCP proxy with faults on demand: slow, mute, or cutting connections. It runs in threads of this
 process."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Faults:
     """Faults of open and new connections. ``up`` is towards the server."""
 
     up_nbytes_per_s: float | None = None
-    """Of each connection."""
+    """Rate of each connection."""
     mute: bool = False
-    """Take what is sent, and pass nothing on, in either direction."""
+    """Accept data, and pass nothing on, in either direction."""
     refuse: bool = False
     """Cut new connections at once."""
 
@@ -34,8 +34,8 @@ class FaultProxy:
         self.cuts = 0
         """Connections that were cut so far."""
         self.losing: re.Pattern[bytes] | None = None
-        """The answer to the next request whose beginning this matches is lost: the server has done
-        it, and the connection is cut. Set to None when it has happened."""
+        """A pattern for the beginning of a request. The answer to the next such request is lost:
+        the server has executed it, and the connection is cut. None after that."""
         self.asked: list[str] = []
         """Method and path of each HTTP request so far."""
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class FaultProxy:
         self._port = self._server.getsockname()[1]
         self._sockets: set[socket.socket] = set()
         self._unheard: set[socket.socket] = set()
-        """Of servers whose next answer is lost."""
+        """Connections to servers whose next answer is lost."""
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -61,7 +61,7 @@ class FaultProxy:
         self._closed = True
         try:
             self._server.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is away
+        except OSError:  # it is closed already
             pass
         self._server.close()
         self.cut_all()
@@ -99,9 +99,9 @@ class FaultProxy:
             self._start(self._pass_on, server, client, False)
 
     def _stay_away(self, client: socket.socket) -> None:
-        """The server is down: listen no more until it is there again, so that connections are
-        refused as it would refuse them. One that is accepted and cut at once is another fault,
-        which clients take for an answer that is not one."""
+        """Stop listening until the server is back, so that connections are refused as the server
+        would refuse them. To accept and cut a connection is another fault, which clients take for
+        an invalid answer."""
         self._server.close()
         self._cut(client)
         while not self._closed:

@@ -1,7 +1,7 @@
 """A real S3 server: Ceph's radosgw on a free port of the loopback, with a monitor and one object store.
 
-Found where ``make test-servers`` has put it (``.servers/ceph``), or installed on the host. Nothing
-is configured outside of its folder, and its processes are stopped by their ids.
+``make test-servers`` installs it (``.servers/ceph``), or it is installed on the host. Nothing
+outside of its folder is configured, and its processes are stopped by their ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.servers.ports import free_port, listens
 
 BOOT_S = 90.0
 DISK_NBYTES = 12 << 30
-"""A sparse file."""
+"""Size of a sparse file."""
 
 CONFIG = """
 [global]
@@ -97,7 +97,7 @@ class _Ceph:
     python: Path
 
     def environment(self) -> dict[str, str]:
-        """To run them with."""
+        """Return the environment for its programs."""
         system = self.programs.parents[1] / "lib" / self.libraries.name
         paths = [str(self.libraries), str(self.libraries / "ceph"), str(system)]
         return os.environ | {
@@ -108,7 +108,7 @@ class _Ceph:
 
 
 def find_ceph() -> _Ceph | None:
-    """Ceph, if all that is needed of it is there."""
+    """Return Ceph, if all required parts are installed."""
     for root in (INSTALLED / "ceph", Path("/")):
         libraries = next(root.glob("usr/lib/*/ceph"), None)
         programs = root / "usr/bin"
@@ -171,7 +171,7 @@ class Radosgw:
         )
 
     def start(self) -> None:
-        """Boot it. Raises RuntimeError, with the end of its logs, where it does not come up."""
+        """Boot it. Raises RuntimeError, with the end of its logs, if it does not come up."""
         for name in ("mon", "osd", "rgw", "log", "run"):
             (self.folder / name).mkdir(parents=True)
         try:
@@ -232,7 +232,7 @@ class Radosgw:
         return self.run("radosgw-admin", "-n", "client.rgw", *words)
 
     def stop(self) -> None:
-        """End all of its processes."""
+        """End all processes."""
         for name in reversed(tuple(self._running)):
             self._end(name, signal.SIGTERM if name == "mon" else signal.SIGKILL)
 
@@ -243,7 +243,7 @@ class Radosgw:
         )
 
     def run(self, program: str, *words: str, script: bool = False) -> str:
-        """The output of a program of Ceph's. Raises RuntimeError if it fails."""
+        """Return the output of a Ceph program. Raises RuntimeError if it fails."""
         command = [
             *(["/usr/bin/python3"] if script else []),
             program,

@@ -1,4 +1,4 @@
-"""What a bucket holds below a root, seen with botocore alone: the probe of the conformance kit."""
+"""The conformance kit's probe of a bucket below a root. It uses only botocore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.drivers.uri import Uri
 
 @lru_cache(maxsize=4)
 def _client(endpoint: str | None) -> Any:
-    """One for all probes: to make it takes a while."""
+    """Return one client for all probes, because making one takes a while."""
     import botocore.session
     from botocore.config import Config
 
@@ -34,8 +34,8 @@ class S3Probe:
         self._bucket, _, root = uri.location.partition("/")
         self._root = root.rstrip("/") + "/"
         self._endpoint = uri.options.get("endpoint") or uri.options.get("endpoint_url")
-        # fsspec's file system takes a key as it is; the driver for s3:// writes it as a listing can
-        # carry it.
+        # fsspec's file system uses a key as it is. The driver for s3:// encodes it so that a
+        # listing can carry it.
         self._encode, self._decode = (
             (str, str) if uri.scheme.startswith("fsspec+") else (encoded, unquote)
         )

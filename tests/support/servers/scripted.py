@@ -1,7 +1,7 @@
-"""A web server that writes down what it is asked, and answers as a test says; also with TLS, and as
-a proxy to itself.
+"""A web server that records requests and answers as a test says; also with TLS, and as a proxy to
+itself.
 
-In threads of this process.
+It runs in threads of this process.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ CREDENTIALS = {
 DATE = "Sun, 22 Nov 2026 16:00:00 GMT"
 PIECE_NBYTES = 64 << 10
 ONCE = "retries=0&deadline=1s"
-"""Options of a driver that tries nothing again."""
+"""Options of a driver that never retries."""
 
 
 def set_credentials(
     monkeypatch: pytest.MonkeyPatch, folder: Path, names: Iterable[str] = CREDENTIALS
 ) -> None:
-    """Leave nothing of clouds and proxies in the environment but credentials of no worth.
+    """Remove everything about clouds and proxies from the environment, except worthless credentials.
 
-    AWS's files are ``config`` and ``credentials`` in ``folder``. Nothing is remembered of the
-    stores of other tests.
+    AWS's files are ``config`` and ``credentials`` in ``folder``. Stores cached by other tests are
+    forgotten.
     """
     for name in list(os.environ):
         if name.startswith(_CLOUDS) or name.upper().endswith("_PROXY"):
@@ -63,9 +63,9 @@ class Request:
 
     method: str
     host: str
-    """To whom the client thinks it is talking."""
+    """The host that the client believes it is talking to."""
     path: str
-    """With its query."""
+    """The path with its query."""
     headers: Mapping[str, str]
     body: bytes
 
@@ -82,12 +82,11 @@ class Answer:
 
 
 class ScriptedServer:
-    """A server on a port of its own, while the ``with`` statement runs. ``log`` has what it was
-    asked.
+    """A server on its own port, while the ``with`` statement runs. ``log`` has all requests.
 
-    ``authority``, one of trustme's, lets it speak TLS: on its port, and, for a client that takes it
-    for a proxy, in the name of whichever host is asked for. ``pause_s`` is between two pieces of 64
-    KiB of what clients send.
+    ``authority``, one of trustme's, enables TLS: on the server's port, and, for a client that uses
+    it as a proxy, in the name of any requested host. ``pause_s`` is the pause between two pieces of
+    64 KiB that clients send.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class ScriptedServer:
         return [request.method for request in self.log]
 
     def context(self, host: str) -> ssl.SSLContext:
-        """TLS in the name of ``host``."""
+        """Return a TLS context in the name of ``host``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._authority.issue_cert(host).configure_cert(context)
         return context
@@ -142,7 +141,7 @@ class _Server(ThreadingHTTPServer):
     script: ScriptedServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients hang up, and refuse certificates: that is what is tried here."""
+        """Ignore errors: tests make clients hang up and refuse certificates."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -221,18 +220,18 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 def refusal(status: int, code: str) -> Answer:
-    """An error as object stores tell it."""
+    """Return an error in the form that object stores use."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>refused</Message></Error>".encode()
     return Answer(status, body, {"content-type": "application/xml", "x-ms-error-code": code})
 
 
 def s3_answer(request: Request) -> Answer:
-    """Answer as an S3 server in which every object but one that no driver stores exists, has three
-    bytes, and is listed nowhere."""
+    """Answer as an S3 server. Every object exists and has three bytes, except one that no driver
+    stores. Listings are empty."""
     method, path = request.method, request.path
     xml = {"content-type": "application/xml"}
     if path.endswith("no-such-object"):

@@ -1,4 +1,4 @@
-"""A real HDFS that asks for Kerberos tickets, with a realm of its own: see :mod:`hadoop` and
+"""A real HDFS that requires Kerberos tickets, with its own realm: see :mod:`hadoop` and
 :mod:`kerberos`."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Protection = Literal["authentication", "integrity", "privacy"]
 
 
 class _Servers(Hadoop):
-    """Servers whose web pages ask for tickets, so that their logs must tell whether they are up."""
+    """Servers whose web pages require tickets, so that their logs must tell whether they are up."""
 
     def _live(self, name: str) -> int:
         up = "Quota initialization completed" in (self.folder / f"{name}.log").read_text(
@@ -34,7 +34,7 @@ class SecureHadoop:
     def __init__(
         self, folder: Path, protection: Protection = "authentication", datanodes: int = 2
     ) -> None:
-        """``protection``: of what is sent, to name node and DataNodes."""
+        """``protection``: protection of data sent to the name node and DataNodes."""
         self.folder = folder
         self.kdc = Kdc(folder / "kdc")
         self.keytab = folder / "kdc/users.keytab"
@@ -52,7 +52,7 @@ class SecureHadoop:
         return self.hadoop.folder / "conf/client"
 
     def at(self, path: str) -> str:
-        """The URI of a folder."""
+        """Return the URI of a folder."""
         return self.hadoop.at(path)
 
     def environment(self, cache: Path | None = None) -> dict[str, str]:
@@ -60,11 +60,11 @@ class SecureHadoop:
         return self.kdc.environment(cache) | {"HADOOP_CONF_DIR": str(self.conf)}
 
     def ticket(self, user: str = "alice") -> Path:
-        """A cache with a ticket of a user."""
+        """Return a cache with a ticket of a user."""
         return self.kdc.ticket(user, self.keytab)
 
     def token(self, path: Path) -> Path:
-        """A file with a delegation token of alice's, as ``hdfs fetchdt`` writes it."""
+        """Write a delegation token of alice's to a file, as ``hdfs fetchdt`` does."""
         self._fetcher("--renewer", "alice", str(path))
         return path
 
@@ -100,7 +100,7 @@ class SecureHadoop:
         self.kdc.stop()
 
     def _open_root(self) -> None:
-        """Everybody may make folders below the root, which belongs to the name node's own
+        """Let everybody create folders below the root, which belongs to the name node's own
         principal."""
         cache = self.kdc.ticket(f"nn/{HOST}", self.kdc.folder / "servers.keytab")
         program = (
@@ -122,7 +122,7 @@ class SecureHadoop:
             "hadoop.rpc.protection": protection,
             "dfs.data.transfer.protection": protection,
             "dfs.block.access.token.enable": "true",
-            # DataNodes otherwise want ports below 1024, or HTTPS
+            # otherwise DataNodes require ports below 1024, or HTTPS
             "ignore.secure.ports.for.testing": "true",
             "dfs.permissions.superusergroup": "nobody-is-in-it",
             "dfs.cluster.administrators": "alice",

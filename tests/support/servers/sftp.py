@@ -1,4 +1,4 @@
-"""An SFTP server of asyncssh's in a thread of this process, and the conformance kit's probe of it."""
+"""An SFTP server (asyncssh) in a thread of this process, and the conformance kit's probe of it."""
 
 from __future__ import annotations
 

@@ -22,15 +22,15 @@ FINDERS: Mapping[str, Callable[[], object]] = {
     "az": find_azurite,
     "gs": find_fake_gcs,
 }
-"""Each returns None where its server is not installed."""
+"""Functions that find a server, or return None if it is not installed."""
 
 
 @contextlib.contextmanager
 def started(name: str, folder: Path, *, datanodes: int = 2) -> Iterator[Served]:
     """Run a server that keeps its data below ``folder``, with an empty bucket or container.
 
-    ``datanodes`` is for HDFS alone. Raises RuntimeError where the server is not installed or does
-    not come up.
+    ``datanodes`` is only for HDFS. Raises RuntimeError if the server is not installed or does not
+    come up.
     """
     make: Mapping[str, Callable[[Path], Any]] = {
         "s3": Radosgw,
