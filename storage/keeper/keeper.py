@@ -46,7 +46,8 @@ HELLO_S = 10.0
 
 _log = logging.getLogger(__name__)
 _OF_THIS_EPOCH = messages.Fill | messages.Captured | messages.Flush
-_Reply = tuple[messages.Answer, Sequence[int]]
+_Fds = Sequence[int]
+_Reply = tuple[messages.Answer, _Fds]
 
 
 class Keeper:
@@ -109,7 +110,7 @@ class Keeper:
         self._all_finished = False
         self._problem = ""
         """The reason why the job keeps no steps in this epoch."""
-        self._handlers: dict[type, Callable[[Trainer, Any, Sequence[int]], Awaitable[_Reply]]] = {
+        self._handlers: dict[type, Callable[[Trainer, Any, _Fds], Awaitable[_Reply]]] = {
             messages.Enter: self._enter,
             messages.Fill: self._fill,
             messages.Captured: self._captured,
@@ -287,9 +288,7 @@ class Keeper:
         self._counters.protect_failures = self._guards.failures
         self._agreement.tell_later()
 
-    async def _answer(
-        self, trainer: Trainer, message: messages.Message, fds: Sequence[int]
-    ) -> _Reply:
+    async def _answer(self, trainer: Trainer, message: messages.Message, fds: _Fds) -> _Reply:
         self._used_s = time.monotonic()
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -303,7 +302,7 @@ class Keeper:
             self._counters.refused += 1
             return messages.Refused("bad", str(error)), []
 
-    async def _enter(self, trainer: Trainer, message: messages.Enter, fds: Sequence[int]) -> _Reply:
+    async def _enter(self, trainer: Trainer, message: messages.Enter, fds: _Fds) -> _Reply:
         refusal = self._generations.enter(
             trainer.number, trainer.rank, message.epoch, message.chosen
         )
@@ -331,7 +330,7 @@ class Keeper:
         _log.info("rank %d is refused: %s", trainer.rank, refusal.text)
         return messages.Refused(refusal.reason.value, refusal.text)
 
-    async def _fill(self, trainer: Trainer, message: messages.Fill, fds: Sequence[int]) -> _Reply:
+    async def _fill(self, trainer: Trainer, message: messages.Fill, fds: _Fds) -> _Reply:
         if not 0 <= message.within_s < math.inf:
             raise ValueError(f"memory is wanted within {message.within_s} s")
         if self.succession.is_pending:
@@ -380,17 +379,13 @@ class Keeper:
         text = f"step {message.step} was dropped while its memory was being allocated"
         return self._refuse(trainer, Refusal(Reason.STALE_EPOCH, text))
 
-    async def _dropped(
-        self, trainer: Trainer, message: messages.Dropped, fds: Sequence[int]
-    ) -> _Reply:
+    async def _dropped(self, trainer: Trainer, message: messages.Dropped, fds: _Fds) -> _Reply:
         if not self._generations.dropped(message.slot, trainer.number):
             raise ValueError(f"slot {message.slot} is not being filled by rank {trainer.rank}")
         self._agreement.look_for_missing()
         return messages.Done(), []
 
-    async def _captured(
-        self, trainer: Trainer, message: messages.Captured, fds: Sequence[int]
-    ) -> _Reply:
+    async def _captured(self, trainer: Trainer, message: messages.Captured, fds: _Fds) -> _Reply:
         slot = self.pool.slots.get(message.slot)
         generation = GenerationId(trainer.epoch, message.step)
         filling = self._generations.is_filling(message.slot, trainer.number, generation)
@@ -451,23 +446,19 @@ class Keeper:
             self.reporting.hosts,
         )
 
-    async def _look_up(
-        self, trainer: Trainer, message: messages.LookUp, fds: Sequence[int]
-    ) -> _Reply:
+    async def _look_up(self, trainer: Trainer, message: messages.LookUp, fds: _Fds) -> _Reply:
         self._generations.offer(trainer.number)
         self._guards.offer(
             trainer.number, [one.generation for one in self._generations.restorable()]
         )
         return self.inventory(), []
 
-    async def _release(
-        self, trainer: Trainer, message: messages.Release, fds: Sequence[int]
-    ) -> _Reply:
+    async def _release(self, trainer: Trainer, message: messages.Release, fds: _Fds) -> _Reply:
         self._generations.released(trainer.number)
         self._guards.released(trainer.number)
         return messages.Done(), []
 
-    async def _leave(self, trainer: Trainer, message: messages.Leave, fds: Sequence[int]) -> _Reply:
+    async def _leave(self, trainer: Trainer, message: messages.Leave, fds: _Fds) -> _Reply:
         trainer.left = True
         if message.finished and trainer.epoch == self._generations.epoch:
             self._finished.add(trainer.rank)
@@ -475,7 +466,7 @@ class Keeper:
             self._all_finished = self._finished.issuperset(own_ranks)
         return messages.Done(), []
 
-    async def _open(self, trainer: Trainer, message: messages.Open, fds: Sequence[int]) -> _Reply:
+    async def _open(self, trainer: Trainer, message: messages.Open, fds: _Fds) -> _Reply:
         number = self._generations.open(trainer.number, message.generation, message.rank)
         if number is None:
             text = f"no image of rank {message.rank} of step {message.generation.step} is held"
@@ -483,15 +474,13 @@ class Keeper:
         slot = self.pool.slots[number]
         return messages.Opened(slot.memory.nbytes), [slot.memory.fd, slot.label_fd]
 
-    async def _rebuild(
-        self, trainer: Trainer, message: messages.Rebuild, fds: Sequence[int]
-    ) -> _Reply:
+    async def _rebuild(self, trainer: Trainer, message: messages.Rebuild, fds: _Fds) -> _Reply:
         refused = await self.rebuilding.rebuild(message, self._trainers.in_flight(trainer))
         if refused is None and trainer in self._trainers:  # otherwise nobody would release it
             self._generations.offer(trainer.number)
         return refused or messages.Done(), []
 
-    async def _adopt(self, trainer: Trainer, message: messages.Adopt, fds: Sequence[int]) -> _Reply:
+    async def _adopt(self, trainer: Trainer, message: messages.Adopt, fds: _Fds) -> _Reply:
         slot = PooledSlot.of_descriptors([os.dup(fd) for fd in fds], self.options.run)
         label = slot.label
         assert label is not None
@@ -513,7 +502,7 @@ class Keeper:
         self.run_later(self._agreement.vote(label, handed_over=True))
         return messages.Done(), []
 
-    async def _flush(self, trainer: Trainer, message: messages.Flush, fds: Sequence[int]) -> _Reply:
+    async def _flush(self, trainer: Trainer, message: messages.Flush, fds: _Fds) -> _Reply:
         self._writing.want(GenerationId(trainer.epoch, message.step), message)
         return messages.Done(), []
 
