@@ -18,7 +18,7 @@ from typing import cast
 
 from aiohttp import web
 
-from .options import ServeOptions
+from .options import ServeOptions, tls_of
 
 CONNECTIONS_PER_KEEPER = 4
 _ACCEPT_PAUSE_S = 0.1
@@ -52,24 +52,16 @@ class Refusals:
 class Connections:
     """Open connections of a server; ``len()`` counts them.
 
-    ``make_handler()`` returns aiohttp's handler for a new connection; ``keepers()``, the number
-    of keepers of the job, which get places beyond the limits. ``closed_strangers`` counts
-    those closed at their deadline or to make room.
+    ``keepers()`` returns the number of keepers of the job, which get places beyond the limits.
+    ``closed_strangers`` counts those closed at their deadline or to make room.
     """
 
-    def __init__(
-        self,
-        options: ServeOptions,
-        tls: ssl.SSLContext | None,
-        make_handler: Callable[[], web.RequestHandler],
-        refusals: Refusals,
-        keepers: Callable[[], int],
-    ) -> None:
+    def __init__(self, options: ServeOptions, keepers: Callable[[], int]) -> None:
+        """Raise UsageError for unusable options of TLS."""
         self.closed_strangers = 0
+        self.refusals = Refusals()
         self._options = options
-        self._tls = tls
-        self._make_handler = make_handler
-        self._refusals = refusals
+        self._tls = tls_of(options)
         self._keepers = keepers
         self._by_handler: dict[object, Connection] = {}  # oldest first
         self._listening: socket.socket | None = None
@@ -81,10 +73,13 @@ class Connections:
         """Return the connection of ``handler``, or None if it is closed."""
         return self._by_handler.get(handler)
 
-    def accept_from(self, listening: socket.socket) -> None:
+    def accept_from(
+        self, listening: socket.socket, make_handler: Callable[[], web.RequestHandler]
+    ) -> None:
         """Accept connections until :meth:`stop_accepting`. A task that waited for them might be
-        cancelled with an accepted one."""
+        cancelled with an accepted one. ``make_handler()`` returns aiohttp's handler for each."""
         self._listening = listening
+        self._make_handler = make_handler
         asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
     def stop_accepting(self) -> None:
@@ -99,7 +94,7 @@ class Connections:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # the client has gone
         except OSError as error:  # too many open files, for example
-            self._refusals.add(_NOT_ACCEPTED, error.strerror)
+            self.refusals.add(_NOT_ACCEPTED, error.strerror)
             loop = asyncio.get_running_loop()
             loop.remove_reader(listening)
             loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
@@ -109,7 +104,7 @@ class Connections:
 
     def _accept_again(self) -> None:
         if self._listening is not None:
-            self.accept_from(self._listening)
+            self.accept_from(self._listening, self._make_handler)
 
     def _admit(self, sock: socket.socket, remote: str) -> None:
         strangers = [one for one in self._by_handler.values() if one.is_stranger]
@@ -128,7 +123,7 @@ class Connections:
 
     def _close_stranger(self, stranger: Connection, kind: str) -> None:
         self.closed_strangers += 1
-        self._refusals.add(kind, stranger.remote)
+        self.refusals.add(kind, stranger.remote)
         stranger.abort()
 
     def authenticate(self, connection: Connection) -> bool:
@@ -138,7 +133,7 @@ class Connections:
             authenticated = sum(not one.is_stranger for one in self._by_handler.values())
             most = self._options.connections_max + CONNECTIONS_PER_KEEPER * self._keepers()
             if authenticated >= most:
-                self._refusals.add(_TOO_MANY, connection.remote)
+                self.refusals.add(_TOO_MANY, connection.remote)
                 return False
             connection.authenticate()
         return True

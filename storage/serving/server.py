@@ -20,8 +20,8 @@ from aiohttp import hdrs, web
 
 from ...drivers.contract import ObjectInfo
 from ...drivers.peer.driver import MODIFIED_HEADER
-from .connections import Connection, Connections, Refusals
-from .options import ServeOptions, address_of, tls_of
+from .connections import Connection, Connections
+from .options import ServeOptions, address_of
 from .requests import RequestError, is_authorized, range_of
 
 Respond = Callable[[web.BaseRequest, Connection], Awaitable[web.StreamResponse]]
@@ -74,10 +74,7 @@ class HttpServer:
         self.running = 0
         self._respond = respond
         self._lingering_s = lingering_s
-        self._refusals = Refusals()
-        self.connections = Connections(
-            options, tls_of(options), self._handler, self._refusals, keepers
-        )
+        self.connections = Connections(options, keepers)
 
     async def __aenter__(self) -> Self:
         """Start to listen. Raises OSError if the address cannot be used."""
@@ -96,7 +93,7 @@ class HttpServer:
         self._listening = socket.create_server(address, family=family, backlog=_BACKLOG)
         self._listening.setblocking(False)
         self.port = self._listening.getsockname()[1]
-        self.connections.accept_from(self._listening)
+        self.connections.accept_from(self._listening, self._http)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -106,9 +103,6 @@ class HttpServer:
         self._http.pre_shutdown()
         await self._http.shutdown(GRACE_S)
         await self.connections.close()
-
-    def _handler(self) -> web.RequestHandler:
-        return self._http()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = self.connections.get(request.protocol)
@@ -139,7 +133,7 @@ class HttpServer:
     def authenticate(self, request: web.BaseRequest, connection: Connection) -> None:
         """Raise RequestError without the token, or if too many connections have sent it."""
         if not is_authorized(request.headers.get(hdrs.AUTHORIZATION), self.options.token):
-            self._refusals.add(_WITHOUT_TOKEN, request.remote)
+            self.connections.refusals.add(_WITHOUT_TOKEN, request.remote)
             bearer = {"WWW-Authenticate": "Bearer"}
             raise RequestError(401, "the token is missing or wrong", bearer)
         if not self.connections.authenticate(connection):
