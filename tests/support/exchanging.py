@@ -90,7 +90,8 @@ def _refused(*_: Any) -> int:
 
 
 def halting_load(uri: str, chunks: int, rank: int, sign: str, deadline_s: float) -> None:
-    """Load :func:`replicated`; one rank touches ``sign`` and halts at its second read of an image."""
+    """Load :func:`replicated`. At its second read of an image, one rank touches ``sign`` and
+    halts."""
     method, count = LocalDriver.read, 0
 
     async def halting(self: Any, key: str, start: int, into: memoryview) -> None:

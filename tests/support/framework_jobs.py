@@ -175,7 +175,7 @@ def leave() -> None:
     """Leave the process group, and let gloo's threads come to rest before the interpreter ends.
 
     Such a thread releases the tensors of a collective a moment after the collective has ended, and
-    needs the interpreter's lock for those of Python. If the interpreter ends just then, the process
+    needs the interpreter's lock for Python tensors. If the interpreter ends just then, the process
     dies of SIGABRT. DDP keeps its process group alive, so destroying the group ends no thread.
     """
     gc.collect()

@@ -44,7 +44,7 @@ class Layout:
 
 
 class Tied(nn.Module):
-    """A module with sizes that no number of ranks divides, a buffer, and a parameter of two names."""
+    """A module with sizes that no number of ranks divides, a buffer, and a tied parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ async def members(mode: str, sizes: Sequence[Sequence[int]], seed: int = 0) -> M
 
 
 async def _image(rank: int, nbytes: int, random: np.random.Generator) -> tuple[Memory, Label]:
-    """Make an image of noise and its label, as a keeper has them. Small images have small chunks."""
+    """Make an image of noise and its label, as a keeper does. Small images have small chunks."""
     chunk_nbytes, block_nbytes = 4 * PAGE_NBYTES, PAGE_NBYTES
     if nbytes > MIB:
         chunk_nbytes, block_nbytes = CHUNK_NBYTES, BLOCK_NBYTES

@@ -84,7 +84,7 @@ def in_shards(layout: str, seed: int) -> Job:
 
 
 def averaged(seed: int) -> Job:
-    """Make a job with FSDP2 and a sharded moving average of the weights, which counts in its loss."""
+    """Make a job with FSDP2 and a sharded moving average of the weights, which affects its loss."""
     model, optim = sharded("fsdp", seed)
     average = AveragedModel(Model())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

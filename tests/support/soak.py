@@ -156,7 +156,7 @@ def _stray_nbytes(slot: Slot) -> int:
 
 
 def _is_injected(error: BaseException | None) -> bool:
-    """Return whether a fault has caused the error, or the lock of a prune that a fault has struck."""
+    """Return whether a fault has caused the error, or has left the lock of a prune behind."""
     while error is not None:
         if "injected fault" in str(error) or "or died doing it" in str(error):
             return True

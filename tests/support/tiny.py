@@ -207,7 +207,7 @@ class Tiny:
         start(self._driver.delete(key) if data is None else self._driver.put(key, data)).result()
 
     def judge(self, reader: str, *damages: Damaged) -> str:
-        """Read with damage. Return "refused" for a located error, "unnoticed" for the saved values."""
+        """Read with damage. Return "refused" for a located error, "unnoticed" for saved values."""
         for d in damages:
             self.put(d.key, d.data)
         try:

@@ -226,7 +226,7 @@ def raised(kind: type[Exception], function: Callable[..., object], *arguments: o
 
 
 def main() -> None:
-    """Train. Arguments: the folder, the configuration as JSON, and the step at which to be killed."""
+    """Train. Arguments: the folder, the configuration as JSON, and the step at which to die."""
     folder, config, die_at = sys.argv[1:]
     dist.init_process_group("gloo")
     Job(folder, json.loads(config)).run(die_at=int(die_at))

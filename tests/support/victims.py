@@ -90,7 +90,7 @@ def copy_over(kind: str, src: str, dst: str) -> int:
 
 
 def copy_and_die_at(pipe: Connection, kind: str, src: str, dst: str, at: int) -> None:
-    """Copy over an existing checkpoint; die before the ``at``-th changing call, or send the count."""
+    """Copy over a checkpoint, and die before the ``at``-th changing call, or send the count."""
     import holdfast  # noqa: F401  (imported before calls are counted)
 
     count = count_calls(at)

@@ -166,7 +166,7 @@ def whole_mean(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps second moments by rows, and others that differ from their parameter in shape or dtype."""
+    """Keeps second moments by rows, and others with another shape or dtype than their parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

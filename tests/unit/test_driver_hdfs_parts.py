@@ -60,7 +60,7 @@ pytestmark = pytest.mark.clocked
 
 
 def test_a_call_returns_or_raises_what_its_thread_does() -> None:
-    """Results and exceptions come through, those that are no Exception too."""
+    """Results and exceptions come through, even those that are not an Exception."""
 
     class Panic(BaseException):
         pass
@@ -103,7 +103,7 @@ def test_a_call_that_hangs_is_left_behind(cancelled: bool) -> None:
 
 
 def test_progress_puts_the_deadline_off() -> None:
-    """A call of many small steps may take longer than the deadline of each."""
+    """A call of many small steps may exceed the deadline, which applies to each step."""
 
     def steps(call: Call) -> str:
         for _ in range(6):
@@ -116,7 +116,7 @@ def test_progress_puts_the_deadline_off() -> None:
 
 
 class SlowNameNode:
-    """Answers a request for a new file when it is let."""
+    """Answers a request for a new file only when allowed."""
 
     def __init__(self) -> None:
         self.inner = self
@@ -133,7 +133,7 @@ class SlowNameNode:
 
 
 class SlowClient:
-    """As much of a client as an upload needs to begin and to end."""
+    """The part of a client that an upload needs to begin and to end."""
 
     uri = "hdfs://slow"
 
@@ -149,7 +149,7 @@ class SlowClient:
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_file_is_deleted_once_the_name_node_has_made_it(answered: bool) -> None:
-    """An abort waits for no answer that has not come: the thread that gets it deletes the file."""
+    """An abort does not wait for a missing answer: the thread that gets it deletes the file."""
     client: Any = SlowClient()
     name_node = client.inner
     driver = HdfsDriver.open(parse_uri("hdfs://slow:8020/"))
@@ -174,7 +174,7 @@ def test_a_file_is_deleted_once_the_name_node_has_made_it(answered: bool) -> Non
 
 
 def rpc(cls: str, text: str) -> RuntimeError:
-    """What the library raises for an exception of a name node."""
+    """Return the error that the library raises for an exception of a name node."""
     cls = cls if cls.startswith("java.") else f"org.apache.hadoop.{cls}"
     return RuntimeError(f'RPCError("{cls}", "{text}")')
 
@@ -207,7 +207,7 @@ GSS = 'GSSAPIError(GssMajorCodes { raw: "0x000d0000" }, 25, "%s")'
 def test_errors_are_told_apart(
     error: Exception, doing: str, kind: type[StorageError], advice: str | None
 ) -> None:
-    """Errors are told apart by class or text, say where and what next, and show no Java stack."""
+    """Class or text identify an error. It says where and what next, and hides Java stacks."""
     stack = "\\n\\tat org.apache.hadoop.Deep.inside(Deep.java:1)"
     error.args = tuple(f"{text}{stack}" for text in error.args)
     found = storage_error(error, doing, "hdfs://h/x", "key")
@@ -219,7 +219,7 @@ def test_errors_are_told_apart(
 
 
 def test_names_go_there_and_back() -> None:
-    """What HDFS refuses is written otherwise, one to one; what no key is stored as is no key."""
+    """Names that HDFS refuses are escaped, one to one. Other file names are not keys."""
     for name in ("a", "a:b", "%", "%3A", "%25:", "ü€"):
         assert key_name(path_name(name)) == name
         assert ":" not in path_name(name)
@@ -255,7 +255,7 @@ HTTPS = {"dfs.http.policy": "HTTPS_ONLY"}
     ("authority", "properties", "web", "rpc"),
     [
         ("ns2", FEDERATED, ["http://b:50070"], ["b:8020"]),
-        # Named by host and port, while the configuration knows it as a part of a name service.
+        # Given by host and port, while the configuration has it as a part of a name service.
         ("b:8020", NS | {"dfs.namenode.http-address.ns.nn1": "b:1"}, ["http://b:1"], ["b:8020"]),
         ("h:8020", {"dfs.namenode.http-address": "0.0.0.0:1"}, ["http://h:1"], ["h:8020"]),
         ("ns", NS, ["http://a:9870", "http://b:9870"], ["a:8020", "b:8020"]),
@@ -267,7 +267,7 @@ HTTPS = {"dfs.http.policy": "HTTPS_ONLY"}
 def test_addresses_of_name_nodes(
     authority: str, properties: dict[str, str], web: list[str], rpc: list[str]
 ) -> None:
-    """Addresses are those configured, else Hadoop's own ports at the same hosts."""
+    """Configured addresses are used, or else Hadoop's default ports on the same hosts."""
     assert web_addresses(authority, properties) == web
     assert rpc_addresses(authority, properties) == rpc
 
@@ -308,12 +308,12 @@ VIEW = {
     ],
 )
 def test_links_of_a_viewfs_are_followed(root: str, expected: Served | None) -> None:
-    """The longest link above a folder counts; a folder with links below it is in no one place."""
+    """The longest link above a folder counts. A folder with links below it has no single place."""
     assert served("", root, VIEW) == expected
 
 
 def test_what_a_uri_without_authority_means() -> None:
-    """``fs.defaultFS``, where that is HDFS; never the name of a mount table as that of a host."""
+    """It means ``fs.defaultFS``, if that is HDFS. A mount table's name never counts as a host."""
     table = {"fs.viewfs.mounttable.default.link./x": "hdfs://h:1/y"}
     assert served("", "/x", {"fs.defaultFS": "hdfs://ns/"}) == Served("ns", "/x")
     assert served("", "/x", {"fs.defaultFS": "viewfs:///", **table}) == Served("h:1", "/y")
@@ -324,7 +324,7 @@ def test_what_a_uri_without_authority_means() -> None:
 
 @pytest.mark.heavy
 def test_who_is_asked_for_a_ticket_and_configured_without_is_told() -> None:
-    """By what a name node offers; one that says nothing, or is not there, is left to the library."""
+    """The name node's offer decides. A silent or absent node is left to the library."""
     simple = b"\x00\x00\x00\x08\x0a\x06SIMPLE"
     secure = b"\x00\x00\x00\x0a\x0a\x08KERBEROS"
 
@@ -370,7 +370,7 @@ def _address(server: asyncio.Server) -> str:
 @pytest.mark.heavy
 @asynchronous
 async def test_concat_asks_one_name_node_after_the_other() -> None:
-    """A standby refuses, a dead one does not answer; the request names every source, encoded."""
+    """A standby refuses, a dead node does not answer. The request names all sources, encoded."""
     standby, _ = await _answering(b"HTTP/1.1 403 Forbidden\r\n\r\n{StandbyException}")
     active, asked = await _answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
     async with standby, active:
@@ -393,7 +393,7 @@ CHUNKS = b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nen\r\n4\r\
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (REDIRECT, "answered 307: Temporary Redirect"),  # might lead the token to another host
+        (REDIRECT, "answered 307: Temporary Redirect"),  # could lead the token to another host
         (CHUNKS, "answered 400: encryp$"),
         (b"SSH-2.0\r\n", "not HTTP"),
         (None, r"no answer for 0\.1 s"),
@@ -402,13 +402,13 @@ CHUNKS = b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nen\r\n4\r\
 )
 @asynchronous
 async def test_concat_says_why_it_is_refused(answer: bytes | None, said: str) -> None:
-    """Whatever a web server answers but success, concat is refused in time, with the reason."""
+    """For any answer except success, concat is refused in time, with the reason."""
     server, _ = await _answering(answer)
     async with server:
         nodes = WebHdfs([_address(server)], 0.1 if answer is None else 5, delegation="t")
         with pytest.raises(ConcatRefused, match=said):
             await nodes.concat("/x", ["/y"], "me")
-        await asyncio.sleep(0.1)  # for the server to see that the client has gone
+        await asyncio.sleep(0.1)  # let the server see that the client has gone
 
 
 # Delegation tokens
@@ -423,7 +423,7 @@ TOKENS = [
 
 
 def writable(parts: list[bytes]) -> bytes:
-    """Each part with its length before it, as Hadoop's Writables have it; lengths are below 65536."""
+    """Encode parts with their lengths, as Hadoop's Writables do; lengths are below 65536."""
     found = b""
     for part in parts:
         small = len(part) < 128
@@ -435,30 +435,30 @@ def writable(parts: list[bytes]) -> bytes:
 
 
 def varint(number: int) -> bytes:
-    """As protobuf has it."""
+    """Encode a number as protobuf does."""
     return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
 
 
 def message(fields: list[tuple[int, bytes]]) -> bytes:
-    """A protobuf message of counted bytes."""
+    """Encode a protobuf message of counted bytes."""
     return b"".join(
         varint(number << 3 | 2) + varint(len(content)) + content for number, content in fields
     )
 
 
 def fields_of(token: Token) -> list[bytes]:
-    """The parts of a token in their order."""
+    """Return the parts of a token in order."""
     return [token.identifier, token.password, token.kind.encode(), token.service.encode()]
 
 
 def writable_file() -> bytes:
-    """As ``hdfs fetchdt`` writes it."""
+    """Encode tokens as ``hdfs fetchdt`` does."""
     entries = b"".join(writable([b"alias", *fields_of(token)]) for token in TOKENS)
     return b"HDTS\0" + bytes([len(TOKENS)]) + entries + b"\0"
 
 
 def protobuf_file() -> bytes:
-    """As ``hdfs dtutil`` writes it."""
+    """Encode tokens as ``hdfs dtutil`` does."""
     tokens = [message(list(enumerate(fields_of(token), 1))) for token in TOKENS]
     entries = [(1, message([(1, b"alias"), (2, token)])) for token in tokens]
     content = message([*entries, (2, b"a secret key")])
@@ -472,7 +472,7 @@ FILES = {"writable": writable_file(), "protobuf": protobuf_file()}
 def test_both_forms_are_read(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All tokens of a file; of those only HDFS's count."""
+    """All tokens of a file are read; only those of HDFS are used."""
     assert parse_tokens(content) == TOKENS
     assert "password" not in repr(TOKENS[0])
     (tmp_path / "tokens").write_bytes(content)
@@ -482,7 +482,7 @@ def test_both_forms_are_read(
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
 def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
-    """At whatever byte a file is cut, but for its list of secret keys, it is a ValueError."""
+    """A cut at any byte, except in the list of secret keys, is a ValueError."""
     end = len(content) - (1 if content[4] == 0 else 0)
     for nbytes in range(end):
         with pytest.raises(ValueError, match="token file"):
@@ -490,7 +490,7 @@ def test_a_file_that_was_cut_off_is_refused(content: bytes) -> None:
 
 
 def test_a_token_is_found_by_its_service() -> None:
-    """A token belongs to an authority, a name service or the address of a host, or to nobody."""
+    """A token belongs to an authority, a name service or a host's address, or to none."""
     assert token_of("127.0.0.1:8020", TOKENS) == TOKENS[0]
     assert token_of("ns", TOKENS) == TOKENS[1]
     assert service_address("localhost:8020", TOKENS) == "127.0.0.1:8020"
@@ -500,7 +500,7 @@ def test_a_token_is_found_by_its_service() -> None:
 
 
 def test_a_request_carries_a_token_in_its_own_form() -> None:
-    """Identifier and password, each counted, are sent in base 64 that a URL may hold."""
+    """Identifier and password, each with its length, are sent in URL-safe base64."""
     form = url_form(TOKENS[0])
     assert "=" not in form
     content = base64.urlsafe_b64decode(form + "=" * (-len(form) % 4))
@@ -511,7 +511,7 @@ def test_a_request_carries_a_token_in_its_own_form() -> None:
 def test_a_file_without_tokens_is_an_error_before_any_call(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is damaged, of another kind, or not there: the error names the variable."""
+    """The file is damaged, of another kind, or missing; the error names the variable."""
     if content is not None:
         (tmp_path / "tokens").write_bytes(content)
     monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", str(tmp_path / "tokens"))

@@ -1,6 +1,7 @@
-"""The Lustre driver: layouts chosen, set before the first byte, read back and inherited.
+"""The Lustre driver: it chooses layouts, sets them before the first byte, reads them back and
+inherits them.
 
-They run on a stand-in for Lustre's extended attribute. It shows which layout a file gets, and says
+The tests use a stand-in for Lustre's extended attribute. It shows the layout of a file, and says
 nothing about the speed of Lustre.
 """
 
@@ -34,10 +35,11 @@ DEFAULT = encode(Layout(1, MIB))
 
 
 class Standin:
-    """The attribute ``lustre.lov`` of files below ``root``, as Lustre has it.
+    """The attribute ``lustre.lov`` of files below ``root``, with Lustre's behaviour.
 
-    It is inherited from the folder, and silently ignored once the file has objects. A ``deaf`` one
-    ignores every layout, as an old client does; a ``refusing`` one rejects those of files.
+    Files inherit it from their folder. Lustre silently ignores it once the file has objects. A
+    ``deaf`` stand-in ignores every layout, as an old client does. A ``refusing`` one rejects
+    layouts of files.
     """
 
     def __init__(self, root: Path, mode: str = "") -> None:
@@ -77,7 +79,7 @@ class Standin:
 
 @pytest.fixture
 def mount(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root of a stand-in with eight targets, whose mode is the fixture's parameter."""
+    """Return the root of a stand-in with eight targets; the fixture's parameter is its mode."""
     standin = Standin(tmp_path / "lustre", getattr(request, "param", ""))
     (tmp_path / "lustre").mkdir()
     monkeypatch.setattr(os, "setxattr", standin.set)
@@ -86,14 +88,14 @@ def mount(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 async def stored(driver: LustreDriver, key: str, nbytes: int = 2 * MIB) -> Layout | None:
-    """Store an object, and say how it is spread."""
+    """Store an object; return its layout."""
     await drivers.stored(driver, key, bytes(nbytes))
     with open(Path(parse(driver.uri).location, key), "rb") as file:
         return layout_of(file.fileno())
 
 
 def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
-    """The layout of a new object of a driver on ``uri``."""
+    """Return the layout of a new object that a driver on ``uri`` stores."""
 
     async def run() -> Layout | None:
         driver = open_driver(uri, **options)
@@ -115,7 +117,7 @@ def layout(uri: str, nbytes: int = 2 * MIB, **options: Any) -> Layout | None:
         (500 * GIB, 64, 2, 2),
         (10 * GIB, 1, 8, 8),  # one file: all targets
         (10 * GIB, 3, 8, 2),
-        (2 * GIB, 1, 8, 4),  # as far as its size makes use of them
+        (2 * GIB, 1, 8, 4),  # only as many as its size can use
         (1, 1, 8, 1),
         (10_000 * GIB, 1, 500, 32),
     ],
@@ -131,7 +133,7 @@ def test_stripes_follow_size_writers_and_targets(
     "made", [Layout(1, MIB), Layout(ALL_OSTS, 4 * MIB), Layout(0, 0), Layout(8, 16 * MIB, "flash")]
 )
 def test_a_layout_survives_its_bytes(made: Layout) -> None:
-    """What is encoded is decoded; the bytes are those that Lustre knows."""
+    """Decoding reverses encoding, and the bytes are those that Lustre expects."""
     assert decode(encode(made)) == made
     assert len(encode(made)) == (48 if made.pool else 32)
     known = "d00bd10b" + "00" * 20 + "00002000" + "0400" + "ffff"
@@ -142,12 +144,12 @@ def test_a_layout_survives_its_bytes(made: Layout) -> None:
     "value", [COMPOSITE, b"", b"short", struct.pack("<I", 0x0BD80BD0) + bytes(60)]
 )
 def test_what_is_no_plain_layout_counts_as_composite(value: bytes) -> None:
-    """A layout of a kind that we cannot read is never taken for a plain one, and so is kept."""
+    """A layout of an unknown kind is never treated as a plain one, and so is kept."""
     assert decode(value).composite is True
 
 
 def test_a_new_file_gets_its_layout_before_its_first_byte(mount: Path) -> None:
-    """A file has the stripe count and size that were asked for, unless it is tiny."""
+    """A file gets the requested stripe count and size, unless it is tiny."""
     assert layout(f"lustre://{mount}/run?stripe_count=4&stripe_size=4MiB") == Layout(4, 4 * MIB)
     assert layout(f"lustre://{mount}/all?stripe_count=all") == Layout(8, 16 * MIB)
     assert layout(f"lustre://{mount}/small?stripe_count=8", 1000) == Layout(1, MIB)  # the default
@@ -155,7 +157,7 @@ def test_a_new_file_gets_its_layout_before_its_first_byte(mount: Path) -> None:
 
 @pytest.mark.parametrize(("option", "expected"), [("", 4), ("&writers=64", 1)])
 def test_the_number_of_ranks_is_passed_on(mount: Path, option: str, expected: int) -> None:
-    """Who opens a driver may say how many write; an option in the URI wins."""
+    """The opener of a driver may give the number of writers; an option in the URI wins."""
 
     async def run() -> list[Layout]:
         driver = open_driver(f"lustre://{mount}?ost_count=8{option}", 2)
@@ -180,7 +182,7 @@ def test_parts_are_whole_stripes(mount: Path) -> None:
 def test_a_composite_default_is_kept(
     mount: Path, default_of: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Files get the progressive layout of their folder or file system, unless the user asks."""
+    """Files get the progressive layout of their folder or file system, unless the user sets one."""
     folder = mount / default_of
     folder.mkdir(exist_ok=True)
     os.setxattr(folder, "lustre.lov", COMPOSITE)
@@ -203,7 +205,7 @@ def test_the_folders_pool_is_kept(mount: Path) -> None:
 def test_a_layout_that_is_ignored_is_logged_once(
     mount: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lustre says nothing when a layout comes too late. It is read back, and the save goes on."""
+    """Lustre does not report a late layout. The driver reads it back, and the save continues."""
 
     async def run() -> list[Layout | None]:
         driver = LustreDriver(mount / "run", stripe_count=4)
@@ -221,7 +223,7 @@ def test_a_layout_that_is_ignored_is_logged_once(
 def test_lfs_sets_what_the_client_does_not(
     mount: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the attribute of a file cannot be set, `lfs setstripe` sets it; `lfs df` counts targets."""
+    """If a file's attribute cannot be set, `lfs setstripe` sets it; `lfs df` counts targets."""
     log = tmp_path / "log"
     lfs = f'echo "$*" >> {log}; test "$1" = df && echo "ost 1 /x[OST:0]" && echo "ost 1 /x[OST:1]"'
     (tmp_path / "bin").mkdir()
@@ -238,7 +240,7 @@ def test_lfs_sets_what_the_client_does_not(
 def test_without_any_way_to_set_a_layout_files_get_the_default(
     mount: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layout of our choosing is only logged; one of the user is an error, and leaves no file."""
+    """A layout of our choice only logs a failure. One of the user's raises, and leaves no file."""
     monkeypatch.setenv("PATH", "/nowhere")
     with caplog.at_level(logging.WARNING):
         assert layout(f"lustre://{mount}/run") == Layout(1, MIB)
@@ -250,7 +252,7 @@ def test_without_any_way_to_set_a_layout_files_get_the_default(
 
 
 def test_targets_are_counted_by_the_kernel_first(tmp_path: Path) -> None:
-    """Of the file system that holds the path; and guessed where nobody says."""
+    """The targets of the path's own file system count. Without a source, the driver guesses."""
     name = mount_of(str(tmp_path)).source.rpartition("/")[2]
     for fs_name, count in ((name, 24), ("other", 7)):
         file = tmp_path / "lov" / f"{fs_name}-clilov-ffff8800" / "activeobd"
@@ -271,13 +273,13 @@ def test_targets_are_counted_by_the_kernel_first(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_be_are_refused(option: str, message: str) -> None:
-    """Before any I/O, and with what is allowed."""
+    """The error comes before any I/O, and lists the allowed values."""
     with pytest.raises(UriError, match=message):
         open_driver(f"lustre:///scratch?{option}")
 
 
 def test_a_lustre_uri_is_a_path() -> None:
-    """Absolute, on this host; decoded, and printed so that it can be read again."""
+    """The path is absolute, on this host. It is decoded, and printed so that it parses again."""
     assert parse("lustre:///a%20b//c").location == "/a b/c"
     child = join("lustre:///a b?stripe_count=2", "x y")
     assert str(child) == "lustre:///a%20b/x%20y?stripe_count=2"
@@ -288,7 +290,7 @@ def test_a_lustre_uri_is_a_path() -> None:
 
 
 def test_a_file_uri_on_lustre_is_served_by_its_driver() -> None:
-    """The mount table decides; elsewhere ``file`` is the plain local driver."""
+    """The mount table decides. Elsewhere ``file`` is the plain local driver."""
     assert serving(parse("file:///scratch/run"), lambda path: "lustre") == "lustre"
     assert serving(parse("file:///scratch/run"), lambda path: "ext4") == "file"
     assert serving(parse("memory://scratch"), lambda path: "lustre") == "memory"
@@ -299,7 +301,7 @@ def test_a_file_uri_on_lustre_is_served_by_its_driver() -> None:
 def test_a_file_uri_on_lustre_stays_what_it_was(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is printed is what the user wrote; Lustre's options are known."""
+    """The driver prints the user's URI, and accepts Lustre's options."""
     monkeypatch.setattr("holdfast.drivers.registry.serving", lambda uri: "lustre")
     driver = open_driver(f"file://{tmp_path}?stripe_count=2")
     assert isinstance(driver, LustreDriver)

@@ -1,4 +1,4 @@
-"""House rules that a machine keeps. CONTRIBUTING.md says why each is there."""
+"""House rules that a machine can check. CONTRIBUTING.md gives the reason of each."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ANOTHERS = re.compile(
     r"""|pip install( +-\S+)* +['"]?holdfast(?![\w./\[-])"""
     r"""|(dependencies|requires|test) = \[.*["']holdfast["'<>=~ ]"""
 )
-"""What asks pip for ``holdfast``."""
+"""Text that asks pip for ``holdfast``."""
 
 
 @functools.cache
 def files(*suffixes: str) -> list[Path]:
-    """Every file of the project with one of these suffixes, or names, in a fixed order."""
+    """List the project's files with one of these suffixes, or names, in a fixed order."""
     found = []
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [name for name in folders if is_ours(Path(folder, name))]
@@ -50,19 +50,19 @@ def files(*suffixes: str) -> list[Path]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds work of ours rather than what a tool made."""
+    """Return whether a folder holds our work rather than the output of a tool."""
     name = folder.name
     made = name in NOT_OURS or name.endswith(".egg-info") or (folder / "pyvenv.cfg").exists()
     return not made and (not name.startswith(".") or name == ".ci")
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether a file is part of the package, rather than of its tests or documents."""
+    """Return whether a file is part of the package, rather than of its tests or documents."""
     return path.relative_to(ROOT).parts[0] not in {"tests", "docs"}
 
 
 def shipped() -> list[Path]:
-    """The package's own modules."""
+    """List the package's own modules."""
     return [path for path in files(".py") if is_shipped(path)]
 
 
@@ -70,8 +70,8 @@ def shipped() -> list[Path]:
 def tree_of(path: Path) -> ast.Module:
     """Return a file's syntax tree.
 
-    The trees stay, and are millions of objects: the garbage collector, which would visit them again
-    and again, is paused while they grow and leaves them alone afterwards.
+    The trees stay in memory, as millions of objects. The garbage collector would visit them again
+    and again, so it is paused while they grow, and ignores them afterwards.
     """
     gc.disable()
     try:
@@ -88,12 +88,12 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def at(path: Path, line: int = 0) -> str:
-    """Where a fault is, as an editor opens it."""
+    """Return the place of a fault in the form that an editor opens."""
     return f"{path.relative_to(ROOT)}:{line}" if line else str(path.relative_to(ROOT))
 
 
 def test_every_folder_of_the_package_is_listed() -> None:
-    """The packages in pyproject.toml are exactly the folders with modules: a wheel lacks nothing."""
+    """The packages in pyproject.toml are exactly the folders with modules: a wheel is complete."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent for path in shipped()}
     assert [at(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
@@ -101,7 +101,7 @@ def test_every_folder_of_the_package_is_listed() -> None:
 
 
 def test_an_editable_install_shows_its_types(tmp_path: Path) -> None:
-    """Type checkers follow a folder on the path, and no import hook. They want ``py.typed``."""
+    """Type checkers follow a folder on the path, but no import hook. They need ``py.typed``."""
     root = tmp_path / "project"
     for path in [*shipped(), ROOT / "py.typed", *(ROOT / name for name in PROJECT_FILES)]:
         copied = root / path.relative_to(ROOT)
@@ -124,7 +124,7 @@ def test_the_root_holds_what_python_looks_for_there() -> None:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """The absolute imports of a file, with their lines."""
+    """Yield the absolute imports of a file, with their lines."""
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -133,12 +133,12 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def is_in(module: str, *packages: str) -> bool:
-    """Whether a module is, or lies in, one of some packages."""
+    """Return whether a module is one of some packages, or lies in one."""
     return module.partition(".")[0] in packages
 
 
 def test_rooms_import_each_other_relatively() -> None:
-    """The public name is for those outside, so that a folder of any name holds one package."""
+    """Only outsiders use the public name, so the package works from a folder of any name."""
     outside = (
         "bench/",  # peers are measured through the public name, as their users see them
         "cli/demo/train.py",  # training scripts
@@ -156,7 +156,7 @@ def test_rooms_import_each_other_relatively() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Modules have an order: each imports earlier ones, at its top, in functions or for types."""
+    """Modules have an order. Each imports earlier ones only, at its top, in functions, for types."""
     left = {at(path): set(modules_imported(path)) for path in shipped()}
     while free := {name for name, imported in left.items() if not imported & left.keys()}:
         left = {name: imported for name, imported in left.items() if name not in free}
@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def modules_imported(path: Path) -> Iterator[str]:
-    """The modules of the package that a file imports relatively, wherever in it."""
+    """Yield the modules of the package that a file imports relatively, anywhere in it."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = path.parents[node.level - 1]
@@ -188,18 +188,18 @@ COMPAT = "storage/state/compat.py"
 
 @functools.cache
 def private_attributes() -> set[str]:
-    """The private attributes of torch's objects that are in use."""
+    """Return the private attributes of torch's objects that are in use."""
     nodes = nodes_of(ROOT / COMPAT)
     return {n.attr for n in nodes if isinstance(n, ast.Attribute) and is_private(n.attr)}
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with one underscore."""
+    """Return whether a name begins with exactly one underscore."""
     return name.startswith("_") and not name.startswith("__")
 
 
 def private_torch(path: Path) -> Iterator[int]:
-    """The lines with a name of torch that is private, or with an attribute of its objects."""
+    """Yield the lines with a private name of torch, or a private attribute of its objects."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -215,14 +215,14 @@ def private_torch(path: Path) -> Iterator[int]:
 def test_locks_are_free_after_a_fork() -> None:
     """Locks and cached properties come from ``core.forks``; no import makes a queue or an event.
 
-    Else a child that is forked at the wrong moment waits for ever.
+    Otherwise a child that is forked at the wrong moment waits forever.
     """
     modules = [path for path in shipped() if not at(path).startswith(("bench/", "core/forks/"))]
     assert [at(path, line) for path in modules for line in unsafe_at_forks(path)] == []
 
 
 def unsafe_at_forks(path: Path) -> Iterator[int]:
-    """The lines that take a lock from elsewhere, or make something for threads in an import."""
+    """Yield the lines that take a lock from elsewhere, or make a thread object at import."""
     banned = {"threading.Lock", "threading.RLock"}
     banned |= {"_thread.allocate_lock", "functools.cached_property"}
     types = {id(node.annotation) for node in nodes_of(path) if isinstance(node, ast.AnnAssign)}
@@ -244,7 +244,7 @@ def unsafe_at_forks(path: Path) -> Iterator[int]:
 
 
 def test_the_package_does_without_its_tests() -> None:
-    """No module of the package imports or starts what lies in tests/: users do not have it."""
+    """No module of the package imports or starts anything in tests/, which users do not have."""
     reaching = [
         at(path, node.lineno)
         for path in shipped()
@@ -257,14 +257,14 @@ def test_the_package_does_without_its_tests() -> None:
 
 
 def test_modules_are_short() -> None:
-    """A module of the package that is too long to be read to its end is split in two."""
+    """A module of the package that is too long to read to its end is split in two."""
     lengths = {at(path): len(path.read_text().splitlines()) for path in shipped()}
     assert {path: lines for path, lines in lengths.items() if lines > MODULE_LINES_MAX} == {}
 
 
 OF_DRIVERS = ("contract", "asynchronous", "options", "threads", "ranges", "uri", "layers/metrics")
 DOORS = ("errors/", "storage/integrations/", *(f"drivers/{name}.py" for name in OF_DRIVERS))
-"""What users import: the rest is internal, and an underscore says what is private to its module."""
+"""Modules that users import. The rest is internal; an underscore marks a module's private names."""
 
 
 def test_doors_declare_their_public_names() -> None:
@@ -275,7 +275,7 @@ def test_doors_declare_their_public_names() -> None:
 
 
 def declares_its_names(path: Path) -> bool:
-    """Whether a module has a literal ``__all__``, or no public names but ``main``."""
+    """Return whether a module has a literal ``__all__``, or no public name except ``main``."""
     body = tree_of(path).body
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and "__all__" in targets(node):
@@ -285,13 +285,13 @@ def declares_its_names(path: Path) -> bool:
 
 
 def targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    """The plain names that an assignment binds."""
+    """Return the plain names that an assignment binds."""
     nodes = node.targets if isinstance(node, ast.Assign) else [node.target]
     return [n.id for target in nodes for n in ast.walk(target) if isinstance(n, ast.Name)]
 
 
 def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
-    """The names that a module binds, also in ``try``, and in ``if`` for lazy names' types."""
+    """Yield the names that a module binds, also in ``try``, and in ``if`` (types of lazy names)."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -306,12 +306,12 @@ def top_level_names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def test_every_public_name_can_be_had() -> None:
-    """Whatever ``holdfast.__all__`` promises is there, lazy names included."""
+    """Everything in ``holdfast.__all__`` exists, including lazy names."""
     assert [name for name in getattr(holdfast, "__all__", []) if not hasattr(holdfast, name)] == []
 
 
 def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
-    """The matching lines of such files, but for this one, with their places."""
+    """Return the matching lines of such files, except this one, with their places."""
     return [
         f"{at(path, number)} {text.strip()}"
         for path in files(*suffixes)
@@ -322,7 +322,7 @@ def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
 
 
 def test_prose_is_about_the_project() -> None:
-    """No file speaks of how, by whom or where it was written."""
+    """No file mentions how, by whom or where it was written."""
     assert lines_matching(WORKPLACE, ".py", ".md", ".toml", ".txt", "Makefile", "run") == []
 
 
@@ -332,7 +332,7 @@ def test_nobody_is_sent_to_the_package_of_another_project() -> None:
 
 
 def test_every_file_that_a_guide_names_is_there() -> None:
-    """The paths that the guides for contributors show as code exist: a move brings them along."""
+    """Paths shown as code in the guides for contributors exist, so a move must update them."""
     named = {
         (guide, name)
         for guide in ("ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -342,7 +342,7 @@ def test_every_file_that_a_guide_names_is_there() -> None:
 
 
 def test_every_definition_that_the_architecture_names_is_there() -> None:
-    """What ``ARCHITECTURE.md`` calls ``room.module.name`` from the root on is defined there."""
+    """Every name in ``ARCHITECTURE.md`` of the form ``room.module.name`` is defined there."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     named = set(re.findall(rf"(?<![\w./])(?:{ROOMS})(?:\.\w+)+", text))
     assert len(named) > 20
@@ -350,7 +350,7 @@ def test_every_definition_that_the_architecture_names_is_there() -> None:
 
 
 def test_the_architecture_names_every_module() -> None:
-    """A table of ``ARCHITECTURE.md`` has each module of the planner, of the engine and of drivers.
+    """A table of ``ARCHITECTURE.md`` lists each module of the planner, the engine and the drivers.
 
     The folders of backends have the same names.
     """
@@ -362,7 +362,7 @@ def test_the_architecture_names_every_module() -> None:
 
 
 def test_every_module_that_prose_refers_to_is_there() -> None:
-    """A relative reference, such as to a module or to a function in it, finds its module."""
+    """A relative reference to a module, or to a function in it, finds its module."""
     dead = [
         f"{at(path)}: {reference}"
         for path in shipped()
@@ -373,13 +373,13 @@ def test_every_module_that_prose_refers_to_is_there() -> None:
 
 
 def anchored(path: Path, reference: str) -> tuple[Path, list[str]]:
-    """The folder that the dots of a relative reference lead to, and the names after them."""
+    """Return the folder that a relative reference's dots lead to, and the names after them."""
     names = reference.lstrip(".")
     return path.parents[len(reference) - len(names) - 1], names.split(".")
 
 
 def leads_somewhere(folder: Path, names: Sequence[str]) -> bool:
-    """Whether ``names`` below a folder are of folders, of a module, and of a definition in it."""
+    """Return whether ``names`` lead from a folder to a folder, a module, or a definition in it."""
     for number, name in enumerate(names):
         module = folder / f"{name}.py"
         if module.exists():
@@ -391,7 +391,7 @@ def leads_somewhere(folder: Path, names: Sequence[str]) -> bool:
 
 
 def is_defined(scope: ast.Module | ast.ClassDef, names: Sequence[str]) -> bool:
-    """Whether a module or a class defines the first of ``names``, that the next, and so on."""
+    """Return whether a scope defines the first of ``names``, that one the next, and so on."""
     if not names:
         return True
     for node in scope.body:
@@ -401,7 +401,7 @@ def is_defined(scope: ast.Module | ast.ClassDef, names: Sequence[str]) -> bool:
 
 
 def loaded_by(code: str) -> set[str]:
-    """The packages outside the standard library that a fresh interpreter loads to run ``code``."""
+    """Return the third-party packages that a fresh interpreter loads to run ``code``."""
     report = (
         "import sys; before = set(sys.modules)\ntry:\n {}\nexcept SystemExit: "
         "pass\nprint(*set(sys.modules) - before)"
@@ -412,7 +412,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_importing_holdfast_loads_nothing_else() -> None:
-    """``import holdfast`` loads the standard library and itself: no torch, no numpy, nobody."""
+    """``import holdfast`` loads only the standard library and itself: no torch, no numpy."""
     assert loaded_by("import holdfast") == {"holdfast"}
 
 

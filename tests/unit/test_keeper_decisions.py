@@ -1,6 +1,6 @@
-"""Decisions of keepers that the simulation does not judge: limits, fairness, and what users are told.
+"""Decisions of keepers that the simulation does not check: limits, fairness, messages to users.
 
-``tests/simulation/test_keepers.py`` proves what a restart finds, and that all keepers agree.
+``tests/simulation/test_keepers.py`` proves which steps a restart finds, and that keepers agree.
 """
 
 from __future__ import annotations
@@ -225,10 +225,10 @@ def leader(*, heard: bool = True) -> Lead:
 
 
 def test_one_agreed_step_at_a_time_is_protected() -> None:
-    """The next one waits until all keepers know that the one before is encoded."""
+    """The next step waits until all keepers know that the previous one is encoded."""
     lead = leader(heard=False)
     hear(lead, "a", agreed=id(1))
-    assert lead.standing().guard is None  # the other keeper may know of something newer
+    assert lead.standing().guard is None  # the other keeper may know of a newer step
     hear(lead, "b")
     assert lead.standing().guard == id(1)
     lead.void(id(1))
@@ -302,8 +302,8 @@ def test_a_flush_that_has_ended_is_not_wanted_again() -> None:
 
 
 def test_a_new_leader_learns_which_flush_has_ended() -> None:
-    """The old leader may have told some of its trainers, or some keepers, and then died: whoever
-    was not told would wait for ever. An older end changes nothing."""
+    """The old leader may have died after it told only some trainers or keepers. The others would
+    wait forever. An older end changes nothing."""
     lead = leader()
     hear(lead, "b", wanted=(id(4),))
     end = FlushEnd(id(4), "attempt", 1)
@@ -345,7 +345,7 @@ HOSTS = (KeeperHost("a", "a", ranks=(0,)), KeeperHost("b", "b", ranks=(1, 2)))
 
 @in_virtual_time
 async def test_a_late_answer_of_a_dead_leader_is_ignored() -> None:
-    """Its question was sent before the first answer of the next leader."""
+    """Its question was sent before the next leader's first answer."""
     keeper = Reporter()
     keeper.enter(1, HOSTS, ())
     first = await keeper.questions.get()  # it waits for news
@@ -363,7 +363,7 @@ async def test_a_late_answer_of_a_dead_leader_is_ignored() -> None:
 
 
 def stock(name: str, *entries: GenerationEntry | ParityEntry) -> Stock:
-    """Return what a keeper holds."""
+    """Return the stock of a keeper with these entries."""
     generations = tuple(one for one in entries if isinstance(one, GenerationEntry))
     guards = tuple(one for one in entries if isinstance(one, ParityEntry))
     return Stock(KeeperHost(name, name, name), Inventory(0, generations, guards))
@@ -385,8 +385,8 @@ def chosen(
 
 
 def test_the_newest_agreed_step_with_all_images_comes_first() -> None:
-    """A step of a later epoch is newer. One keeper that knows of an agreement is enough, and steps
-    that storage has as well are left out."""
+    """A step of a later epoch is newer. One keeper that knows of an agreement is enough. Steps that
+    storage also has are left out."""
     images = [(2, 0, True), (3, 0, True), (5, 0, True), (5, 1, True), (6, 1, False)]
     stocks = [
         stock(name, *(image(step, rank, epoch=at, agreed=known) for step, at, known in images))
@@ -402,7 +402,7 @@ def test_the_newest_agreed_step_with_all_images_comes_first() -> None:
 
 @pytest.mark.parametrize(("mode", "may_lose"), [("xor", 1), ("copy", 1), ("pq", 2)])
 def test_parity_makes_up_for_as_many_hosts_as_it_can(mode: Mode, may_lose: int) -> None:
-    """Lost and damaged images are rebuilt on different hosts; the problem names what is lost."""
+    """Lost and damaged images are rebuilt on different hosts. The problem names what is lost."""
     names = NAMES[:2] if mode == "copy" else NAMES
     of = GuardedGroup(mode, tuple(names), tuple((rank,) for rank in range(len(names))))
     everyone = [
@@ -425,7 +425,7 @@ def test_parity_makes_up_for_as_many_hosts_as_it_can(mode: Mode, may_lose: int) 
 
 
 def test_damage_in_two_lanes_is_one_loss_in_each() -> None:
-    """Each lane has parity of its own."""
+    """Each lane has its own parity."""
     of = GuardedGroup("xor", ("a", "b", "c"), ((0, 1), (2, 3), (4,)))
     stocks = [
         stock(name, GenerationEntry(id(5), 5, ranks, True), ParityEntry(id(5), 5, of, member))
@@ -471,8 +471,8 @@ def waits(
     stored: int = 0,
     fails: bool = False,
 ) -> bool:
-    """Return whether a restart waits, if these hosts do not answer. ``fails``: it has tried in
-    vain what the others hold."""
+    """Return whether a restart waits if these hosts do not answer. ``fails``: its load from the
+    other hosts has failed."""
     heard = [stock for name, stock in known.items() if name not in silent + unreachable + gone]
     unheard = [Unheard(known[name].host, True) for name in silent]
     unheard += [Unheard(known[name].host, False) for name in unreachable]
@@ -484,7 +484,7 @@ def waits(
 
 
 def test_nobody_is_waited_for_if_a_lost_host_can_be_made_up_for() -> None:
-    """The usual loss of a host delays nothing, whether its address refuses or swallows requests."""
+    """The usual loss of a host delays nothing, whether its address refuses or drops requests."""
     for known in (stocks(5, 5), stocks(6, 5), stocks(6, 5, encoding="ab")):
         assert not waits(known)
         assert not waits(known, gone="d")
@@ -495,8 +495,8 @@ def test_nobody_is_waited_for_if_a_lost_host_can_be_made_up_for() -> None:
 
 
 def test_a_host_that_may_have_the_newest_step_is_waited_for() -> None:
-    """A host that accepts connections is not lost. One that cannot be reached is waited for if
-    parity of an encoded step cannot replace it, or if memory has no other step."""
+    """A host that accepts connections is not lost. A restart waits for an unreachable one if parity
+    of an encoded step cannot replace it, or if memory has no other step."""
     assert waits(stocks(6, 5), silent="d")
     assert waits(stocks(5, 5), unreachable="cd")
     assert waits(stocks(5, None), unreachable="d")
@@ -506,7 +506,7 @@ def test_a_host_that_may_have_the_newest_step_is_waited_for() -> None:
 
 
 def test_a_host_that_may_have_more_than_others_know_is_waited_for() -> None:
-    """Others may have restarted, with or without their images, or hold damaged ones."""
+    """Others may have restarted, with or without their images, or may hold damaged ones."""
     known = stocks(5, 5)
     for name in "abc":
         inventory = known[name].inventory
@@ -521,7 +521,7 @@ def test_a_host_that_may_have_more_than_others_know_is_waited_for() -> None:
 
 
 def test_a_host_whose_contents_nobody_knows_is_waited_for() -> None:
-    """Unless the run has never had a keeper, so that there is nothing to lose."""
+    """The exception is a run that never had a keeper: it has nothing to lose."""
     own = Unheard(KeeperHost("of rank 0", ""), True)
     fresh = Stock(KeeperHost("new", "new"), Inventory(-1, ()))
     for heard in ([], [fresh]):
@@ -546,7 +546,7 @@ def test_a_host_that_may_have_what_the_newest_epoch_began_from_is_waited_for() -
 
 @pytest.mark.timeout(60)
 def test_two_thousand_hosts_choose_and_agree_within_seconds() -> None:
-    """No decision takes time for each pair of hosts. Rebuilds are spread over the hosts."""
+    """No decision compares all pairs of hosts. Rebuilds are spread over the hosts."""
     count, ranks, lost = 2000, 8, 50
     world = count * ranks
     hosts = [

@@ -1,4 +1,4 @@
-"""Shards, several parts of a tensor per rank, and tensors that are made of other tensors."""
+"""Shards, several parts of a tensor per rank, and tensors that consist of other tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHOLE = torch.arange(60.0).reshape(3, 4, 5)
 
 
 def flat(start: int, stop: int, whole: torch.Tensor = WHOLE) -> Shard:
-    """A range of a tensor."""
+    """Return a range of a tensor."""
     part = whole.reshape(-1)[start:stop].clone()
     return Shard(part, shape=whole.shape, flat=(start, stop))
 
@@ -48,7 +48,7 @@ def flat(start: int, stop: int, whole: torch.Tensor = WHOLE) -> Shard:
     ],
 )
 def test_what_is_no_part_is_refused_where_it_is_made(make: Callable[[], Any], text: str) -> None:
-    """With what is wrong, and what to pass instead."""
+    """The error says what is wrong, and what to pass instead."""
     with pytest.raises(holdfast.UsageError, match=text):
         make()
 
@@ -71,7 +71,7 @@ def test_a_range_stands_anywhere_in_a_state() -> None:
 
 
 class Experts(nn.Module):
-    """Two of four experts, and a tensor that all groups of ranks have."""
+    """A module with two of four experts, and a tensor that all groups of ranks have."""
 
     def __init__(self, first: int, fill: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Experts(nn.Module):
 
 
 def test_marked_parameters_of_all_ranks_make_up_one_tensor() -> None:
-    """Under all names of a parameter, wherever the module is; and of its buffers nothing else."""
+    """A mark covers all names of a parameter, wherever the module is. Others stay whole."""
     driver = saved_as_ranks([{"m": [Experts(first, 5.0).mark()]} for first in (0, 2)])
     (whole,) = load_as_ranks(driver, [{"m": [{"experts": torch.zeros(4, 3)}]}], strict="state")
     assert whole["m"][0]["experts"][:, 0].tolist() == [5, 5, 7, 7]
@@ -99,7 +99,7 @@ def test_marked_parameters_of_all_ranks_make_up_one_tensor() -> None:
 
 
 def test_a_mark_that_comes_after_a_save_is_in_force() -> None:
-    """The next save of the same state is that of a part, which lacks the rest."""
+    """The next save of the same state is one of a part, which lacks the rest."""
     module = Experts(0)
     state = {"m": module}
     holdfast.save(fresh_uri(), state)
@@ -109,7 +109,7 @@ def test_a_mark_that_comes_after_a_save_is_in_force() -> None:
 
 
 def test_state_that_no_part_describes_is_refused() -> None:
-    """Adafactor keeps sums of rows and columns, which are not elements of the whole."""
+    """Adafactor keeps sums of rows and columns, which are not elements of the whole tensor."""
     module = Experts(0).mark()
     optimizer = torch.optim.Adafactor(module.parameters())
     module.experts.grad = torch.ones(2, 3)
@@ -119,7 +119,7 @@ def test_state_that_no_part_describes_is_refused() -> None:
 
 
 def test_elements_of_a_range_may_lie_apart() -> None:
-    """Other values between them are neither saved nor touched."""
+    """Values between the elements are neither saved nor changed."""
     uri = fresh_uri()
     rows = torch.stack([torch.arange(44.0), torch.full((44,), -1.0)], dim=1)
     part = Shard(rows[:, 0], shape=WHOLE.shape, flat=(5, 49))
@@ -132,7 +132,7 @@ def test_elements_of_a_range_may_lie_apart() -> None:
 
 
 def test_a_part_that_cannot_be_filled_is_named() -> None:
-    """Before anything is read: elements that share memory, another shape, another dtype."""
+    """The error comes before any read: for shared memory, another shape, or another dtype."""
     uri = saved({"w": flat(0, 60)})
     shared = torch.zeros(1).expand(60)
     for part, text in (
@@ -148,14 +148,14 @@ def test_a_part_that_cannot_be_filled_is_named() -> None:
 
 
 class Fused:
-    """An optimizer of its own kind, which keeps the moments of all parameters in one flat buffer."""
+    """A custom optimizer that keeps the moments of all parameters in one flat buffer."""
 
     def __init__(self, fill: float) -> None:
         self.buffer = torch.arange(70.0) * fill
         self.given: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments by parameter, each a range of the buffer."""
+        """Return moments by parameter, each a range of the buffer."""
         return {
             "w": Shard(self.buffer[:60], shape=(3, 4, 5), flat=(0, 60)),
             "b": Shard(self.buffer[60:], shape=(10,), flat=(0, 10)),
@@ -187,7 +187,7 @@ def test_a_state_of_parts_is_recognised() -> None:
 
 
 def test_ranks_that_hold_the_same_part_are_replicas() -> None:
-    """What two ranks hold is stored once, and each writes a share of it."""
+    """Data of two ranks is stored once, and each of them writes a share of it."""
     uri = fresh_uri()
     driver = storage_at(uri)
     whole = torch.arange(40_000.0).reshape(200, 200)
@@ -222,7 +222,7 @@ def test_ranks_that_disagree_are_told(
 
 MATRIX = torch.arange(48.0).reshape(6, 8)
 Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
-"""(offsets, sizes)"""
+"""Boxes as (offsets, sizes)."""
 
 
 class Cut:
@@ -266,7 +266,7 @@ REST: Boxes = [((1, 0), (4, 8))]
 
 
 def empty(boxes: Boxes) -> Cut:
-    """Parts to be filled."""
+    """Return parts to fill."""
     return Cut(boxes, torch.full((6, 8), -1.0))
 
 
@@ -294,7 +294,7 @@ class Silent(Cut):
 
 
 class Lying(Cut):
-    """Says another size than its parts have."""
+    """Reports another size than its parts have."""
 
     def __create_chunk_list__(self) -> list[Any]:
         return [
@@ -304,7 +304,7 @@ class Lying(Cut):
 
 
 def sticking_out() -> Cut:
-    """Parts of a smaller matrix than they lie in."""
+    """Return parts that report a smaller matrix than they lie in."""
     cut = Cut(LEFT)
     cut.shape = (6, 7)
     return cut
@@ -316,7 +316,7 @@ def sticking_out() -> Cut:
     ids=["silent", "lying", "sticking out"],
 )
 def test_hooks_that_do_not_fit_together_are_refused_by_path(cut: Cut, said: str) -> None:
-    """On save and on load."""
+    """A save and a load both fail."""
     uri = fresh_uri()
     for call in (lambda: holdfast.save(uri, {"w": cut}), lambda: holdfast.load(uri, {"w": cut})):
         with pytest.raises(holdfast.StateError, match=rf'state\["w"\].*{said}'):
@@ -324,7 +324,7 @@ def test_hooks_that_do_not_fit_together_are_refused_by_path(cut: Cut, said: str)
 
 
 class Rounding(enum.Enum):
-    """How a number was rounded."""
+    """The rounding of a number."""
 
     NEAREST = "nearest"
     DOWN = "down"
@@ -332,7 +332,7 @@ class Rounding(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How many columns share a scale."""
+    """The number of columns that share a scale."""
 
     columns: int
 
@@ -346,7 +346,7 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: Any) -> Scaled:
-        """An empty shell of that shape."""
+        """Make an empty shell of that shape."""
         shape = codes.shape
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
 
@@ -360,12 +360,12 @@ class Scaled(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
-        """Made anew; no load does that."""
+        """Fail: no load makes a new tensor."""
         raise AssertionError
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What a module and an optimizer need of it."""
+        """Support the operations that a module and an optimizer need."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (of,) = args
             return cls(of.codes.detach(), of.scale.detach(), of.context)
@@ -382,7 +382,7 @@ class Scaled(torch.Tensor):
 
 
 class Owner:
-    """An object whose state has one."""
+    """An object whose state contains such a tensor."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -398,18 +398,18 @@ CONTEXT = {"block": Block(2), "rounding": Rounding.NEAREST, "sizes": [1, 2.5, No
 
 
 def scaled(value: int, context: Any = None) -> Scaled:
-    """A matrix of one value."""
+    """Return a matrix with one value."""
     codes = torch.full((3, 4), value, dtype=torch.int8)
     return Scaled(codes, torch.full((3, 1), value / 2), CONTEXT if context is None else context)
 
 
 def values(tensor: Any) -> tuple[float, float]:
-    """One number of each inner tensor."""
+    """Return one number of each inner tensor."""
     return tensor.codes[2, 3].item(), tensor.scale[2, 0].item()
 
 
 def module(value: int, context: Any = None) -> nn.Module:
-    """A module with such a parameter, such a buffer, and a plain one."""
+    """Return a module with a scaled parameter, a scaled buffer, and a plain parameter."""
     net = nn.Linear(4, 3)
     net.weight = nn.Parameter(scaled(value, context), requires_grad=False)
     net.register_buffer("table", scaled(value + 1, context))
@@ -435,7 +435,7 @@ def test_inner_tensors_are_stored_by_name() -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_tensor_that_is_there_is_filled(lazy: bool) -> None:
-    """In a module and in a list, in place; nothing is made anew."""
+    """A load fills it in place, in a module and in a list; it makes no new tensors."""
     uri = fresh_uri()
     state = {"m": module(3), "w": [scaled(5)]}
     for _ in range(2):
@@ -457,7 +457,8 @@ def test_a_tensor_that_is_there_is_filled(lazy: bool) -> None:
 def test_a_tensor_of_another_kind_is_not_filled(
     where: str, other: dict[str, Any], strict: bool
 ) -> None:
-    """Its inner tensors would mean something else. The error says both, and nothing is loaded."""
+    """Its inner tensors would have another meaning. The error names both kinds, and nothing is
+    loaded."""
     uri = fresh_uri()
     tensor = scaled(1, CONTEXT | other)
     stored: dict[str, Any] = {
@@ -483,7 +484,7 @@ def test_a_tensor_of_another_kind_is_not_filled(
 
 
 def test_tensors_within_tensors() -> None:
-    """At any depth, also of classes that torch has."""
+    """Tensors nest to any depth, also those of torch's own classes."""
     uri = fresh_uri()
 
     def nested(value: float) -> TwoTensor:
@@ -500,7 +501,7 @@ def test_tensors_within_tensors() -> None:
 @pytest.mark.parametrize("stored", ["a", "b"])
 @pytest.mark.parametrize("strict", [True, "state", False])
 def test_a_tied_tensor_made_of_tensors_is_filled_by_either_name(stored: str, strict: Any) -> None:
-    """Its inner tensors are tied, and its description needs to be stored only next to them."""
+    """Its inner tensors are tied. Its description is only required next to stored inner tensors."""
     uri, into = fresh_uri(), scaled(1)
     holdfast.save(uri, {stored: scaled(3)})
     holdfast.load(uri, into={"a": into, "b": into}, strict=strict)
@@ -511,7 +512,7 @@ def test_a_tied_tensor_made_of_tensors_is_filled_by_either_name(stored: str, str
 
 
 def test_a_plain_tensor_is_not_loaded_into_one_that_is_made_of_tensors() -> None:
-    """Nor the other way round: the names differ."""
+    """The reverse is also refused, because the names differ."""
     uri = fresh_uri()
     into = scaled(1)
     holdfast.save(uri, {"w": torch.ones(3, 4)})
@@ -523,7 +524,7 @@ def test_a_plain_tensor_is_not_loaded_into_one_that_is_made_of_tensors() -> None
 
 
 def test_a_context_without_a_description_is_refused_by_path() -> None:
-    """Such as a function."""
+    """A function has no description, for example."""
     state = {"a": [scaled(1, {"round": max})]}
     for call in (lambda: holdfast.save(fresh_uri(), state), lambda: holdfast.load("/x", state)):
         with pytest.raises(holdfast.StateError, match=r'state\["a"\]\[0\].*context'):
@@ -531,7 +532,7 @@ def test_a_context_without_a_description_is_refused_by_path() -> None:
 
 
 class Coarse(torch.optim.SGD):
-    """Keeps a moment that is made of tensors, from its first step on."""
+    """Keeps a moment that consists of tensors, from its first step on."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -541,7 +542,7 @@ class Coarse(torch.optim.SGD):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_an_optimizer_that_has_stepped_gets_its_moments_back(named: bool) -> None:
-    """One that has not has no such tensor, and none is made."""
+    """An optimizer without a step has no such tensor, and a load makes none."""
     uri = fresh_uri()
     nets = [nn.Linear(4, 3, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     optims = [

@@ -1,4 +1,4 @@
-"""Test the telemetry stored with a checkpoint: complete, bounded, and what it reveals."""
+"""Test the telemetry stored with a checkpoint: it is complete, bounded, and useful."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ STATE = {"w": torch.arange(9.0), "step": 7}
 
 @pytest.fixture
 def uri() -> str:
-    """Nothing is there yet."""
+    """Return an unused URI."""
     return fresh_uri()
 
 
 def telemetry_of(uri: str | Path) -> SaveTelemetry | None:
-    """What is stored of the save of a checkpoint."""
+    """Return the telemetry stored with a checkpoint, if any."""
     with holdfast.open(uri) as checkpoint:
         return checkpoint.telemetry()
 
 
 def found(uri: str | Path) -> SaveTelemetry:
-    """The same, where something is."""
+    """Return the telemetry stored with a checkpoint."""
     telemetry = telemetry_of(uri)
     assert telemetry is not None
     return telemetry
 
 
 async def recorded_save(driver: Driver, team: Team | None = None, state: Any = None) -> str:
-    """A save that is recorded; its attempt."""
+    """Save with recording; return the attempt."""
     team = team or Team()
     with recording(Recorder(team.rank)):
         flat = flatten(state or STATE)
@@ -76,8 +76,8 @@ async def recorded_save(driver: Driver, team: Team | None = None, state: Any = N
 
 
 def saved_by_ranks(world: int, late: int, slow: int = -1) -> SaveTelemetry:
-    """Return the telemetry of a save of ``world`` ranks, of which one calls late, and one is slow
-    to commit its image."""
+    """Return the telemetry of a save of ``world`` ranks. One rank calls late, and one is slow to
+    commit its image."""
     uri = fresh_uri()
 
     async def act(team: StoreTeam) -> None:
@@ -95,7 +95,7 @@ def saved_by_ranks(world: int, late: int, slow: int = -1) -> SaveTelemetry:
 
 
 def test_a_checkpoint_says_where_the_time_of_its_save_went(uri: str) -> None:
-    """What the report of the save says, but for what came after the commit."""
+    """The telemetry equals the save's report, except for everything after the commit."""
     state = {"a": torch.zeros(3 << 24, dtype=torch.uint8), "step": 7}
     report = holdfast.save(uri, state)
     telemetry = found(uri)
@@ -116,7 +116,7 @@ def test_a_checkpoint_says_where_the_time_of_its_save_went(uri: str) -> None:
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_by_how_much_a_rank_called_late_is_known_without_a_common_clock(late: int) -> None:
-    """Also where it is rank 0, for which all others have waited."""
+    """This also holds for rank 0, for which all others have waited."""
     called_s = saved_by_ranks(3, late).called_s
     assert 0.35 < called_s[late] < 5
     assert all(called_s[rank] < 0.2 for rank in called_s if rank != late)
@@ -130,7 +130,7 @@ def test_slow_and_late_ranks_are_named() -> None:
 
 
 def test_a_copy_has_it_too(tmp_path: Path) -> None:
-    """As it is, also where it cannot be read; where there is none, the copy has none."""
+    """The copy gets the telemetry unchanged, even if it is damaged, or none if there is none."""
     holdfast.save(tmp_path / "a", STATE)
     holdfast.copy(tmp_path / "a", tmp_path / "b")
     assert found(tmp_path / "b") == found(tmp_path / "a")
@@ -143,7 +143,7 @@ def test_a_copy_has_it_too(tmp_path: Path) -> None:
 
 
 def put_failing(failure: Callable[[], Any]) -> Callable[[str, str], Any]:
-    """A hook that lets puts of telemetry fail, and nothing else."""
+    """Return a hook that fails puts of telemetry, and nothing else."""
 
     async def before(operation: str, key: str) -> None:
         if operation == "put" and "telemetry" in key:
@@ -153,17 +153,17 @@ def put_failing(failure: Callable[[], Any]) -> Callable[[str, str], Any]:
 
 
 async def refused() -> None:
-    """The storage has no room."""
+    """Fail as storage without room does."""
     raise holdfast.FullError("injected")
 
 
 async def faulty() -> None:
-    """A fault of a driver."""
+    """Fail as a faulty driver does."""
     raise ZeroDivisionError
 
 
 async def silent() -> None:
-    """The storage does not answer."""
+    """Never answer."""
     await asyncio.Event().wait()
 
 
@@ -194,7 +194,7 @@ HEAD: dict[str, Any] = {
 
 
 def packed(*lines: dict[str, Any]) -> bytes:
-    """The object with these lines."""
+    """Return the object with these lines."""
     return b"".join(gzip.compress(json.dumps(line).encode() + b"\n") for line in lines)
 
 
@@ -214,7 +214,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
 def test_what_is_damaged_harms_nobody_else(tmp_path: Path, data: bytes) -> None:
-    """It is an error of who reads it, which names the file; the checkpoint is whole."""
+    """Reading it is an error that names the file; the checkpoint itself stays intact."""
     uri = tmp_path / "c"
     holdfast.save(uri, STATE)
     (path,) = uri.rglob("telemetry*")
@@ -230,7 +230,7 @@ def test_what_is_damaged_harms_nobody_else(tmp_path: Path, data: bytes) -> None:
 
 
 def test_flipped_bits_are_noticed_or_read_as_telemetry() -> None:
-    """Any byte of the object: an error of ours, never another one."""
+    """For a flipped bit in any byte, decoding succeeds or raises TelemetryError."""
     data = packed(HEAD) + encode_record(busy_record(0, 9))
     for position in range(len(data)):
         damaged = bytearray(data)
@@ -243,7 +243,7 @@ def test_flipped_bits_are_noticed_or_read_as_telemetry() -> None:
 
 @functools.cache
 def busy_record(rank: int, seed: int) -> RankTelemetry:
-    """What a rank records in a save of 9 GB in which every stage and round occurs."""
+    """Return a rank's record of a 9 GB save with every stage and round."""
     random_ = random.Random(seed)
     names = ["flatten", "wait", "plan", "begin", "capture", "device_copy", "hash", "pack"]
     names += ["open", "write", "upload_commit", "merge", "manifest"]
@@ -279,7 +279,7 @@ def busy_record(rank: int, seed: int) -> RankTelemetry:
 
 
 def whole_telemetry(records: Sequence[RankTelemetry]) -> bytes:
-    """The object of a job of these ranks."""
+    """Return the object of a job with these ranks."""
     arrivals = {
         f"round {name}": tuple(
             (record.rank, random.Random(record.rank).uniform(0, 30)) for record in records[1:]
@@ -293,7 +293,7 @@ def whole_telemetry(records: Sequence[RankTelemetry]) -> bytes:
 @pytest.mark.nightly(4)
 @pytest.mark.parametrize("world", [1, 4, 1024])
 def test_it_takes_at_most_a_kilobyte_a_rank(world: int) -> None:
-    """Beyond a head of a kilobyte, in a save in which every stage occurs."""
+    """The head takes another kilobyte, in a save with every stage."""
     records = [replace(busy_record(0, rank % 16), rank=rank) for rank in range(world)]
     assert all(len(encode_record(record)) <= RECORD_NBYTES_MAX for record in records)
     data = whole_telemetry(records)
@@ -302,7 +302,7 @@ def test_it_takes_at_most_a_kilobyte_a_rank(world: int) -> None:
 
 
 def few_slow(seconds: float) -> StageReport:
-    """Return writes with one that took nearly all of the time."""
+    """Return writes of which one took nearly all of the time."""
     usual = stage(2.0, NBYTES)
     histogram = list(usual.histogram)
     histogram[bucket_of(2.0 / CHUNKS)] -= 1
@@ -329,7 +329,7 @@ SLOW = [
 def test_a_rank_that_is_slow_is_named_with_its_cause(
     name: str, slow: StageReport, cause: Cause | None
 ) -> None:
-    """And nobody else is. A stage that no other rank has is slower than none."""
+    """No other rank is named. A stage that only one rank has is not compared."""
     found = stragglers(save_of({5: {name: slow}}))
     if cause is None:
         assert found == []
@@ -345,12 +345,12 @@ def test_a_rank_that_is_slow_is_named_with_its_cause(
     [
         ("capture", Cause.NOT_RUNNING),
         ("hash", Cause.NOT_RUNNING),
-        ("device_copy", Cause.SLOW_COPIES),  # by the device: it takes no processor
+        ("device_copy", Cause.SLOW_COPIES),  # the device copies: no processor is needed
         ("write", Cause.SLOW_STORAGE),
     ],
 )
 def test_who_had_no_processor_was_not_running(name: str, cause: Cause) -> None:
-    """A stopped process is late with what keeps a processor busy, and had none."""
+    """A stopped process is late in stages that need a processor, and has used none."""
     others = {rank: {"device_copy": stage(0.5, NBYTES)} for rank in range(8)}
     save = save_of({**others, 5: {**others[5], name: stage(9.0, NBYTES)}})
     stopped = replace(save.ranks[5], cpu_s=0.5)
@@ -359,7 +359,7 @@ def test_who_had_no_processor_was_not_running(name: str, cause: Cause) -> None:
 
 
 def test_a_rank_that_calls_late_is_named() -> None:
-    """It learns the verdict of the first round sooner after its call."""
+    """It learns the verdict of the first round sooner after its call than other ranks."""
     (late,) = stragglers(save_of({3: {"round agree": stage(0.1, last_s=0.2)}}))
     assert (late.rank, late.stage, late.cause) == (3, CALL, Cause.LATE)
     assert late.seconds == pytest.approx(1.8)
@@ -377,7 +377,7 @@ def test_what_is_usual_or_hardly_matters_is_not_named() -> None:
 
 
 def test_of_two_ranks_the_faster_one_is_typical() -> None:
-    """The lower median: so three of four ranks may be slow."""
+    """The lower median is typical, so even three of four ranks may be slow."""
     assert [typical(values) for values in ([3.0], [5, 1], [9, 1, 5], [9, 8, 1, 7])] == [3, 1, 5, 7]
     (slow,) = stragglers(save_of({1: {"write": stage(9.0, NBYTES)}}, world=2))
     assert slow.rank == 1

@@ -25,7 +25,7 @@ from holdfast.storage.format.tree import Container, Tree, merge_trees
 
 
 def saved_and_loaded(state: Any) -> Any:
-    """What a load builds of a saved state."""
+    """Save a state; return the state that a load builds."""
     uri = fresh_uri()
     holdfast.save(uri, state, allow_empty=True)
     return holdfast.load(uri)
@@ -64,7 +64,7 @@ ARRAYS = {
 
 
 def test_an_array_is_filled_in_place() -> None:
-    """A writable array of any layout or subclass is a target like a tensor is."""
+    """A writable array of any layout or subclass is a target, just as a tensor is."""
     uri = saved({"a": np.arange(12.0).reshape(3, 4), "b": np.arange(3), "m": np.ones((1, 2))})
     into = {
         "a": np.zeros((4, 3)).T,
@@ -86,7 +86,7 @@ NAMES = [
 
 
 def test_names_are_kept_whatever_they_are() -> None:
-    """Keys may be any text, also text that means something to paths and formats."""
+    """Keys may be any text, even text with a meaning in paths and formats."""
     state = {
         "values": dict(zip(NAMES, range(len(NAMES)), strict=True)),
         "containers": {f"{name}~": {name: {"t": torch.tensor(i)}} for i, name in enumerate(NAMES)},
@@ -133,7 +133,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class Marked(np.ndarray):
-    """An array of a type of its own."""
+    """An array of a custom type."""
 
 
 ARRAY = np.arange(2.0)
@@ -160,7 +160,7 @@ TYPES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", list(TYPES))
 def test_a_type_that_would_be_lost_is_refused_by_name(name: str) -> None:
-    """Wherever it is. The error mentions default=, which says what is stored instead."""
+    """This holds anywhere in a state. The error mentions default=, which stores a replacement."""
     value, message = TYPES[name]
     for state in ({"v": value}, {"v": [{"w": value}]}, {"v": Given({"value": value})}):
         with pytest.raises(holdfast.StateError, match=rf'"v"\].* {message}.*\. default= of a save'):
@@ -171,7 +171,7 @@ def test_a_type_that_would_be_lost_is_refused_by_name(name: str) -> None:
 
 
 def test_a_container_of_another_type_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By its type and place, since a load that builds the state makes a plain one."""
+    """The warning gives its type and place, because a load that builds the state makes a plain one."""
     marked = type("MarkedDict", (dict,), {})
     for _ in range(2):
         holdfast.save(fresh_uri(), {"a": {"b": marked(c=1)}, "d": marked()})
@@ -182,7 +182,7 @@ def test_a_container_of_another_type_is_told_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_deep_nesting_comes_back() -> None:
-    """Two hundred containers in each other are no problem."""
+    """Two hundred nested containers are no problem."""
     state: Any = {"t": torch.tensor(1), "v": 2}
     for i in range(200):
         state = {"d": state} if i % 2 else [state]
@@ -190,7 +190,7 @@ def test_deep_nesting_comes_back() -> None:
 
 
 def kinds(value: Any, path: str = "") -> dict[str, str]:
-    """The type of everything in a nested state, by its path."""
+    """Return the type of everything in a nested state, by path."""
     found = {path: type(value).__qualname__}
     if isinstance(value, defaultdict):
         found[path] += f"({value.default_factory})"
@@ -217,9 +217,9 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("other", [{}, KINDS], ids=["empty", "alike"])
 def test_kinds_of_dicts_come_back(other: dict[str, Any]) -> None:
-    """In a state that is built, and in that of an object, whatever the object has had."""
+    """They come back in a built state, and in an object's state, whatever the object had before."""
     uri = fresh_uri()
-    for _ in range(2):  # the second save sees a state that is laid out as before
+    for _ in range(2):  # the second save recognises the layout of the first
         holdfast.save(uri, {"state": KINDS, "object": Given(KINDS)})
         built = holdfast.load(uri)
         assert kinds(built) == kinds({"state": KINDS, "object": KINDS})
@@ -232,12 +232,12 @@ def test_kinds_of_dicts_come_back(other: dict[str, Any]) -> None:
 
 
 def optimizer() -> torch.optim.Optimizer:
-    """One that schedulers can work with."""
+    """Return an optimizer that schedulers can work with."""
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
 
 
 class Scale:
-    """A function that is an object."""
+    """A callable object."""
 
     def __call__(self, step: int) -> float:
         return 0.9**step
@@ -276,11 +276,11 @@ def test_schedulers_of_torch_come_back_as_they_were(name: str) -> None:
 
 
 class Own(dict[str, int]):
-    """A dict of somebody's own."""
+    """A custom dict."""
 
 
 class OwnList(list[int]):
-    """A list of somebody's own."""
+    """A custom list."""
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_type_that_an_object_would_not_get_back_is_refused(value: Any) -> None
 
 
 def test_a_kind_of_a_later_release_is_a_dict() -> None:
-    """Fields may say more than this release knows; nothing is imported for them."""
+    """Fields may contain more than this release knows; nothing is imported for them."""
     uri = fresh_uri()
     real = Tree.to_json
     with pytest.MonkeyPatch.context() as patch:
@@ -310,7 +310,7 @@ def test_a_kind_of_a_later_release_is_a_dict() -> None:
 
 
 def test_ranks_that_disagree_on_a_kind_cannot_save() -> None:
-    """One of them would get back what it did not have; those that agree may have other containers."""
+    """One of them would get back another kind. Ranks that agree may differ in other containers."""
     trees = [
         Tree([Container(-1, None, "dict"), Container(0, key, "dict")]) for key in ("a", "b", "b")
     ]
@@ -346,7 +346,7 @@ def state() -> dict[str, Any]:
 
 
 def check(at: Any) -> None:
-    """Fail unless the values are those that ``plain`` returns."""
+    """Fail unless the values equal those that ``plain`` returns."""
     at[0]["curve"] = at[0]["curve"].tolist()
     progress = {"phase": "DECAY", "seen": [1, 3], "curve": [0.0, 1.0, 2.0]}
     assert at == [progress, {"x": 1, "y": {"p": "a/b"}}]

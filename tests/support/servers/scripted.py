@@ -40,7 +40,7 @@ ONCE = "retries=0&deadline=1s"
 def set_credentials(
     monkeypatch: pytest.MonkeyPatch, folder: Path, names: Iterable[str] = CREDENTIALS
 ) -> None:
-    """Remove everything about clouds and proxies from the environment, except worthless credentials.
+    """Remove all about clouds and proxies from the environment, except worthless credentials.
 
     AWS's files are ``config`` and ``credentials`` in ``folder``. Stores cached by other tests are
     forgotten.
