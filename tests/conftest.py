@@ -1,4 +1,4 @@
-"""What every test may ask for, and a count of what was skipped."""
+"""Fixtures for all tests, and a summary of skipped tests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ ROOT = Path(__file__).parents[1]
 
 pytest_plugins = ["support.clocked", "support.given", "support.light", "support.nightly"]
 
-# The time limit of a test is pytest's; a deadline per example only fails on a busy machine.
+# pytest limits the time of a test. A deadline per example would only fail on a busy machine.
 settings.register_profile("holdfast", deadline=None, max_examples=tried(100))
-# On CI hypothesis has its own profile: the same examples every time, and no deadline either.
+# On CI, hypothesis has its own profile: the same examples every time, and no deadline either.
 settings.register_profile("holdfast-ci", settings.get_profile("ci"), max_examples=tried(100))
 settings.load_profile("holdfast-ci" if "CI" in os.environ and EFFORT <= 1 else "holdfast")
 
 
-# What the machine says about storage is not the tests' business; processes that tests start inherit
-# this.
+# The machine's settings for storage must not affect the tests, nor the processes that they start.
 for name in [
     n for n in os.environ if n.startswith("HOLDFAST_") and not n.startswith("HOLDFAST_TEST_")
 ]:
@@ -36,14 +35,14 @@ os.environ["HOLDFAST_CONFIG"] = ""
 
 
 class _Root:
-    """Collects the root as the folder that it is. pytest takes it for a package of its name, since
-    it holds the package's ``__init__.py``, and imports that; a clone may have any name."""
+    """Collects the root as a plain folder. pytest would treat it as a package, because it has an
+    ``__init__.py``, and import it by the folder's name; a clone may have any name."""
 
     @pytest.hookimpl
     def pytest_collect_directory(
         self, path: Path, parent: pytest.Collector
     ) -> pytest.Collector | None:
-        """None leaves a folder to pytest."""
+        """Collect the root, and leave other folders to pytest."""
         if path != ROOT:
             return None
         return pytest.Dir.from_parent(parent, path=path)
@@ -51,25 +50,25 @@ class _Root:
 
 @pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
-    """As a plugin of its own, since hooks of this file are not asked about folders above it."""
+    """Register the plugin: hooks of this file are not called for folders above it."""
     config.pluginmanager.register(_Root())
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number that differs between tests and is the same in every run of one test."""
+    """Return a number that differs between tests but not between runs of one test."""
     return zlib.crc32(request.node.nodeid.encode())
 
 
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
-    """Random numbers that differ between tests and are the same in every run of one test."""
+    """Return random numbers that differ between tests but not between runs of one test."""
     return np.random.default_rng(seed)
 
 
 @pytest.fixture
 def no_write_history() -> Iterator[None]:
-    """What lazy saves have learned of tensors in other tests is forgotten."""
+    """Forget what lazy saves have learned about tensors in other tests."""
     import holdfast
     from holdfast.storage.state.capture.write_watch import write_history
 
@@ -108,8 +107,8 @@ def _open_descriptors() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say, for each reason, how many tests were skipped for it; and what tests wanted to have said
-    (a property "said")."""
+    """Print the number of skipped tests per reason, and the messages that tests left in a property
+    "said"."""
     for report in terminalreporter.stats.get("passed", []):
         for name, value in report.user_properties:
             if name == "said":

@@ -1,12 +1,12 @@
-"""Change the engine in one small way at a time, and see that its tests notice.
+"""Change the engine in one small way at a time, and check that its tests notice.
 
 make mutants                     the whole list, on all cores; an hour
-make mutants ONLY=claim          those whose description or file contains a text
-make mutants SAMPLE=1            the first of each table, as CI does
+make mutants ONLY=claim          mutants whose description or file contains a text
+make mutants SAMPLE=1            the first mutant of each table, as CI does
 
-A change that no test notices is a mutant that survives. The run ends with 1 if there is one, if the
-text that a mutant changes is gone, or if the tests fail without any change. Everything happens in
-copies of the repository.
+A mutant that no test notices survives. The run ends with 1 if one survives, if the text that a
+mutant changes is gone, or if the tests fail without any change. Everything happens in copies of the
+repository.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folder of the tests' shared helpers
 
 from support.mutants import TABLES, Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180.0
-"""A mutant whose tests hang is noticed, too."""
+"""A mutant whose tests hang also counts as noticed."""
 PASSED = 0
 """The exit status of pytest."""
 
 
 class Copy:
-    """A copy of the repository, to be changed and changed back. For one thread."""
+    """A copy of the repository that is changed and restored, by one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "repository"
@@ -58,7 +58,7 @@ class Copy:
         self._changes = 0
 
     def notices(self, mutant: Mutant) -> bool:
-        """Whether the tests of ``mutant`` fail with it. Raises ValueError where it cannot be told."""
+        """Return whether the tests of ``mutant`` fail with it. Raises ValueError if unclear."""
         if self.test(mutant.noticed_by) != PASSED:
             raise ValueError(f"without any change these tests do not pass: {mutant.noticed_by}")
         with self._changed(mutant):
@@ -66,7 +66,7 @@ class Copy:
         return status != PASSED
 
     def test(self, tests: str) -> int | None:
-        """The exit status of pytest; None where it had to be ended."""
+        """Return the exit status of pytest, or None if it had to be killed."""
         command = [
             str(Path(sys.executable).with_name("pytest")),
             "-q",
@@ -108,14 +108,14 @@ class Copy:
     def _write(self, name: str, source: str) -> None:
         file = self._folder / name
         file.write_text(source)
-        # Compiled modules are told from stale ones by whole seconds and the size of their source.
+        # Python recognises stale compiled modules by whole seconds and the size of their source.
         self._changes += 1
         time_s = time.time() + 2 * self._changes
         os.utime(file, (time_s, time_s))
 
 
 def main() -> int:
-    """The exit status: 1 where a mutant survived."""
+    """Return the exit status: 1 if a mutant survived."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -147,7 +147,7 @@ def _said(mutant: Mutant) -> str:
 
 
 def tried(mutants: Sequence[Mutant], folder: Path, jobs: int) -> list[str]:
-    """What is wrong: mutants that survive, and those that are out of date."""
+    """Return the problems: mutants that survive, and outdated ones."""
     copies: SimpleQueue[Copy] = SimpleQueue()
     for number in range(jobs):
         copies.put(Copy(folder / str(number)))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(7200 if ALL else 120)
 
 
 def undamaged(compression: Compression | None = None) -> Tiny:
-    """Make a checkpoint from which every reader gives what was saved."""
+    """Make a checkpoint, and check that every reader gets the saved values."""
     made = Tiny(f"tiny-{next(_names)}", compression)
     for reader in READERS.values():
         reader(made.uri)
@@ -38,13 +38,13 @@ def undamaged(compression: Compression | None = None) -> Tiny:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Tiny:
-    """A checkpoint without damage."""
+    """Return a checkpoint without damage."""
     return undamaged()
 
 
 @pytest.fixture(scope="module")
 def compressed() -> Tiny:
-    """A checkpoint whose images are compressed."""
+    """Return a checkpoint with compressed images."""
     made = undamaged("lz4")
     assert all(key.endswith(".safetensors.lz4") for key in images(made))
     return made
@@ -53,7 +53,7 @@ def compressed() -> Tiny:
 def sampled(
     rng: np.random.Generator, what: list[tuple[str, int]], count: int
 ) -> Iterator[tuple[str, int]]:
-    """All of them, or those of a part, or some."""
+    """Yield all places, those of a part, or a sample."""
     rows = (
         range(len(what))[FIRST:LAST]
         if ALL
@@ -63,27 +63,27 @@ def sampled(
 
 
 def readers(turn: int) -> Iterable[str]:
-    """All of them, or one in turn."""
+    """Return all readers, or one in turn."""
     return READERS if ALL else [list(READERS)[turn % len(READERS)]]
 
 
 def images(checkpoint: Tiny) -> list[str]:
-    """The keys of its images."""
+    """Return the keys of its images."""
     return [key for key in checkpoint.files if key != MANIFEST_KEY]
 
 
 def places(checkpoint: Tiny, keys: Iterable[str]) -> list[tuple[str, int]]:
-    """Every byte of these files."""
+    """Return every byte of these files."""
     return [(key, at) for key in keys for at in range(len(checkpoint.files[key]))]
 
 
 def changed(whole: bytes, start: int, data: bytes) -> bytes:
-    """``whole`` with other bytes from ``start`` on."""
+    """Return ``whole`` with other bytes from ``start`` on."""
     return whole[:start] + data + whole[start + len(data) :]
 
 
 def flipped(checkpoint: Tiny, key: str, position: int, turn: int) -> Damaged:
-    """One bit, or all bits, of a byte are flipped, or it is zeroed: in turn."""
+    """Flip one bit or all bits of a byte, or zero it, in turn."""
     whole = checkpoint.files[key]
     pattern = (1 << turn % 8, 0xFF, whole[position] or 0x80)[turn // 8 % 3]
     data = changed(whole, position, bytes([whole[position] ^ pattern]))

@@ -1,10 +1,10 @@
 """Explore schedules, replay one, or show that broken engines are caught.
 
-make sim SEEDS=5000          so many runs, some twenty schedules each, on all cores
-make sim SEED=4711           one, with its whole log
+make sim SEEDS=5000          this many runs, with about twenty schedules each, on all cores
+make sim SEED=4711           one run, with its whole log
 make sim SEED=4711 SIM_ARGS=--channels
-                             the same of weight channels, which make sim explores, too
-make sim-broken              engines that are wrong on purpose, and how many schedules it takes to see it
+                             the same for weight channels, which make sim also explores
+make sim-broken              broken engines, and the number of schedules until each is caught
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folder of the tests' shared helpers
 
 import torch
 from support.simulation import channel_run, channel_schedule, channels
@@ -37,7 +37,7 @@ OneBatch = Callable[[range], tuple[Failure | None, Tally]]
 
 
 def main() -> int:
-    """The exit status: 1 where a promise was broken, or a broken engine was not caught."""
+    """Return the exit status: 1 if a promise was broken, or a broken engine was not caught."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,11 +69,11 @@ def main() -> int:
 
 
 def many(first: int, seeds: int, jobs: int, one_batch: OneBatch) -> int:
-    """Run so many schedules, and say what came of it."""
+    """Run this many seeds, and print the results."""
     began_s, total, shown_s = time.perf_counter(), Tally(), time.perf_counter()
     gc.collect()
-    gc.freeze()  # a third of the time went into looking again and again at what torch has,
-    gc.set_threshold(50_000, 20, 1000)  # and at what a run still holds
+    gc.freeze()  # otherwise a third of the time goes into visiting torch's objects,
+    gc.set_threshold(50_000, 20, 1000)  # and those that a run still holds
     batches = [range(a, min(a + BATCH, first + seeds)) for a in range(first, first + seeds, BATCH)]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for failure, tally in pool.imap_unordered(one_batch, batches):
@@ -160,7 +160,7 @@ def channel_lines(most: int) -> Iterator[tuple[str, bool]]:
 
 
 def broken_lines(most: int) -> Iterator[tuple[str, bool]]:
-    """One for each broken engine: how many schedules it took, and what was seen."""
+    """Yield a line for each broken engine: the number of schedules, and the failure."""
     for engine in BROKEN:
         tried, seed, failure = seeds_until_caught(engine, most)
         how = f"{tried:6} schedules, seed {seed:6}"

@@ -22,9 +22,9 @@ from support.simulation.channels import installed
 
 KNOWN = range(9)
 TELLING = (25, 1062, 1063, 1204, 2118, 2226, 2464, 500444, 500641)
-"""Seeds that exposed faults of the product: a rank alone in a call, folders lost with a power cut, a
-deleted version published again, a head that was one version behind, a lease that was listed late,
-a second publisher that was told of an existing checkpoint instead."""
+"""Seeds that exposed faults of the product: a rank alone in a call, folders lost in a power cut, a
+deleted version published again, a head one version behind, a lease that was listed late, a second
+publisher that got an error about an existing checkpoint instead."""
 SEEDS = os.environ.get("HOLDFAST_TEST_CHANNEL_SEEDS")
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "2"))
 """Time spent on seeds that nobody has tried before."""
@@ -51,8 +51,8 @@ def checked(seed: int) -> Counter[str]:
 def test_every_engine_has_exactly_one_published_version(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Versions only grow, none is published twice, and whatever is needed is there. In quiet
-    conditions all engines end at the newest version, and old ones go."""
+    """Versions only grow, none is published twice, and all needed files exist. In quiet conditions
+    all engines end at the newest version, and old versions are deleted."""
     counts = Counter[str]()
     for seed in KNOWN:
         counts += checked(seed)
@@ -94,8 +94,8 @@ def test_a_broken_channel_breaks_what_is_there(broken: Broken) -> None:
 @pytest.mark.nightly(16)
 @pytest.mark.parametrize("broken", BROKEN_CHANNELS, ids=lambda broken: broken.name)
 def test_a_broken_channel_is_caught(broken: Broken) -> None:
-    """Each channel that is wrong on purpose breaks a promise in a schedule that has shown it before,
-    or for a seed that follows. The correct one keeps its promises there."""
+    """Each broken channel breaks a promise in a schedule that has exposed it before, or for a later
+    seed. The correct channel keeps its promises there."""
     schedule = schedule_of(broken)
     run(schedule)
     with broken.engine():

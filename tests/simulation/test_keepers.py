@@ -57,10 +57,13 @@ def violation(run: Run, seed: int, counts: Counter[str]) -> str:
 def test_promises_hold_in_known_and_fresh_schedules(
     run: Run, fixed: int, expected: set[str], record_property: Callable[[str, object], None]
 ) -> None:
-    """No slot in use is filled, and memory stays within its budget. While only processes die, a
-    restart resumes from the last agreed step or a newer one; while no more hosts are lost than
-    parity covers, from the last protected one. Storage holds whole steps. If nothing whole is
-    found, all ranks refuse to resume. Once all is calm, steps are agreed and protected again."""
+    """No slot in use is filled, and memory stays within its budget.
+
+    While only processes die, a restart resumes from the last agreed step or a newer one. While no
+    more hosts are lost than parity covers, it resumes from the last protected step or a newer one.
+    Storage holds whole steps. If no intact step is found, all ranks refuse to resume. Once all is
+    calm, steps are agreed and protected again.
+    """
     counts: Counter[str] = Counter()
     fixed = int(SEEDS or fixed)
     for seed in range(fixed):
@@ -81,21 +84,21 @@ def test_promises_hold_in_known_and_fresh_schedules(
 
 @pytest.mark.parametrize("seed", [168, 348, 1472, 2677, 708179, 765849, 1088812])
 def test_promises_hold_in_schedules_that_broke_them(seed: int) -> None:
-    """Keepers that did not answer held other images than expected; a leader settled generations
-    before all had reported; a flush dropped images that other hosts needed; a keeper dropped a step
-    that a restart had chosen, since its trainers died before they entered the epoch."""
+    """Keepers that did not answer had other images than expected. A leader settled generations
+    before all had reported. A flush dropped images that other hosts needed. A keeper dropped a step
+    that a restart had chosen, because its trainers died before they entered the epoch."""
     assert violation(run_seed, seed, Counter()) == ""
 
 
 class DamagedBeforeTheFlush(Hosts):
-    """A step is protected and not in storage yet when an image on one host changes. The job
+    """An image on one host changes when its step is protected, but not yet in storage. The job
     restarts after the keepers have noticed."""
 
     def found(self) -> tuple[int, int] | None:
-        """Return the protected step, and the one that the job resumes from."""
+        """Return the protected step, and the step that the job resumes from."""
         with installed(), self.loop.entered():
             try:
-                self.budget_nbytes *= 4  # rebuilding takes memory
+                self.budget_nbytes *= 4  # a rebuild takes memory
                 self.placed = [self.add_host() for _ in range(self.size)]
                 self.begin_job()
                 self.slow_memory = self.drops = self.loses = self.doubles = 0
@@ -136,7 +139,7 @@ class DamagedBeforeTheFlush(Hosts):
 
 
 def test_damage_on_one_host_does_not_cost_a_protected_step() -> None:
-    """The keepers whose images are intact retain them, so that the damaged one can be rebuilt."""
+    """Keepers with intact images retain them, so that the damaged image can be rebuilt."""
     found = [DamagedBeforeTheFlush(seed).found() for seed in range(12)]
     pairs = [pair for pair in found if pair is not None]
     assert len(pairs) >= 4
@@ -153,7 +156,7 @@ def logs(seeds: int) -> list[list[str]]:
 
 @pytest.mark.nightly(13)
 def test_a_seed_replays_exactly() -> None:
-    """Two runs of one seed have the same log, also in a process where sets have another order."""
+    """Two runs of one seed have the same log, even in a process with another order of sets."""
     seeds = 3
     found = logs(seeds)
     assert min(map(len, found)) > 10

@@ -28,13 +28,13 @@ from holdfast.errors import NotFoundError
 
 FIXED = int(os.environ.get("HOLDFAST_TEST_SIM_SEEDS", "36"))
 TELLING = (103,)
-"""Further seeds, each of which shows what few others do."""
+"""Further seeds that expose what few others do."""
 FRESH_S = float(os.environ.get("HOLDFAST_TEST_SIM_FRESH_S", "4"))
 """Seconds to spend on fresh seeds."""
 MOST = 300
-"""Schedules until which a broken engine must be caught."""
+"""Number of schedules within which a broken engine must be caught."""
 QUICK = [broken for broken in BROKEN if broken.seed is not None]
-"""The others take hundreds of schedules: `make sim-broken`."""
+"""The other broken engines take hundreds of schedules: `make sim-broken`."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,8 @@ def told(failure: Failure | None) -> str:
 def test_promises_hold_in_known_and_in_fresh_schedules(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """A reader finds an earlier or the new checkpoint, whole. Acknowledged saves survive. No process
-    hangs. The next save works and leaves no other files."""
+    """A reader finds the previous or the new checkpoint, whole. Acknowledged saves survive. No
+    process hangs. The next save works and leaves no other files."""
     tally = Tally()
     for seed in (*range(FIXED), *TELLING):
         assert told(run(drawn(seed), tally)) == ""
@@ -73,7 +73,7 @@ def test_promises_hold_in_known_and_in_fresh_schedules(
     assert tally.faults
     assert tally.outcomes["save: done"]
     assert tally.copies
-    assert tally.schedules > 5 * tally.runs  # everybody dies at many moments of a run
+    assert tally.schedules > 5 * tally.runs  # all processes die at many moments of a run
 
 
 @pytest.mark.nightly(4)
@@ -86,7 +86,7 @@ def test_promises_hold_where_images_are_compressed() -> None:
 
 
 def test_promises_hold_where_savers_write() -> None:
-    """Savers outlive the trainers of half of the jobs, commit instead of them, or die, too."""
+    """Savers outlive the trainers of half of the jobs and commit for them, or die, too."""
     tally = Tally()
     for seed in range(FIXED // 4):
         assert told(run(with_savers(drawn(seed)), tally)) == ""
@@ -113,8 +113,8 @@ def logged(schedule: Schedule) -> list[str]:
 
 @pytest.mark.nightly(4)
 def test_a_seed_replays_exactly() -> None:
-    """Two runs of one seed do the same, operation by operation; so does one with its delays written
-    down."""
+    """Two runs of one seed do the same, operation by operation. So does a schedule with recorded
+    delays."""
     for seed in range(3):
         assert logged(drawn(seed)) == logged(drawn(seed))
 
@@ -149,8 +149,8 @@ def test_a_rare_schedule_catches_the_engine_that_it_was_found_for(name: str) -> 
 
 @pytest.mark.parametrize("operation", range(1, 14))
 def test_folders_made_by_a_process_that_died_become_durable(operation: int) -> None:
-    """A put survives a power cut, although another process made its folders, died at any moment, and
-    they were read before."""
+    """A put survives a power cut, although another process made its folders and died at any moment,
+    and the folders were read before."""
     faults = (Fault("die", "any", operation),)
     world = World(Schedule(1, "posix", 2, before=False, actors=(), faults=faults, delays={}))
     world.be_host()

@@ -95,7 +95,7 @@ def _sharded(whole: torch.Tensor, width: int) -> ShardedTensor:
 
 
 def sharded_tensors(uri: str) -> bool:
-    """Save ShardedTensors of several parts per rank, and FSDP1's. Return whether loads are equal."""
+    """Save ShardedTensors of several parts per rank, and FSDP1's. Return whether loads agree."""
     warnings.simplefilter("ignore")
     whole = torch.arange(70.0).reshape(5, 14)
     model, _ = fsdp1(1, mesh=False, orig=True)

@@ -64,7 +64,7 @@ def save(state: dict[str, Any], metrics: dict[str, float], is_stock: bool) -> No
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Train, saving every second step. If the case says so, go back once to learn something else."""
+    """Train, saving every second step. In some cases, go back once to learn something else."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -1,5 +1,5 @@
-"""The memory of slots: reserved, in huge pages where there are any, registered with CUDA, and on the
-NUMA node of the rank that fills it."""
+"""The memory of slots: reserved, in huge pages if available, registered with CUDA, and on the NUMA
+node of the rank that fills it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OTHER_CPUS = "8192-16383"
 
 
 def flags_of(memory: Memory) -> set[str]:
-    """What the system knows of the mapping, as /proc/self/smaps abbreviates it."""
+    """Return the flags of the mapping, as /proc/self/smaps abbreviates them."""
     _, _, after = Path("/proc/self/smaps").read_text().partition(f"\n{memory.address:x}-")
     return set(after.partition("\nVmFlags:")[2].partition("\n")[0].split())
 
 
 def test_reserved_memory_has_all_its_pages() -> None:
-    """So that no capture has to wait for the system."""
+    """So no capture waits for page faults."""
     memory = reserved_memory(NBYTES)
     assert os.fstat(memory.fd).st_blocks * 512 >= NBYTES
     assert bytes(memory.view) == bytes(NBYTES)
@@ -56,7 +56,7 @@ def test_memory_of_no_bytes_is_an_error_of_the_system(mapped: Callable[[], objec
 
 
 def test_memory_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
-    """Its number may be that of something else when it is collected."""
+    """By the time it is collected, its number may belong to another file."""
     fd = sealed_memory(0)
     with pytest.raises(OSError, match="0 bytes") as raised:
         Memory(fd, 0)
@@ -72,19 +72,19 @@ def test_memory_that_could_not_be_mapped_closes_its_descriptor_once() -> None:
 )
 @pytest.mark.parametrize("writable", [True, False])
 def test_each_mapping_asks_for_huge_pages_and_stays_out_of_forks(writable: bool) -> None:
-    """A second mapping of huge pages has to ask for them, too."""
+    """A second mapping of huge pages must also ask for them."""
     memory = Memory(sealed_memory(NBYTES), NBYTES, writable)
     assert {"hg", "dc"} <= flags_of(memory)
 
 
 @dataclass
 class Runtime:
-    """CUDA's runtime, which notes what is registered, and answers with ``code``."""
+    """A stand-in for CUDA's runtime. It records registrations, and answers with ``code``."""
 
     code: int = 0
     registered: dict[int, int] = field(default_factory=dict)
     was_mapped: list[bool] = field(default_factory=list)
-    """When something was unregistered."""
+    """Whether the memory was still mapped at each unregistration."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 1
@@ -100,7 +100,7 @@ class Runtime:
 
 
 def test_memory_is_registered_until_it_is_unmapped() -> None:
-    """A buffer keeps it mapped, and so registered; it is given up while it is still mapped."""
+    """A buffer keeps it mapped and registered. It is unregistered while it is still mapped."""
     runtime = Runtime()
     memory = reserved_memory(NBYTES)
     address = memory.address
@@ -132,7 +132,7 @@ def test_memory_that_cannot_be_registered_is_used_all_the_same(
 
 
 def test_a_process_that_does_not_use_cuda_registers_nothing() -> None:
-    """And does not begin to use it."""
+    """It does not start to use CUDA either."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_initialized():
         pytest.skip("this process uses CUDA")
@@ -181,7 +181,7 @@ def test_a_process_belongs_to_the_node_of_its_processors(tmp_path: Path) -> None
 
 @needs_policies
 def test_a_keeper_drops_the_policy_of_the_rank_that_started_it() -> None:
-    """Otherwise the images of all ranks would be on the node of that one."""
+    """Otherwise the images of all ranks would be on that rank's node."""
     program = """
 import ctypes, platform
 from holdfast.storage.arenas import numa

@@ -1,5 +1,5 @@
-"""Commands that know about checkpoints which share files: whose bytes they are, what deleting one
-frees, and whom a damaged file concerns."""
+"""Commands that handle shared files of checkpoints: the owner of bytes, the space that a deletion
+frees, and the checkpoints that damage affects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return a run of four steps: the first is whole, each other one borrows from the one before."""
+    """Save a run of four steps. The first is whole; each other one borrows from the previous."""
     save_whole(tmp_path / NAMES[0], [state(1)], 1)
     for before, name, step in zip(NAMES, NAMES[1:], STEPS[1:], strict=False):
         save_borrowing(tmp_path / name, [state(step)], tmp_path / before, step)
@@ -82,11 +82,11 @@ def test_own_and_borrowed_bytes_are_shown(root: Path) -> None:
 
 
 def test_du_counts_each_file_once(root: Path) -> None:
-    """The sum is that of the file system, and the rest of a file that nobody uses is not live."""
+    """The sum equals that of the file system. Unused parts of files do not count as live."""
     told = run_json("du", root)
     assert told["nbytes"] == used_nbytes(root)
     held = sorted((group["path"], group["held_by"]) for group in told["groups"])
-    alone = [(name, [name]) for name in NAMES[2:]]  # blocks that change every time
+    alone = [(name, [name]) for name in NAMES[2:]]  # blocks that change in every step
     assert held == sorted([*((name, NAMES[i:]) for i, name in enumerate(NAMES[:3])), *alone])
     assert all(group["nbytes"] == group["live_nbytes"] for group in told["groups"])
     for name in NAMES[:3]:
@@ -101,7 +101,7 @@ def test_du_counts_each_file_once(root: Path) -> None:
 
 
 def test_du_of_storage_without_links_has_sizes() -> None:
-    """Copies within the storage count as files of their own. Without a checkpoint the status is 1."""
+    """Copies within the storage count as separate files. Without a checkpoint the status is 1."""
     uri = fresh_uri()
     assert "no checkpoint" in run("du", uri, status=1).stderr
     for step in (1, 2):
@@ -114,7 +114,7 @@ def test_du_of_storage_without_links_has_sizes() -> None:
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_prune_tells_in_advance_what_becomes_free(kept: int, root: Path) -> None:
-    """The figures of a dry run are those of the pruning, and of the file system."""
+    """The figures of a dry run equal those of the prune, and of the file system."""
     unfinished = root / NAMES[0] / "data" / "20200101T000000-00000000"
     (lent,) = (root / NAMES[3]).glob("data/*/lent/*/0.safetensors")
     writer = lent.parent.name
@@ -130,7 +130,7 @@ def test_prune_tells_in_advance_what_becomes_free(kept: int, root: Path) -> None
 
 
 def test_a_compacted_checkpoint_shares_nothing(root: Path) -> None:
-    """It has its old contents at its old place. Others keep their files, and their contents."""
+    """It keeps its contents and its place. Others keep their files and their contents."""
     interrupted = root / NAMES[2]
 
     def stop(done_nbytes: int, total_nbytes: int) -> None:
@@ -183,14 +183,14 @@ def test_a_compaction_that_dies_at_any_access_leaves_a_whole_checkpoint(
         assert difference(holdfast.load(uri), state_of(0)) is None
         age(there, limits.GRACE_S + 60.0)
         holdfast.compact(uri)
-        holdfast.prune(uri, idle_s=0)  # if the first one died just after its commit
+        holdfast.prune(uri, idle_s=0)  # the first one may have died just after its commit
         assert difference(holdfast.load(uri), state_of(0)) is None
         assert not [key for key in drive(contents(there)) if "/lent/" in key]
     assert n > 20
 
 
 def test_verify_names_shared_damage_once(root: Path) -> None:
-    """The line has the checkpoints that use the damaged bytes, not those that only hold the file."""
+    """The line names the checkpoints that use the damaged bytes, not all that hold the file."""
     (lender,) = (root / NAMES[0]).glob("data/*/0.safetensors")
     flip(lender, 30 * BLOCK_NBYTES)
     flip(lender, 12 * BLOCK_NBYTES)  # replaced in step 3
@@ -214,7 +214,7 @@ def test_verify_names_shared_damage_once(root: Path) -> None:
 def test_resume_loads_no_two_steps_with_one_dead_file(
     how: str, repaired: bool, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All but the first are skipped, unless their copy of the file is whole."""
+    """It skips all steps but the first, unless their copy of the file is intact."""
     first, *links = sorted(root.rglob("0.safetensors"))
     data = first.read_bytes()
     flip(first, 30 * BLOCK_NBYTES)

@@ -1,4 +1,4 @@
-"""Test the Checkpointer's metrics and background work: no error stops the saves that follow."""
+"""The Checkpointer's metrics and background work: no error stops later saves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 class Breakable:
-    """Storage in memory that creates no object while there is an ``error``."""
+    """Storage in memory that creates no object while it has an ``error``."""
 
     def __init__(self, serve: Serve) -> None:
         self.error: BaseException | None = None
@@ -57,7 +57,7 @@ class Breakable:
 
 @pytest.fixture
 def storage(serve: Serve) -> Breakable:
-    """Storage that works until a test breaks it."""
+    """Return storage that works until a test breaks it."""
     return Breakable(serve)
 
 
@@ -81,7 +81,7 @@ class Odd:
 
 @pytest.mark.parametrize("call", ["step", "save"])
 def test_metric_that_is_no_number_is_refused(call: str) -> None:
-    """The call raises whatever ``on_error`` says, and the next one saves."""
+    """The call raises regardless of ``on_error``, and the next one saves."""
     with holdfast.Checkpointer(fresh_uri(), every=1) as ckpt:
         for step, metric in enumerate(("0.5", torch.zeros(2), np.zeros(3), 1j, Odd()), 1):
             with pytest.raises(holdfast.UsageError, match="metric is"):
@@ -91,7 +91,7 @@ def test_metric_that_is_no_number_is_refused(call: str) -> None:
 
 
 def test_metric_is_read_only_when_a_save_begins() -> None:
-    """At other steps training would wait for the device to no purpose."""
+    """At other steps, training would wait for the device in vain."""
     asked = []
 
     class Loss:
@@ -126,7 +126,7 @@ ODD = [TypeError("odd"), asyncio.CancelledError(), SystemExit(3), KeyboardInterr
 def test_saves_survive_errors_of_retention(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever retention raises is logged; saves are counted and awaited."""
+    """All errors of retention are logged. Saves are counted and awaited."""
 
     async def fails(*_: Any) -> None:
         raise error
@@ -149,7 +149,7 @@ def test_saves_survive_errors_of_retention(
 def test_saves_survive_errors_of_a_save(
     error: BaseException, storage: Breakable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever a save raises is counted, even if it would end the event loop."""
+    """All errors of a save are counted, even one that would end the event loop."""
     with holdfast.Checkpointer(storage.uri, every=1, when_busy="wait") as ckpt:
         for step in (1, 2, 3):
             storage.error = error if step == 2 else None
@@ -161,7 +161,7 @@ def test_saves_survive_errors_of_a_save(
 
 
 class Broken(logging.Handler):
-    """A log handler that raises on all threads but the main one."""
+    """A log handler that raises on all threads except the main one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -211,7 +211,7 @@ def test_wait_includes_retention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_deleted_after_a_failed_save(storage: Breakable) -> None:
-    """Retention counts the checkpoints that exist, and the newest is not among them."""
+    """Retention counts only existing checkpoints, and the newest one is missing."""
     with holdfast.Checkpointer(storage.uri) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step))
@@ -225,7 +225,7 @@ def test_nothing_is_deleted_after_a_failed_save(storage: Breakable) -> None:
 
 
 def test_nothing_is_deleted_of_a_step_in_flight() -> None:
-    """A checkpoint that is being saved anew stays whole until the new one is committed."""
+    """A checkpoint that is being replaced stays whole until the new one is committed."""
     uri = fresh_uri()
     for step in (1, 2, 3):
         holdfast.save(f"{uri}/step-{step:08d}", state(step))
@@ -240,7 +240,7 @@ WORLD = 3
 
 
 class Ranks:
-    """The ranks of a job, each in a thread of its own."""
+    """The ranks of a job, each in its own thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here = threading.local()
@@ -252,7 +252,7 @@ class Ranks:
         )
 
     def each(self, act: Callable[[int], Any]) -> list[Any]:
-        """What each rank's ``act`` returns, or raises."""
+        """Return the result or the error of each rank's ``act``."""
 
         def run(rank: int) -> Any:
             self.here.rank = rank
@@ -264,13 +264,13 @@ class Ranks:
         return [f.result(30) for f in [self.pool.submit(run, rank) for rank in range(WORLD)]]
 
     def make(self, about: str = "run") -> list[Decisions]:
-        """One agreement for each rank."""
+        """Return an agreement for each rank."""
         return [Decisions(DEADLINE_S, about) for _ in range(WORLD)]
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    """Three of them."""
+    """Return the ranks of a job of three."""
     made = Ranks(monkeypatch)
     yield made
     made.pool.shutdown()
@@ -284,7 +284,7 @@ def asked(
     late: int = -1,
     late_s: float = 0.0,
 ) -> list[Any]:
-    """What each rank hears at a step. One may come late."""
+    """Return the decision that each rank gets at a step. One may come late."""
 
     def act(rank: int) -> Any:
         if rank == late:
@@ -296,7 +296,7 @@ def asked(
 
 
 def test_all_ranks_hear_the_leaders_decision_step_by_step(ranks: Ranks) -> None:
-    """Whoever comes first; and the store does not grow."""
+    """The order of arrival does not matter, and the store does not grow."""
     made = ranks.make()
     for step in range(1, 30):
         heard = asked(ranks, made, step, step % 3, late=step % WORLD, late_s=0.002)
@@ -304,8 +304,8 @@ def test_all_ranks_hear_the_leaders_decision_step_by_step(ranks: Ranks) -> None:
 
 
 def test_a_step_that_the_leader_misses_is_void_for_all_and_the_next_is_not(ranks: Ranks) -> None:
-    """It comes later than the deadline: it does not act alone, and at the next step nobody waits
-    for long."""
+    """The leader comes after the deadline. It does not act alone, and at the next step no rank
+    waits long."""
     made = ranks.make()
     assert asked(ranks, made, 1, 1) == [1] * WORLD
     heard = asked(ranks, made, 2, 1, late=0, late_s=1.5 * DEADLINE_S)
@@ -316,8 +316,8 @@ def test_a_step_that_the_leader_misses_is_void_for_all_and_the_next_is_not(ranks
 
 
 def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
-    """They go on step by step, at once; a leader that comes back passes over what they have given
-    up, and then all agree."""
+    """They continue step by step, at once. A leader that comes back skips the steps that they have
+    given up. Then all agree again."""
     made = ranks.make()
     assert asked(ranks, made, 1, 0) == [0] * WORLD
 
@@ -348,8 +348,8 @@ def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
 
 
 def test_another_loop_over_the_same_steps_hears_nothing_of_the_one_before(ranks: Ranks) -> None:
-    """A second checkpointer of the run, or one that goes back; also where another rank comes there
-    before the leader."""
+    """The loop may be that of a second checkpointer, or of one that goes back. Another rank may
+    arrive there before the leader."""
     made = ranks.make()
     for step in (1, 2, 3):
         assert asked(ranks, made, step, 1) == [1] * WORLD
@@ -364,7 +364,7 @@ def test_another_loop_over_the_same_steps_hears_nothing_of_the_one_before(ranks:
 
 
 def test_a_rank_that_asks_where_the_leader_does_not_is_told_when_it_will(ranks: Ranks) -> None:
-    """It missed the last decision, as by an interrupt: it does not wait for one that never comes."""
+    """It missed the last decision, for example by an interrupt. It must not wait in vain."""
     made = ranks.make()
 
     def act(rank: int) -> Any:
@@ -379,7 +379,7 @@ def test_a_rank_that_asks_where_the_leader_does_not_is_told_when_it_will(ranks: 
 
 
 def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
-    """The save that was due is due at the next step, on all ranks."""
+    """A save that was due becomes due at the next step, on all ranks."""
     now = [0.0]
     made = ranks.make()
     schedules = [schedule_of("10s", lambda: now[0]) for _ in range(WORLD)]
@@ -407,7 +407,7 @@ def test_time_is_asked_anew_after_a_step_that_was_void(ranks: Ranks) -> None:
     ],
 )
 def test_a_checkpoint_is_whole_only_where_every_rank_says_so(outcomes: list[Outcome]) -> None:
-    """Not where the first does."""
+    """It does not suffice that the first rank says so."""
     assert asyncio.run(verdict_of([Attempted(o) for o in outcomes])).outcome is Outcome.DAMAGED
     whole = [Attempted(Outcome.WHOLE)] * 2
     assert asyncio.run(verdict_of(whole)).outcome is Outcome.WHOLE

@@ -1,4 +1,4 @@
-"""``holdfast weights``, and what the other commands say about a channel and its versions."""
+"""``holdfast weights``, and the output of other commands for a channel and its versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANCHORS = (10, 50)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Return the weights of a version: one element in a hundred differs from the version before."""
+    """Return the weights of a version. One element in a hundred differs from the previous one."""
     w = torch.arange(300_000, dtype=torch.float32).view(torch.int16)
     for before in range(10, version, 10):
         chosen = torch.rand(len(w), generator=torch.Generator().manual_seed(before)) < 0.01
@@ -31,7 +31,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Publish seven versions, of which the first and the fifth are anchors."""
+    """Publish seven versions; the first and the fifth are anchors."""
     channel = tmp_path_factory.mktemp("channel")
     with holdfast.publish(channel, keep=6, anchor=4) as publisher:
         for version in VERSIONS:
@@ -47,7 +47,7 @@ def channel(published: Path, tmp_path: Path) -> Path:
 
 
 def test_ls_shows_each_version(published: Path) -> None:
-    """Patches take a small part of the weights; versions that are bases only are said to be."""
+    """Patches take a small part of the weights. Versions that are only bases are marked."""
     lines = run("weights", "ls", published).stdout.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [
         [f"{n:08d}", str(version), "anchor" if version in ANCHORS else "patch"]
@@ -60,7 +60,7 @@ def test_ls_shows_each_version(published: Path) -> None:
 
 
 def test_a_folder_without_versions_has_nothing_to_show(tmp_path: Path) -> None:
-    """Listing answers no; the other commands fail, and say what to look for."""
+    """A listing returns a failure status. The other commands fail, and say what to look for."""
     assert "no version of weights" in run("weights", "ls", tmp_path, status=1).stderr
     for words in (["show"], ["pull"], ["pull", "--checkpoint"]):
         rest = ["/never"] if words[0] == "pull" else []
@@ -110,7 +110,7 @@ def test_pull_takes_names(published: Path, tmp_path: Path) -> None:
 
 
 def test_follow_keeps_a_file_up_to_date(tmp_path: Path) -> None:
-    """Each run of the command begins with the newest version; the file is always a whole one."""
+    """Each run of the command begins with the newest version. The file is always complete."""
     with holdfast.publish(tmp_path / "channel") as publisher:
         for version in VERSIONS[:3]:
             publisher.push(version, {"model": weights(version)}).wait()
@@ -126,7 +126,7 @@ def test_follow_keeps_a_file_up_to_date(tmp_path: Path) -> None:
 
 
 def test_follow_skips_a_damaged_version(channel: Path, tmp_path: Path, capsys: Any) -> None:
-    """The file stays that of an earlier version until the next one that is whole."""
+    """The file stays that of an earlier version until the next intact one."""
     run("weights", "follow", channel, "--count", "1", "--into", tmp_path / "models")
     with holdfast.publish(channel) as publisher:
         publisher.push(80, {"model": weights(80)}).wait()
@@ -164,7 +164,7 @@ def test_push_publishes_files_and_checkpoints(tmp_path: Path) -> None:
 
 
 def test_verify_applies_the_patches_of_a_version(channel: Path) -> None:
-    """Each version is verified in its result, so damage in a base shows in all that need it."""
+    """The result of a version is verified, so damage in a base shows in all dependent versions."""
     assert run_json("verify", channel)["damages"] == []
     assert run_json("verify", channel / "00000006")["ok"]
     (patch,) = (channel / "00000006").rglob("*.patch")

@@ -1,8 +1,8 @@
-"""``docs/reference/format.md`` is enough to write a reader from: here is one, which knows no line
-of the package's own code.
+"""``docs/reference/format.md`` suffices to write a reader: here is one, which uses no line of the
+package's own code.
 
-The reader is the first half of this file. It uses json, struct, numpy, xxhash, lz4 and zstandard
-only, and verifies every chunk.
+The reader is the first half of this file. It uses only json, struct, numpy, xxhash, lz4 and
+zstandard, and verifies every chunk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VALUES = {
 
 
 def digest(data: bytes) -> bytes:
-    """xxh3-128 in canonical form: 16 bytes, the most significant first."""
+    """Return xxh3-128 in canonical form: 16 bytes, the most significant first."""
     return int(xxhash.xxh3_128_intdigest(data)).to_bytes(16, "big")
 
 
@@ -91,7 +91,7 @@ class Reader:
         return self.columns.get(name, np.zeros(len(self.names), np.int64)) - 1
 
     def image(self, number: int) -> bytes:
-        """The bytes of an image, every chunk of them verified against the manifest."""
+        """Return the bytes of an image, with every chunk verified against the manifest."""
         if number not in self.images:
             chunk, block = self.head["chunk_nbytes"], self.head["block_nbytes"]
             hashed, before = (
@@ -116,7 +116,7 @@ class Reader:
         return self.images[number]
 
     def shared(self, number: int, hashed: int) -> bytes:
-        """The bytes of an image of version 3, from all files in which they lie."""
+        """Return the bytes of an image of version 3, from all its files."""
         c, lenders = self.columns, self.head["lenders"]
         block, blocks_per_chunk = (
             self.head["block_nbytes"],
@@ -148,7 +148,7 @@ class Reader:
         return data
 
     def patched(self, number: int, hashed: int, to: str = "") -> bytes:
-        """The bytes of an image of a version of weights, from its patches ``to`` a base."""
+        """Return the bytes of an image of a weights version, from its patches ``to`` a base."""
         patches, chunk, block = (
             self.head[key] for key in ("patches", "chunk_nbytes", "block_nbytes")
         )
@@ -181,7 +181,7 @@ class Reader:
         return bytes(image) + data[at:index_at]
 
     def applied(self, patch: bytes, base: bytes, block: int, *, differs: bool) -> bytes:
-        """A chunk after a patch."""
+        """Return a chunk after a patch."""
         if not patch:
             return base
         n, packed = struct.unpack("<II", patch[:8])
@@ -205,7 +205,7 @@ class Reader:
         return bytes(result)
 
     def file(self, number: int, hashed: int) -> bytes:
-        """The bytes of an image, unpacked if they are packed."""
+        """Return the bytes of an image, unpacked if they are packed."""
         if self.head["version"] == 4:
             return self.patched(number, hashed)
         if self.head["version"] == 3:
@@ -243,7 +243,7 @@ class Reader:
         return image + data[pages_at:index_at]
 
     def tensor(self, row: int) -> np.ndarray:
-        """The bits of a tensor, as unsigned integers of its itemsize."""
+        """Return the bits of a tensor, as unsigned integers of its itemsize."""
         c, alias = self.columns, self.optional("tensor.alias")
         row = row if alias[row] < 0 else alias[row]
         dtype, ndim = BITS[self.head["dtypes"][c["tensor.dtype"][row]][1]], c["tensor.ndim"][row]
@@ -267,7 +267,7 @@ class Reader:
         return VALUES[next(iter(value))](*value.values()) if isinstance(value, dict) else value
 
     def seen(self, name: str, row: int) -> bool:
-        """Whether this rank sees ``row`` under ``name``, rather than one of another owner."""
+        """Return whether this rank sees ``row`` under ``name``, rather than another owner's row."""
         owner = self.optional("tensor.owner")
         rows = [r for r, n in enumerate(self.names) if n == name]
         owners = sorted(owner[r] for r in rows)
@@ -281,7 +281,7 @@ class Reader:
         return owner[row] == mine
 
     def state(self) -> Any:
-        """The whole state: bits for tensors, everything else as it was."""
+        """Return the whole state, with bits for tensors and original values for the rest."""
         tree = self.head["tree"]
         kinds = [KINDS[k] for *_, k in tree["containers"]]
         items = [{} for _ in tree["containers"]]
@@ -309,7 +309,7 @@ class Reader:
 
 
 def newest(channel: Path) -> Reader:
-    """The newest version of a weight channel."""
+    """Return the newest version of a weight channel."""
     sequence = 0
     if (channel / "newest.json").exists():  # put after the version that it names
         head = json.loads((channel / "newest.json").read_bytes())
@@ -321,7 +321,7 @@ def newest(channel: Path) -> Reader:
 
 
 def bits(node: Any) -> Any:
-    """A state with its tensors as bits, to be compared with what the reader makes."""
+    """Return a state with its tensors as bits, to compare it with the reader's."""
     if isinstance(node, torch.Tensor):
         size = node.dtype.itemsize
         return (
@@ -337,7 +337,7 @@ def bits(node: Any) -> Any:
 
 
 def rich_state(rank: int) -> dict[str, Any]:
-    """Return a state with something of everything; ``w`` is larger than a chunk."""
+    """Return a state with all kinds of entries; ``w`` is larger than a chunk."""
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(3000, 1500, generator=generator)
     model = {
@@ -368,7 +368,7 @@ def rich_state(rank: int) -> dict[str, Any]:
 
 
 def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]], compression: Any = None) -> None:
-    """A checkpoint of several ranks, who all live in this process."""
+    """Save a checkpoint of several ranks, all in this process."""
     driver = open_driver(folder)
     jobs = [SaveJob(flatten(state), 11, 64 << 20, compression=compression) for state in states]
     as_ranks(len(states), lambda team: run_save(driver, team, jobs[team.rank]))
@@ -388,7 +388,7 @@ def test_the_reader_reads_what_ranks_saved_together(
 
 
 def test_the_reader_reads_what_borrows_from_earlier_checkpoints(tmp_path: Path) -> None:
-    """Also when they are gone; and it notices damage in a file that was borrowed."""
+    """This holds after those are gone, too. The reader notices damage in a borrowed file."""
     states = [rich_state(rank) for rank in range(2)]
     save_whole(tmp_path / "0", states)
     for step in (1, 2):
@@ -419,7 +419,7 @@ def test_the_reader_notices_damage(tmp_path: Path) -> None:
 
 
 def test_the_reader_reads_versions_of_weights(tmp_path: Path) -> None:
-    """Each version, from patches to the one before and to the anchor; it notices damage."""
+    """It reads versions from patches to the previous one and to the anchor. It notices damage."""
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(3000, 3000, generator=generator).bfloat16()
     scales = torch.randn(99, generator=generator).to(torch.float8_e4m3fn)

@@ -156,7 +156,7 @@ def test_rooms_import_each_other_relatively() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Modules have an order. Each imports earlier ones only, at its top, in functions, for types."""
+    """Modules have an order: each imports only earlier ones, also in functions and for types."""
     left = {at(path): set(modules_imported(path)) for path in shipped()}
     while free := {name for name, imported in left.items() if not imported & left.keys()}:
         left = {name: imported for name, imported in left.items() if name not in free}

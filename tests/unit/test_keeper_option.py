@@ -42,12 +42,12 @@ from holdfast.storage.training.stats import Stats
 
 RUN = "a" * 32
 ANSWERS_S = 60.0
-"""Deadline of a keeper that is to answer, however busy the machine is."""
+"""Deadline of a keeper that must answer, however busy the machine is."""
 
 
 @pytest.fixture
 def driver() -> Iterator[MemoryDriver]:
-    """The folder of a run."""
+    """Return the folder of a run."""
     made = MemoryDriver()
     yield made
     run(made.close())
@@ -66,13 +66,13 @@ def driver() -> Iterator[MemoryDriver]:
     ],
 )
 def test_what_a_keeper_cannot_be_is_said_at_once(options: dict[str, object], said: str) -> None:
-    """Before any process is started."""
+    """The error comes before any process is started."""
     with pytest.raises(holdfast.UsageError, match=said):
         holdfast.Keeper(**options)  # type: ignore[arg-type]
 
 
 def test_a_checkpointer_takes_a_keeper_auto_or_none() -> None:
-    """And names what it takes otherwise."""
+    """For anything else, the error names the valid values."""
     with pytest.raises(holdfast.UsageError, match="keeper is 'always'"):
         holdfast.Checkpointer("memory://x", keeper="always")  # type: ignore[arg-type]
     for keeper in (None, "auto", holdfast.Keeper(every=5)):
@@ -80,7 +80,7 @@ def test_a_checkpointer_takes_a_keeper_auto_or_none() -> None:
 
 
 def test_options_of_a_process_are_plain_values(tmp_path: Path) -> None:
-    """They go through its command line, as JSON."""
+    """The process gets them through its command line, as JSON."""
     option = holdfast.Keeper(memory="2GiB", linger="90s", local=tmp_path, domain="rack 7")
     made = option.of_process(RUN)
     assert (made.host, made.budget_nbytes, made.linger_s) == ("rack 7", 2 << 30, 90.0)
@@ -92,7 +92,7 @@ def test_options_of_a_process_are_plain_values(tmp_path: Path) -> None:
 
 
 def test_a_run_has_one_id(driver: MemoryDriver) -> None:
-    """It is made once, and found from then on."""
+    """The id is made once, and found from then on."""
     assert run(known_run_id(driver)) is None
     made = run(run_id(driver))
     assert run(run_id(driver)) == run(known_run_id(driver)) == made
@@ -128,7 +128,7 @@ def test_the_record_of_epochs_is_read_as_it_was_put(driver: MemoryDriver) -> Non
 def test_of_two_jobs_that_resume_at_once_the_second_is_told(
     driver: MemoryDriver, other: int
 ) -> None:
-    """Both have read the same record. Their keepers may know of different epochs, too."""
+    """Both have read the same record. Their keepers may also know different epochs."""
     begun = Epochs().with_next(4, 7)
     run(put_epochs(driver, begun))
     run(put_epochs(driver, begun.with_next(other, 7)))
@@ -163,7 +163,7 @@ def test_damaged_and_newer_records_of_a_run_are_refused(
 
 
 def test_keepers_have_a_folder_of_their_user_alone() -> None:
-    """What others could change is no place for them."""
+    """A folder that other users could change is refused."""
     with tempfile.TemporaryDirectory(prefix="hk") as above:  # a short path
         base = Path(above) / "base"
         folder = KeeperFolder.of(RUN, base)
@@ -181,7 +181,7 @@ def test_keepers_have_a_folder_of_their_user_alone() -> None:
 
 
 def test_where_keepers_are_found_follows_from_the_environment() -> None:
-    """The most special variable wins."""
+    """The most specific variable wins."""
     assert base_folder({KEEPER_DIR_VARIABLE: "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
     assert base_folder({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/holdfast")
     assert base_folder({}).name.startswith("holdfast-")
@@ -211,7 +211,7 @@ def test_unusable_folders_of_keepers_are_refused(tmp_path: Path) -> None:
 def test_control_groups_limit_memory(
     tmp_path: Path, line: str, root: str, names: tuple[str, str, str]
 ) -> None:
-    """A process has what the tightest of its groups has left; file cache counts as free."""
+    """A process may use the free memory of its tightest group. File cache counts as free."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   4000 kB\n")
@@ -257,7 +257,7 @@ def test_a_real_control_group_limits_memory() -> None:
 def test_a_run_that_cannot_join_its_keepers_trains_on_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tries again after twice as many steps each time, and saves to storage meanwhile."""
+    """It retries after twice as many steps each time, and meanwhile saves to storage."""
     tried: list[int] = []
 
     def failing(memory: object, root: object, deadline_s: float) -> None:
@@ -277,7 +277,7 @@ def test_a_run_that_cannot_join_its_keepers_trains_on_without(
 def test_a_run_whose_first_epoch_cannot_be_recorded_keeps_later_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It joins its keeper again at a later step."""
+    """It joins its keeper at a later step."""
     real, tried = resume.put_epochs, list[Epochs]()
 
     async def failing_once(driver: Driver, epochs: Epochs) -> None:
@@ -303,7 +303,8 @@ def test_a_run_whose_first_epoch_cannot_be_recorded_keeps_later_steps(
 def test_a_folder_of_keepers_that_others_can_write_to_does_not_stop_the_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Anyone may have made it in /tmp. The job resumes and saves without a keeper, and says why."""
+    """Anyone could make such a folder in /tmp. The job resumes and saves without a keeper, and says
+    why."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         os.chmod(base, 0o777)
         monkeypatch.setenv(KEEPER_DIR_VARIABLE, base)
@@ -318,7 +319,7 @@ def test_a_folder_of_keepers_that_others_can_write_to_does_not_stop_the_job(
 
 
 def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> None:
-    """And training goes on."""
+    """Training continues."""
     keeper = holdfast.Keeper(deadline_s=ANSWERS_S)
     with (
         keepers_below_a_folder(),
@@ -331,7 +332,7 @@ def test_a_state_that_cannot_be_kept_is_left_out_and_said(tmp_path: Path) -> Non
 
 
 def test_a_reason_that_lasts_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Steps that are not kept are warned of ever more rarely, and anew after one that was kept."""
+    """Warnings become ever rarer while steps are not kept, and start again after a kept one."""
     stats = Stats()
     for step in range(1000):
         stats.not_kept(step, "there is no memory for it")
@@ -365,7 +366,7 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
         pid = before["pid"]
         images = []
         for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 if os.readlink(path).startswith("/memfd:") and path.stat().st_size > 1 << 22:
                     images.append(path)
         assert len(images) >= 2
@@ -388,7 +389,7 @@ def test_a_run_whose_memory_is_damaged_does_not_begin_anew(tmp_path: Path, store
 
 
 def test_a_resume_waits_for_a_service_that_is_being_restarted(tmp_path: Path) -> None:
-    """A trainer that starts no keeper itself does not give up the steps in memory at once."""
+    """A trainer that starts no keeper itself does not drop the steps in memory at once."""
     state = {"w": torch.arange(1000.0)}
     with keepers_below_a_folder():
         with holdfast.Checkpointer(tmp_path, keeper="auto", grace_s=None) as run_:
@@ -417,8 +418,8 @@ def test_a_resume_waits_for_a_service_that_is_being_restarted(tmp_path: Path) ->
 def test_going_back_reaches_steps_in_memory(
     tmp_path: Path, wanted: dict[str, int], step: int, tier: str, left: list[int]
 ) -> None:
-    """They are taken if storage has no newer step that matches. Later steps are abandoned, in
-    storage and in memory."""
+    """They are used if storage has no newer matching step. Later steps are abandoned, in storage
+    and in memory."""
     keeper = holdfast.Keeper(deadline_s=ANSWERS_S)
     with keepers_below_a_folder():
         with holdfast.Checkpointer(tmp_path, every=3, keeper=keeper, grace_s=None) as run_:
@@ -440,8 +441,8 @@ def test_going_back_reaches_steps_in_memory(
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_run_never_borrows_from_what_a_resume_has_dropped(tmp_path: Path, restarts: bool) -> None:
-    """Neither from an abandoned checkpoint whose step it has only in memory, nor from a dropped
-    step. It borrows from the newest checkpoint that leads to its state."""
+    """It borrows neither from an abandoned checkpoint whose step it has only in memory, nor from a
+    dropped step. It borrows from the newest checkpoint that leads to its state."""
     options: dict[str, Any] = {"incremental": True, "grace_s": None}
     options["keeper"] = holdfast.Keeper(deadline_s=ANSWERS_S)
     state = {"w": torch.rand(1 << 20)}
@@ -467,7 +468,7 @@ def test_a_run_never_borrows_from_what_a_resume_has_dropped(tmp_path: Path, rest
 
 
 def test_memory_of_a_host_that_is_gone_counts_as_damaged() -> None:
-    """So that a restart looks for what else there is, instead of failing."""
+    """So a restart looks for other steps instead of failing."""
     level = MemoryLevel(holdfast.Keeper(starts=False), "memory://run/")
     run(level.join(RUN, lambda: None))
     gone = KeeperHost("gone", "domain", "127.0.0.1:1", "f" * 32)

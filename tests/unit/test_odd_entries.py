@@ -196,7 +196,7 @@ BESIDE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("odd", BESIDE.values(), ids=BESIDE)
 def test_a_step_is_saved_again_beside_odd_data(odd: Callable[[Path], None], folder: Path) -> None:
-    """A save leaves entries alone that it cannot read or that are not ours."""
+    """A save leaves unreadable and foreign entries alone."""
     odd(folder / "step-00000003/data")
     with as_nobody():
         holdfast.save(folder / "step-00000003", {"w": torch.ones(5)}, step=3)
@@ -247,7 +247,7 @@ def test_a_lineage_that_cannot_be_read(
 def test_a_lineage_that_becomes_unreadable_fails_no_save(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A committed save counts as saved; until the record can be read, nothing is deleted."""
+    """A committed save counts as saved. Nothing is deleted until the record can be read."""
     with as_nobody(), holdfast.Checkpointer(folder, every=1, keep=1, grace_s=None) as run:
         run.resume({"w": torch.zeros(5)})
         (folder / "lineage.json").symlink_to("nothing")
@@ -262,13 +262,13 @@ def test_a_lineage_that_becomes_unreadable_fails_no_save(
 
 
 def a_file_for_data(data: Path) -> None:
-    """Put a file in the place of the data; the manifest stays."""
+    """Replace the data folder by a file; the manifest stays."""
     shutil.rmtree(data)
     data.touch()
 
 
 def within_dead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Add a dead attempt whose record is something else."""
+    """Add a dead attempt whose record is an odd entry."""
 
     def add(data: Path) -> None:
         (data / DEAD).mkdir()
@@ -300,7 +300,7 @@ FAILING: dict[str, Callable[[Path], None]] = {
 def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
     folder: Path, odd: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A folder that cannot be pruned is in the log and the report, and the others are pruned."""
+    """The log and the report name it, and the others are pruned."""
     odd(folder / "step-00000002/data")
     within_dead(lambda fate: None)(folder / "step-00000003/data")
     hand_over(folder)
@@ -313,14 +313,14 @@ def test_a_folder_that_cannot_be_pruned_leaves_the_others_pruned(
 
 
 def said(uri: Any, call: Callable[[Any], Any] = holdfast.load) -> str:
-    """What the error says."""
+    """Return the text of the error."""
     with pytest.raises(holdfast.NotACheckpointError) as caught:
         call(uri)
     return str(caught.value)
 
 
 def touch(folder: Path, *names: str) -> Path:
-    """A folder with empty files."""
+    """Make a folder with empty files."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -329,9 +329,9 @@ def touch(folder: Path, *names: str) -> Path:
 
 
 def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path) -> None:
-    """Written by torch itself; by load, open, copy and on the command line."""
+    """It is recognised by load, open, copy and on the command line; torch itself wrote it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process only
+        warnings.simplefilter("ignore")  # torch warns that there is only one process
         dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.copy(uri, tmp_path / "d")):
         text = said(tmp_path / "c", call)
@@ -342,7 +342,7 @@ def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 def test_files_of_torch_save(tmp_path: Path) -> None:
-    """By their first bytes, of either kind; in a folder by their names."""
+    """They are recognised by their first bytes, of either kind, and in a folder by their names."""
     torch.save({"w": torch.ones(3)}, tmp_path / "new.pt")
     torch.save({"w": torch.ones(3)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     torch.save({"state_dict": {}}, tmp_path / "epoch=1.ckpt")
@@ -356,7 +356,7 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    """A file, and a folder of a model."""
+    """A file and a model's folder are recognised."""
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     assert "it is a safetensors file" in said(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({}))
@@ -386,9 +386,9 @@ def test_folders_are_known_by_their_names(
 
 
 def test_what_is_not_known_is_not_guessed(tmp_path: Path) -> None:
-    """Nothing, an empty folder, notes, an image of a cat."""
+    """This holds for nothing, an empty folder, notes, and an image of a cat."""
     plain = "nothing is committed here (key manifest.safetensors"
-    empty = tmp_path / "alone" / "empty"  # what other tests have saved is not beside it
+    empty = tmp_path / "alone" / "empty"  # not next to what other tests have saved
     empty.mkdir(parents=True)
     assert plain in said(empty / "nowhere")
     assert plain in said(empty)
@@ -399,7 +399,7 @@ def test_what_is_not_known_is_not_guessed(tmp_path: Path) -> None:
 
 
 def test_checkpoints_below_are_named(tmp_path: Path) -> None:
-    """The last one, by number; and how many there are."""
+    """The error names the last one, by number, and how many there are."""
     for step in (9, 10, 8):
         holdfast.save(tmp_path / "run" / f"step-{step}", {"step": step})
     text = said(tmp_path / "run")
@@ -410,7 +410,7 @@ def test_checkpoints_below_are_named(tmp_path: Path) -> None:
 
 
 def test_checkpoints_beside_a_misspelled_name_are_named(tmp_path: Path) -> None:
-    """The one with the same number, or of the most similar name, or the last."""
+    """The error names the one with the same number, or the most similar name, or the last one."""
     for step in (9, 10):
         holdfast.save(tmp_path / f"step-{step:08d}", {"step": step})
     assert f"Did you mean file://{tmp_path}/step-00000009?" in said(tmp_path / "step-9")
@@ -419,7 +419,7 @@ def test_checkpoints_beside_a_misspelled_name_are_named(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_checkpoint_are_recognised(tmp_path: Path) -> None:
-    """A manifest alone, and the images of an interrupted save, are no foreign formats."""
+    """A manifest alone and the images of an interrupted save are not foreign formats."""
     holdfast.save(tmp_path / "c", {"w": torch.ones(3)})
     manifest = tmp_path / "c" / "manifest.safetensors"
     assert "it is the manifest of a checkpoint" in said(manifest)
@@ -430,7 +430,7 @@ def test_parts_of_a_checkpoint_are_recognised(tmp_path: Path) -> None:
 def test_a_bounded_number_of_names_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket may have millions."""
+    """A bucket may have millions of names."""
     touch(tmp_path / "c", *(f"{i}.distcp" for i in range(50)))
     monkeypatch.setattr("holdfast.storage.operations.foreign_formats.LOOKED_AT", 10)
     assert "torch.distributed.checkpoint" in said(tmp_path / "c")

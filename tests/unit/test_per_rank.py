@@ -1,4 +1,4 @@
-"""What becomes of each rank's own values when the number of ranks changes."""
+"""Each rank's own values after a change of the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUR = [{"epoch": 3, "left": [10 * rank, 10 * rank + 1]} for rank in range(4)]
 
 
 def spread(values: list[Any], rule: Any, world: int) -> list[Any]:
-    """What each of ``world`` ranks gets."""
+    """Return the value of each of ``world`` ranks."""
     return [resharded(values, rule, rank, world) for rank in range(world)]
 
 
@@ -36,7 +36,8 @@ def test_keep_and_broadcast_give_each_rank_the_value_of_one() -> None:
 
 
 def test_split_joins_and_cuts_evenly() -> None:
-    """Lists, tuples, arrays and tensors, at any depth; what is no sequence is the same on all."""
+    """This holds for lists, tuples, arrays and tensors, at any depth. Other values are the same on
+    all ranks."""
     halves = spread(FOUR, "split", 2)
     assert halves == [{"epoch": 3, "left": [0, 1, 10, 11]}, {"epoch": 3, "left": [20, 21, 30, 31]}]
     assert [len(part["left"]) for part in spread(halves, "split", 3)] == [2, 3, 3]
@@ -47,14 +48,14 @@ def test_split_joins_and_cuts_evenly() -> None:
 
 
 def test_merge_joins_and_never_cuts() -> None:
-    """Neighbours come together; where there are more ranks than values, some have nothing."""
+    """Neighbours are joined. If there are more ranks than values, some ranks get nothing."""
     thirds = spread(FOUR, "merge", 3)
     assert [part["left"] for part in thirds] == [[0, 1], [10, 11], [20, 21, 30, 31]]
     assert spread([["a"], ["b", "c"]], "merge", 4) == [[], ["a"], [], ["b", "c"]]
 
 
 def test_a_function_is_told_all_values() -> None:
-    """In order of rank; what it returns is what the rank gets."""
+    """It gets the values in order of rank, and returns the rank's value."""
     found = spread([1, 2, 4], lambda values, rank, world: sum(values) + 10 * rank + world, 2)
     assert found == [9, 19]
 
@@ -71,7 +72,7 @@ def test_a_function_is_told_all_values() -> None:
     ],
 )
 def test_what_cannot_be_joined_is_refused_by_name(rule: Any, values: list[Any], where: str) -> None:
-    """With what to do instead."""
+    """The error says what to do instead."""
     with pytest.raises(holdfast.StateError, match="function") as raised:
         resharded(values, rule, 0, 3)
     assert raised.value.message.startswith(f"{where} of a PerRank")
@@ -87,7 +88,7 @@ def test_what_cannot_be_joined_is_refused_by_name(rule: Any, values: list[Any], 
 def test_nothing_is_lost_or_doubled_over_any_changes(
     start: list[list[int]], changes: list[tuple[Any, int]]
 ) -> None:
-    """Through any numbers of ranks, by either rule, all items are there once, in the same order."""
+    """Through any numbers of ranks, by either rule, all items remain exactly once, in order."""
     values: list[list[int]] = start
     for rule, world in changes:
         values = spread(values, rule, world)
@@ -96,7 +97,7 @@ def test_nothing_is_lost_or_doubled_over_any_changes(
 
 
 def test_an_object_gets_its_state_back_and_a_value_is_replaced() -> None:
-    """Alone, a rank gets its own, bit for bit."""
+    """A job of one rank gets its own value back, bit for bit."""
     generator = torch.Generator().manual_seed(5)
     uri = fresh_uri()
     own = [1, torch.ones(2)]

@@ -39,8 +39,8 @@ handle = holdfast.async_save(uri, state_of_step(1))
 
 @pytest.fixture(scope="module", autouse=True)
 def own_saver() -> Iterator[None]:
-    """Let these tests share one saver, which ends after them. One of other tests may be larger: it
-    has loaded drivers."""
+    """Let these tests share one saver, which ends after them. A saver of other tests may be larger,
+    because it has loaded drivers."""
     before, client._state = client._state, client._State()
     yield
     saver, client._state = client._state.saver, before
@@ -62,7 +62,7 @@ def stages_here(report: holdfast.SaveReport | None) -> bool:
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
 def test_a_saver_writes_what_threads_write(tmp_path: Path, compression: str | None) -> None:
-    """The file is the same, the stages are recorded, and the memory is used again."""
+    """The file is the same, the stages are recorded, and the memory is reused."""
     image_memory.release_memory()
     for step in (1, 2):
         handle = holdfast.async_save(tmp_path / "a", state_of_step(step), compression=compression)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_a_saver_writes_what_threads_write(tmp_path: Path, compression: str | No
 
 
 def test_requests_of_a_saver_count_as_those_of_its_trainer(tmp_path: Path) -> None:
-    """A save by a saver counts as many as one by threads."""
+    """A save by a saver makes as many requests as one by threads."""
 
     def requests() -> dict[str, int]:
         found = snapshots().get("file://")
@@ -98,13 +98,13 @@ def test_requests_of_a_saver_count_as_those_of_its_trainer(tmp_path: Path) -> No
 
 
 def tuned(step: int) -> dict[str, object]:
-    """Return a state of which most is the same in all steps."""
+    """Return a state that is mostly the same in all steps."""
     frozen = torch.arange(2 << 20, dtype=torch.int32)
     return {"step": step, "frozen": frozen, "tuned": torch.full((200_000,), step)}
 
 
 def tuned_for_steps(folder: Path) -> list[holdfast.SaveReport]:
-    """Save a few steps, each with the one before as its base."""
+    """Save a few steps, each with the previous one as its base."""
     reports = []
     for step in (1, 2, 3):
         uri = folder / str(step)
@@ -121,7 +121,7 @@ def tuned_for_steps(folder: Path) -> list[holdfast.SaveReport]:
 def test_a_saver_borrows_what_has_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As threads do, and the report says so."""
+    """It borrows as threads do, and the report says so."""
     found = tuned_for_steps(tmp_path / "a")
     monkeypatch.setenv("HOLDFAST_SAVER", "off")
     expected = tuned_for_steps(tmp_path / "b")
@@ -139,8 +139,8 @@ def test_a_saver_borrows_what_has_not_changed(
 def test_what_is_known_to_be_unchanged_is_not_handed_to_a_saver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads write the rest, so that nothing else is copied. The kernel tells them after three,
-    which a saver has written."""
+    """Threads write the rest, so that nothing else is copied. The kernel reports unchanged
+    memory after three saves, which a saver has written."""
     state = tuned(0)
     by_saver, plain = list[int](), saver_save.SaverSave.write
 
@@ -164,7 +164,7 @@ def test_what_is_known_to_be_unchanged_is_not_handed_to_a_saver(
 
 
 def test_the_state_may_change_once_captured(tmp_path: Path) -> None:
-    """Also while the saver writes."""
+    """This also holds while the saver writes."""
     state = state_of_step(1)
     uri = f"file://{tmp_path}/slow?faults=seed:1,delay:1,delay_s:0.05"
     handle = holdfast.async_save(uri, state)
@@ -185,7 +185,7 @@ def test_errors_are_raised_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_deadline_ends_the_write(tmp_path: Path) -> None:
-    """The save fails in time; nothing stays; its memory serves the next one."""
+    """The save fails in time and leaves nothing. Its memory serves the next save."""
     uri = f"file://{tmp_path}/at?faults=seed:1,delay:1,delay_s:1"
     began_s = time.monotonic()
     with pytest.raises(DeadlineError):
@@ -244,14 +244,14 @@ def ended(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_trainer_that_ends_finishes_its_save(tmp_path: Path) -> None:
-    """Without a wait, a guard of ``__main__`` or a warning."""
+    """It needs no wait, no guard of ``__main__``, and prints no warning."""
     run = ended(tmp_path, "")
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     check(tmp_path / "at", {1})
 
 
 def test_a_forked_child_has_a_saver_of_its_own(tmp_path: Path) -> None:
-    """Both save at the same time, and the child's end does not end the parent's saver."""
+    """Both save at the same time. The end of the child does not end the parent's saver."""
     code = """
 from holdfast.storage.saver import client
 handle.wait()
@@ -274,8 +274,8 @@ assert client._state.saver.pid == parents
 
 
 def test_a_saver_survives_what_ends_its_trainer(tmp_path: Path) -> None:
-    """Ctrl-C and SIGTERM to the whole process group; a forked child that lives on does not keep
-    it."""
+    """Examples are Ctrl-C and SIGTERM to the whole process group. A forked child that lives on does
+    not keep the saver alive."""
     code = """
 handle.wait()
 uri = f"file://{uri}?faults=seed:1,delay:1,delay_s:0.1"
@@ -317,7 +317,7 @@ def test_an_idle_saver_is_small_and_ends_with_its_trainer(tmp_path: Path) -> Non
 def test_small_images_are_written_by_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would not gain from another process, nor would a blocking save."""
+    """Neither they nor a blocking save would gain from another process."""
     monkeypatch.setattr(client, "_state", client._State())
     holdfast.save(tmp_path / "at", state_of_step(1))
     monkeypatch.setattr(saver_save, "NBYTES_MIN", 32 << 20)
@@ -327,13 +327,13 @@ def test_small_images_are_written_by_threads(
 
 @pytest.fixture
 def promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a host's promises."""
+    """Return the file of a host's promises."""
     monkeypatch.setenv("HOLDFAST_KEEPER_DIR", str(tmp_path / "private"))
     return tmp_path / "private" / "promises.json"
 
 
 def test_ranks_of_a_host_heed_what_others_take(promised: Path) -> None:
-    """What a living process has promised is not available to another, until it is taken."""
+    """Memory promised to a living process is not available to another, until it is taken."""
     code = "from holdfast.storage.saver.promises import promise\npromise(60, lambda: 100)\ninput()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE)
@@ -365,7 +365,7 @@ def test_damaged_promises_are_none(promised: Path, text: str) -> None:
 
 
 def test_promises_of_strangers_are_not_read(promised: Path) -> None:
-    """A folder that others can write to is not used, and nothing fails."""
+    """A folder that other users can write to is not used, and nothing fails."""
     promised.parent.mkdir()
     promised.parent.chmod(0o777)
     promises.promise(5, lambda: 5)

@@ -1,7 +1,7 @@
-"""Checkpoints of version 3, whose images lie in files of their own and in those of earlier ones.
+"""Checkpoints of version 3, whose images lie in their own files and in those of earlier ones.
 
-Whatever reads a checkpoint gives the same as from a whole one of the same state, and no checkpoint
-needs the folder of another.
+A reader gets the same from them as from a whole checkpoint of the same state. No checkpoint needs
+the folder of another.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def seen(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 (whole) to 3 of a run, and ``whole``: step 3 as version 1."""
+    """Save steps 0 (whole) to 3 of a run, and ``whole``: step 3 as version 1."""
     folder = tmp_path_factory.mktemp("run")
     save_whole(folder / "step-0", states(0), 0)
     for step in (1, 2, 3):
@@ -79,7 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(made: Path, tmp_path: Path) -> Path:
-    """Return a copy of the run in which links are links again."""
+    """Return a copy of the run with real links."""
     known: dict[int, Path] = {}
     for path in sorted(made.rglob("*")):
         copy = tmp_path / "run" / path.relative_to(made)
@@ -94,14 +94,14 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def last(root: Path) -> Path:
-    """Return the last step, whose lenders' folders were deleted by hand."""
+    """Return the last step. Its lenders' folders were deleted by hand."""
     for step in range(3):
         shutil.rmtree(root / f"step-{step}")
     return root / "step-3"
 
 
 def files_of(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of a checkpoint: its own, and those that it has borrowed."""
+    """Return the files of a checkpoint: its own, and borrowed ones."""
     files = sorted(path for path in (folder / "data").rglob("*") if path.suffix in IMAGES)
     return {
         "own": [path for path in files if "lent" not in path.parts],
@@ -132,7 +132,7 @@ def test_whole_checkpoints_keep_their_version(made: Path) -> None:
 
 
 def read(last: Path) -> None:
-    """Slices, bytes, trees, and the shares of an inference engine."""
+    """Read slices, bytes, trees, and the shares of an inference engine."""
     with holdfast.open(last) as c:
         for rank in range(WORLD):
             w = seen(rank)["w"]
@@ -148,7 +148,7 @@ def read(last: Path) -> None:
 
 
 def loaded(last: Path) -> None:
-    """Anew, and by the ranks of a job, which exchange what they read."""
+    """Load into new tensors, and by the ranks of a job that exchange their reads."""
     assert difference(seen(0), holdfast.load(last)) is None
     for exchange in (False, True):
         driver = open_driver(last)
@@ -162,7 +162,7 @@ def loaded(last: Path) -> None:
 
 
 def copied(last: Path) -> None:
-    """A copy is whole: its images and its manifest are those of a whole save."""
+    """Check a copy: its images and its manifest equal those of a whole save."""
     target = last.parent / "copy"
     for again in range(2):
         report = holdfast.copy(last, target)
@@ -178,21 +178,21 @@ def copied(last: Path) -> None:
 
 
 def compared(last: Path) -> None:
-    """A comparison with a whole checkpoint reads nothing, and sees what another step changed."""
+    """Compare with a whole checkpoint without reads, and with another step."""
     report = diff(last, last.parent / "whole")
     assert report.equal
     assert report.read_nbytes == 0
 
 
 def exported(last: Path) -> None:
-    """The files of another program."""
+    """Export files for another program."""
     holdfast.export(last, last.parent / "model", only="shared")
     tensors = load_file(last.parent / "model" / "model.safetensors")
     assert torch.equal(tensors["shared"], torch.arange(1000.0))
 
 
 def viewed(last: Path) -> None:
-    """The images in the file system are those of a whole save, and torch DCP reads the tensors."""
+    """Check the images in the file system, and read the tensors with torch DCP."""
     view = HoldfastFileSystem(str(last))
     for rank in range(WORLD):
         (image,) = last.parent.glob(f"whole/data/*/{rank}.safetensors")
@@ -203,7 +203,7 @@ def viewed(last: Path) -> None:
 
 
 def listed(last: Path) -> None:
-    """The commands show it, with all its files."""
+    """Show it, with all its files, by commands."""
     files = sum(map(len, files_of(last).values()))
     shown = run_json("show", last)
     assert (shown["format_version"], shown["files"]) == (3, files + 1)
@@ -218,12 +218,12 @@ def listed(last: Path) -> None:
     "use", [read, loaded, copied, compared, exported, viewed, listed], ids=lambda use: use.__name__
 )
 def test_readers_see_a_whole_checkpoint(use: Callable[[Path], None], last: Path) -> None:
-    """Everything that reads a checkpoint gives what it gives of a whole one."""
+    """Every reader of a checkpoint gets the same as from a whole one."""
     use(last)
 
 
 def test_reads_of_adjacent_blocks_are_joined(made: Path) -> None:
-    """A range of an image takes one read for each run of bytes in a file, at most a few at a time."""
+    """Each run of adjacent bytes in a file takes one read; only a few reads run at a time."""
     base = Base.at(made / "step-3")
     m = base.manifest
     driver = MemoryDriver()
@@ -266,7 +266,7 @@ def test_reads_of_adjacent_blocks_are_joined(made: Path) -> None:
 @pytest.mark.parametrize(("kind", "name"), [("own", "0.1.blocks"), ("lent", "0.safetensors")])
 @pytest.mark.parametrize("how", ["missing", "short", "long", "flipped"])
 def test_damage_is_located_in_the_file_it_is_in(kind: str, name: str, how: str, last: Path) -> None:
-    """``verify`` names the damaged file and its bytes; a load names it, or all files it may be."""
+    """``verify`` names the damaged file and its bytes. A load names it, or all possible files."""
     (file,) = (path for path in files_of(last)[kind] if path.name == name)
     size = file.stat().st_size
     block = 3 if kind == "lent" else 0
@@ -320,7 +320,7 @@ def test_a_commit_checks_every_file(last: Path) -> None:
 
 
 def test_a_deleted_checkpoint_takes_its_links_along(root: Path) -> None:
-    """Pruned, removed and replaced checkpoints leave no link behind, and no other is affected."""
+    """Pruned, removed and replaced checkpoints leave no links, and affect no other checkpoint."""
     assert len(holdfast.list_checkpoints(root)) == 5
     holdfast.save(root / "step-1", states(3)[0], step=1)
     assert len(list((root / "step-1" / "data").iterdir())) == 1
@@ -333,7 +333,7 @@ def test_a_deleted_checkpoint_takes_its_links_along(root: Path) -> None:
 
 
 def test_leftovers_of_a_saver_include_its_links(root: Path) -> None:
-    """An attempt that never committed is collected together with the links that it has made."""
+    """An attempt that never committed is collected together with its links."""
     (root / "step-3" / MANIFEST_KEY).unlink()
     holdfast.save(root / "step-3", states(3)[0])
     assert files_of(root / "step-3")["lent"] == []
@@ -377,7 +377,7 @@ def lenders(*names: Any) -> Callable[[Columns, Head], None]:
 
 
 def many_files(columns: Columns, fields: Head) -> None:
-    """Name a file more than a reader may open for a rank, each of another lender."""
+    """Name one file more than a reader may open for a rank, each of another lender."""
     count = FILES_MAX + 1
     fields["lenders"] = [f"20200101T000000-{number:08x}" for number in range(count)]
     rank = np.zeros(count, np.uint8)
@@ -424,7 +424,7 @@ REFUSED: dict[str, Callable[[Columns, Head], None]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_manifest_that_no_writer_makes_is_refused(name: str, made: Path) -> None:
-    """Files, extents and pages that contradict each other are damage, of whatever size."""
+    """Files, extents and pages that contradict each other are damage, whatever their size."""
     columns, metadata = decode_columns((made / "step-3" / MANIFEST_KEY).read_bytes(), "it")
     fields = json.loads(metadata["holdfast"])
     columns = {key: column.copy() for key, column in columns.items()}

@@ -1,5 +1,5 @@
-"""Imports of torch's distributed checkpoint (DCP): what DCP loads, bit for bit, and nothing that a
-pickle asks for."""
+"""Imports of torch's distributed checkpoint (DCP). They give what DCP loads, bit for bit, and run
+nothing that a pickle names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_state_is_imported(
     state |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
     state["large"] = random_bits(rng, torch.int16, (300_001,))
     found = imported(saved(state, tmp_path, **options))
-    state["optim"]["state"] = {str(k): v for k, v in state["optim"]["state"].items()}  # as DCP does
+    state["optim"]["state"] = {str(k): v for k, v in state["optim"]["state"].items()}  # as in DCP
     assert difference(state, found) is None
 
 
@@ -100,7 +100,7 @@ def test_small_items_are_read_together(
 
 
 def test_damaged_item_among_equal_ones(tmp_path: Path) -> None:
-    """An item of another form than its neighbours' is refused or read by its own bytes."""
+    """An item in another form than its neighbours is refused, or read by its own bytes."""
     folder = saved({f"t{number}": torch.ones(8) for number in range(4)}, tmp_path / "f")
     (file,) = folder.glob("*.distcp")
     content = file.read_bytes()
@@ -131,7 +131,7 @@ def test_objects_are_refused_or_skipped(tmp_path: Path, value: object, message: 
 
 
 def metadata_of(folder: Path) -> Metadata:
-    """Return what DCP reads."""
+    """Return the metadata that DCP reads."""
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     return metadata
 
@@ -187,7 +187,7 @@ def test_impossible_metadata_is_refused(
 
 
 def test_plans_in_the_metadata_change_nothing(tmp_path: Path) -> None:
-    """Megatron keeps plans there, which repeat the other fields."""
+    """Megatron stores plans there, which repeat the other fields."""
     folder = rewritten(saved({"w": torch.ones(3, 5)}, tmp_path), all_local_plans=[SavePlan([])])
     assert torch.equal(imported(folder)["w"], torch.ones(3, 5))
 
@@ -206,7 +206,7 @@ def test_metadata_that_leads_elsewhere_is_refused(
 
 @pytest.mark.parametrize("where", ["storage_data", "version", "a value"])
 def test_nothing_that_a_pickle_names_is_run(tmp_path: Path, where: str) -> None:
-    """DCP unpickles metadata and values; the import refuses them, and makes nothing."""
+    """DCP unpickles metadata and values. The import refuses them, and makes nothing."""
     trace = tmp_path / "trace"
     if where == "a value":
         folder = saved({"w": torch.ones(3), "bad": Canary(trace)}, tmp_path / "dcp")
@@ -220,19 +220,19 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path: Path, where: str) -> None:
     assert not objects_at(uri)
     if where != "a value":
         metadata_of(folder)
-        assert trace.exists()  # the trace would be seen
+        assert trace.exists()  # proves that a trace would be seen
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04}.", LAUGHS + b"."])
 def test_malformed_metadata_is_refused(tmp_path: Path, data: bytes) -> None:
-    """Whatever is in the file, it is an error of ours."""
+    """Any contents of the file give an error of ours."""
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(holdfast.UnsupportedFormatError, match="cannot be imported"):
         imported(tmp_path)
 
 
 def test_contradictory_paths_are_not_followed(tmp_path: Path) -> None:
-    """Names are keys then, and nothing is lost."""
+    """Names become keys then, and nothing is lost."""
     saved({"a": 1, "b": {"c": torch.ones(2)}, "l": [torch.ones(1), torch.ones(2)]}, tmp_path)
     paths = {"a": ("a",), "b.c": ("b", "c", "d"), "l.0": ("l", 0), "l.1": ("l", "1")}
     metadata = metadata_of(tmp_path)
@@ -244,7 +244,7 @@ def test_contradictory_paths_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numel", [300, 300_000])
 def test_cut_or_exchanged_files_are_damage(tmp_path: Path, numel: int) -> None:
-    """A file that is cut, empty, another tensor's or missing is an error, and nothing is made."""
+    """A file that is cut, empty, missing or another tensor's is an error, and nothing is made."""
     saved({"w": torch.ones(numel)}, tmp_path / "a")
     saved({"w": torch.ones(numel - 1)}, tmp_path / "b")
     (file,) = (tmp_path / "a").glob("*.distcp")
@@ -263,7 +263,7 @@ def test_cut_or_exchanged_files_are_damage(tmp_path: Path, numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [3, 100_000])
 def test_conjugate_view_is_refused(tmp_path: Path, numel: int) -> None:
-    """The values of such a view are not the stored elements, in small items and large ones."""
+    """The values of such a view differ from the stored elements, in small items and large ones."""
     saved({"z": torch.ones(numel, dtype=torch.complex64).conj()}, tmp_path)
     with pytest.raises(holdfast.UnsupportedFormatError, match=r"tensor 'z' .* conjugate bit"):
         imported(tmp_path)
@@ -313,7 +313,7 @@ def megatron_folder(
 
 @pytest.mark.parametrize("is_item", [False, True], ids=["common.pt", "item"])
 def test_common_state_is_imported(tmp_path: Path, is_item: bool) -> None:
-    """Values and tensors keep their paths; an optimizer and objects go where a job loads them."""
+    """Values and tensors keep their paths. An optimizer and objects go where a job loads them."""
     scheduler = {"steps": [1, 2]} | ({} if is_item else {"none": {}})  # torch drops it from an item
     common = {
         "iteration": 7,
@@ -436,7 +436,7 @@ SHAPES = {"a.w": (3, 5), "a.b": (7,), "scalar": ()}
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Different elements everywhere."""
+    """Return weights with different elements everywhere."""
     found = {}
     first = 0.0
     for name, shape in SHAPES.items():
@@ -447,7 +447,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def partitions(stage: int, world: int, flat: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """By rank, what it has of one group."""
+    """Return each rank's partition of one group."""
     if stage == 3:
         shares = [
             tensor.view(-1).split(math.ceil(tensor.numel() / world)) for tensor in flat.values()
@@ -468,7 +468,7 @@ def partitions(stage: int, world: int, flat: dict[str, torch.Tensor]) -> list[to
 
 
 def zero_folder(folder: Path, stage: int, world: int, **changed: Any) -> Path:
-    """A folder as DeepSpeed lays it out, without its classes."""
+    """Write a folder in DeepSpeed's layout, without its classes."""
     step = folder / "global_step7"
     step.mkdir(parents=True)
     (folder / "latest").write_text("global_step7")
@@ -501,7 +501,7 @@ def zero_folder(folder: Path, stage: int, world: int, **changed: Any) -> Path:
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 1), (2, 3), (3, 2), (3, 5)])
 def test_parameters_are_put_together(tmp_path: Path, stage: int, world: int) -> None:
-    """However many ranks share them; tied ones, buffers, and moments with them."""
+    """This holds for any number of ranks, and for tied parameters, buffers and moments."""
     uri = fresh_uri()
     holdfast.import_(zero_folder(tmp_path, stage, world), uri)
     model = weights() | {"tied": weights()["a.b"], "mask": torch.arange(3)}
@@ -521,7 +521,7 @@ def test_parameters_are_put_together(tmp_path: Path, stage: int, world: int) -> 
 
 
 def test_the_folder_of_a_step_and_the_model_alone(tmp_path: Path) -> None:
-    """By the same commands as of other models."""
+    """The same commands import them as other models."""
     uri = fresh_uri()
     folder = zero_folder(tmp_path, 2, 2) / "global_step7"
     holdfast.import_(folder, uri, only=["model.*"], rename={"model.*": "*"})
@@ -529,7 +529,7 @@ def test_the_folder_of_a_step_and_the_model_alone(tmp_path: Path) -> None:
 
 
 def test_what_is_not_plain_zero_is_refused(tmp_path: Path) -> None:
-    """Missing ranks, other layouts, a tag that leads elsewhere; by name."""
+    """Missing ranks, other layouts and a tag that leads elsewhere are refused by name."""
     folder = zero_folder(tmp_path / "missing", 2, 3)
     (folder / "global_step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(holdfast.UnsupportedFormatError, match="2 files of stage 2 and 3 ranks"):

@@ -1,4 +1,4 @@
-"""``holdfast.export`` and ``holdfast export``: models of Hugging Face's, files of ``torch.save`` and
+"""``holdfast.export`` and ``holdfast export``: Hugging Face models, files of ``torch.save``, and
 folders of torch's distributed checkpoint (DCP), bit for bit, and never torn."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def model_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what a reader of a model finds, through the index if there is one."""
+    """Return the tensors that a reader of a model finds, through its index if it has one."""
     if not (folder / INDEX).exists():
         return load_file(folder / "model.safetensors")
     index = json.loads((folder / INDEX).read_text())
@@ -73,7 +73,7 @@ def test_safetensors_reads_the_same_bits(
 
 
 def test_tensors_larger_than_a_window_are_merged(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Columns that ranks have stored become whole tensors again, also if they are converted."""
+    """Columns stored by ranks become whole tensors again, also if they are converted."""
     array = rng.random((6, 1_500_001))
     uri = fresh_uri()
     columns = [(0, 500_000), (500_000, 500_000), (1_000_000, 500_001)]
@@ -91,7 +91,7 @@ def test_tensors_larger_than_a_window_are_merged(tmp_path: Path, rng: np.random.
 
 
 def test_whole_chunks_are_read_in_place(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Chunks are read into the memory they are written from; damage is found, and leaves no model."""
+    """Chunks are read into the memory from which they are written. Damage leaves no model."""
     model = {f"w{i}": random_bits(rng, torch.int32, (1 << 20, 3)) for i in range(4)}
     uri = tmp_path / "c"
     holdfast.save(uri, model)
@@ -144,8 +144,8 @@ def test_unsuitable_selection_is_refused(
 
 
 def test_one_safetensors_file(tmp_path: Path) -> None:
-    """It holds everything, whatever the limit for files of a folder, and the metadata of its source.
-    It is replaced only if asked; its neighbours are left alone."""
+    """It holds everything, whatever the size limit of files in a folder, and its source's metadata.
+    It is replaced only on request. Its neighbours stay."""
     tensor = torch.randn(5)
     state = {"embed": tensor, "head": tensor, "other": tensor[:2].clone()}
     holdfast.export(saved(state), tmp_path / "a.safetensors", format="safetensors", file_nbytes=1)
@@ -223,7 +223,7 @@ def test_only_floats_are_converted(tmp_path: Path) -> None:
 
 
 def test_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    """With overwrite, nothing of the earlier export is left; a checkpoint is never touched."""
+    """With overwrite, nothing of the earlier export remains. A checkpoint is never replaced."""
     many = saved({str(i): torch.ones(2) for i in range(3)})
     one = saved({"x": torch.zeros(1)})
     holdfast.export(many, tmp_path, file_nbytes=1)
@@ -315,7 +315,7 @@ def test_rules_match_whole_names() -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    """The command says what it wrote and what is tied, or why it did not."""
+    """The command reports its output and tied tensors, or the reason of its failure."""
     tensor = torch.randn(100)
     uri = saved({"model": {"w": tensor, "v": tensor}, "step": 1})
     chosen = ["export", uri, str(tmp_path), "--only", "model.*", "--rename", "model.*=*"]
@@ -369,7 +369,7 @@ def test_large_records_are_page_aligned(tmp_path: Path, rng: np.random.Generator
 
 
 def test_torch_files_are_reproducible(tmp_path: Path) -> None:
-    """Equal tensors make equal files; tied ones are all in it, and share memory."""
+    """Equal tensors make equal files. All tied ones are in the file, and share memory."""
     tensor = torch.randn(5, 3)
     for name in ("a.pt", "b.pt"):
         uri = saved({"a": tensor, "b": tensor})
@@ -382,7 +382,7 @@ def test_torch_files_are_reproducible(tmp_path: Path) -> None:
 
 
 def test_records_of_any_size(tmp_path: Path) -> None:
-    """All sizes and offsets are written in 64 bits, as those above four gigabytes must be."""
+    """All sizes and offsets are written in 64 bits, which sizes above four gigabytes require."""
     state = {str(i): torch.full((i * 40,), float(i)) for i in range(1, 5)}
     holdfast.export(saved(state), tmp_path / "x.pt", format="torch")
     assert difference(state, torch.load(tmp_path / "x.pt", weights_only=True)) is None
@@ -414,7 +414,7 @@ def test_torch_file_is_replaced_only_if_asked(tmp_path: Path) -> None:
 
 
 def test_dcp_reads_the_same_bits(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Tensors of every dtype and shape, lists, tuples and values come back where they were."""
+    """Tensors of every dtype and shape, lists, tuples and values come back in their places."""
     state = {
         "model": {str(dtype): random_bits(rng, dtype, (51, 17)) for dtype in DCP_DTYPES},
         "bool": torch.tensor([True, False, True]),

@@ -42,7 +42,7 @@ ONE = {"w": torch.ones(1)}
 def write_sharded(
     folder: Path, parts: dict[str, dict[str, torch.Tensor]], index: object = None
 ) -> None:
-    """Write files and their index, or another one."""
+    """Write files and their index, or the given one."""
     for file, tensors in parts.items():
         save_file(tensors, folder / file, metadata={"format": "pt"})
     weight_map = index or {name: file for file, tensors in parts.items() for name in tensors}
@@ -66,7 +66,7 @@ def test_file_becomes_checkpoint(tmp_path: Path, rng: np.random.Generator) -> No
     (image,) = (key for key in objects_at(uri) if key.endswith("0.safetensors"))
     (tmp_path / "image").write_bytes(objects_at(uri)[image][0])
     packed = load_file(tmp_path / "image")["l.torch.float4_e2m1fn_x2"]
-    assert packed.shape == (51, 17, 1)  # as bytes, which every reader opens
+    assert packed.shape == (51, 17, 1)  # as bytes, which every reader can open
     holdfast.export(uri, tmp_path / "x")
     assert difference(model, load_file(tmp_path / "x" / PLAIN)) is None
 
@@ -125,7 +125,7 @@ def test_index_that_leads_elsewhere_is_refused(tmp_path: Path, serve: Serve, fil
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', "[" * 100_000])
 def test_malformed_index_is_damage(tmp_path: Path, text: str) -> None:
-    """An index that is not one is damage, whatever it contains."""
+    """An index that cannot be parsed is damage, whatever it contains."""
     save_file(ONE, tmp_path / "good.safetensors")
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(holdfast.DamagedError, match="index"):
@@ -200,7 +200,7 @@ def folder_of(folder: Path, keys: Sequence[str]) -> Path:
 def test_plain_model_is_preferred_to_variants(
     tmp_path: Path, keys: list[str], expected: str | None
 ) -> None:
-    """A variant of a model is recognised by name, and no choice between models is guessed."""
+    """A model's variants are recognised by name; between several models there is no guess."""
     folder = folder_of(tmp_path, keys)
     if expected is not None:
         assert list(imported(folder)) == [expected]
@@ -213,7 +213,7 @@ def test_plain_model_is_preferred_to_variants(
 
 @pytest.mark.parametrize("variant", ["", ".fp16"])
 def test_index_of_torch_files_is_refused(tmp_path: Path, variant: str) -> None:
-    """The error says that torch.save files have an index here."""
+    """The error says that the index is one of torch.save files."""
     (tmp_path / f"pytorch_model.bin.index{variant}.json").write_text("{}")
     with pytest.raises(holdfast.UnsupportedFormatError, match="an index of torch"):
         imported(tmp_path)
@@ -237,7 +237,7 @@ def written(path: Path, code: str, shape: list[int], nbytes: int) -> Path:
 def test_dtype_that_torch_lacks_is_refused(
     tmp_path: Path, code: str, shape: list[int], nbytes: int
 ) -> None:
-    """It is no damage, and the other tensors can be imported."""
+    """It is not damage, and the other tensors can be imported."""
     file = written(tmp_path / "m.safetensors", code, shape, nbytes)
     with pytest.raises(holdfast.UnsupportedFormatError, match=rf"tensor 's' .* dtype '{code}'"):
         imported(file)
@@ -247,7 +247,7 @@ def test_dtype_that_torch_lacks_is_refused(
 def test_metadata_of_files_is_exported_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Metadata of all files is kept; of two that contradict, the first, with a warning."""
+    """Metadata of all files is kept. Of contradicting files, the first one wins, with a warning."""
     weight_map = {}
     for number, (name, rank) in enumerate([("a", "8"), ("b", "16")], 1):
         weight_map[name] = f"model-0000{number}-of-00002.safetensors"
@@ -277,7 +277,7 @@ def test_file_of_another_length_is_damage(tmp_path: Path, cut: int | None) -> No
 
 
 def test_huge_header_takes_no_memory(tmp_path: Path) -> None:
-    """A length beyond the limit is refused before so much is read."""
+    """A length beyond the limit is refused before any read of that size."""
     file = tmp_path / PLAIN
     with file.open("wb") as f:
         f.write((200_000_000).to_bytes(8, "little"))
@@ -287,7 +287,7 @@ def test_huge_header_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path) -> None:
-    """The command says what it made, or why it did not."""
+    """The command says what it made, or why it failed."""
     save_file({"w": torch.ones(256), "v": torch.ones(1)}, tmp_path / PLAIN)
     dest = tmp_path / "out"
     names = ["--rename", "*=model.*", "--skip", "v"]
@@ -305,19 +305,19 @@ IMAGE_NBYTES = 40_000
 
 
 def model_of(number: int) -> dict[str, torch.Tensor]:
-    """A model of eleven tensors of 20 kB, a small one, and one larger than an image."""
+    """Return a model of eleven tensors of 20 kB, a small one, and one larger than an image."""
     tensors = {f"l{i}": torch.full((5000,), float(number * 100 + i)) for i in range(11)}
     return tensors | {"one": torch.tensor(float(number)), "big": torch.full((20_000,), 7.0)}
 
 
 def as_safetensors(folder: Path, number: int) -> Path:
-    """A folder of a model in one file."""
+    """Save a model as one file in a folder; return the folder."""
     save_file(model_of(number), folder / "model.safetensors")
     return folder
 
 
 def as_dcp(folder: Path, number: int) -> Path:
-    """A folder of torch's distributed checkpoint, with a value."""
+    """Save a model and a value with torch's distributed checkpoint; return the folder."""
     dcp.save(model_of(number) | {"step": number}, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -326,7 +326,7 @@ Make = Callable[[Path, int], Path]
 
 
 class Destination:
-    """Storage in memory, behind hooks that a test sets."""
+    """Storage in memory with hooks that a test sets."""
 
     def __init__(self, serve: Serve) -> None:
         self.storage = MemoryDriver()
@@ -345,28 +345,28 @@ class Destination:
         return HookedDriver(self.storage, before=hook)
 
     def imported(self, source: Path, **options: object) -> ImportReport:
-        """Import, in small images."""
+        """Import in small images."""
         self.operations.clear()
         return holdfast.import_(source, self.uri, image_nbytes=IMAGE_NBYTES, **options)  # type: ignore[arg-type]
 
     def stopped(self, source: Path, images: int, **options: object) -> None:
-        """An import that dies when so many images are whole."""
+        """Start an import that dies after ``images`` complete images."""
         self.before = dying_after(images)
         with pytest.raises(holdfast.StorageDownError):
             self.imported(source, **options)
         self.before = None
 
     def images(self) -> dict[str, bytes]:
-        """The images that are there, by key."""
+        """Return the existing images by key."""
         found = engine.run(contents(self.storage))
         return {key: data for key, data in found.items() if key.endswith(".safetensors")}
 
     def written(self) -> int:
-        """How many objects of many parts the last import began to write."""
+        """Return the number of multipart objects that the last import began to write."""
         return sum(operation == "create" for operation, _ in self.operations)
 
     def check(self, expected: object) -> None:
-        """The checkpoint is whole, and has what is expected; nothing else is there."""
+        """Check that the checkpoint is complete and as expected, without any other files."""
         with holdfast.open(self.uri) as c:
             assert c.verify().ok
             attempt = c.attempt
@@ -376,7 +376,7 @@ class Destination:
 
 @pytest.fixture
 def destination(serve: Serve) -> Destination:
-    """An empty destination."""
+    """Return an empty destination."""
     return Destination(serve)
 
 
@@ -410,7 +410,7 @@ def test_an_import_goes_on_where_it_stopped(
 def test_a_changed_source_is_imported_anew(
     tmp_path: Path, destination: Destination, hidden: bool
 ) -> None:
-    """A file of other contents is imported anew, even if its size and time are the same."""
+    """A file with other contents is imported again, even if its size and time are the same."""
     source = as_safetensors(tmp_path, 1)
     file = source / "model.safetensors"
     destination.stopped(source, 3)
@@ -426,7 +426,7 @@ def test_a_changed_source_is_imported_anew(
 
 
 def test_another_selection_is_imported_anew(tmp_path: Path, destination: Destination) -> None:
-    """Other tensors, other names, or images of another size are other images."""
+    """Other tensors, other names or another image size need other images."""
     source = as_safetensors(tmp_path, 1)
     destination.stopped(source, 3)
     assert destination.imported(source, skip=["l3"]).reused_nbytes == 0
@@ -449,7 +449,7 @@ def test_an_image_that_is_cut_is_written_again(tmp_path: Path, destination: Dest
 def test_a_file_that_changes_meanwhile_leaves_nothing(
     tmp_path: Path, destination: Destination
 ) -> None:
-    """No other import can use what is there."""
+    """No other import can use the images."""
     source = as_safetensors(tmp_path, 1)
 
     async def touch(operation: str, key: str) -> None:

@@ -1,7 +1,7 @@
-"""Saves that copy what has not changed from an earlier checkpoint of the same storage.
+"""Saves that copy unchanged data from an earlier checkpoint of the same storage.
 
-Every such checkpoint is complete: it equals a whole save in every byte, whatever becomes of the one
-it has copied from.
+Every such checkpoint is complete: it equals a whole save in every byte, and does not depend on the
+checkpoint that it was copied from.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def changed(values: dict[str, Any], blocks: list[int]) -> dict[str, Any]:
 
 
 def to_write(old: bytes, new: bytes) -> int:
-    """Return how many bytes of an image have to be written, given the earlier one."""
+    """Return the number of bytes of an image to write, given the earlier image."""
     end = len(new) // (BLOCK_NBYTES + 16) * BLOCK_NBYTES + len(new) % (BLOCK_NBYTES + 16) - 16
     assert len(old) == len(new)
     count = len(new) - end
@@ -110,7 +110,7 @@ def test_equal_blocks_are_copied_and_all_others_written(blocks: list[int]) -> No
 
 
 def test_a_checkpoint_outlives_the_one_it_has_copied_from() -> None:
-    """All earlier ones are deleted, and the last one is whole."""
+    """After all earlier ones are deleted, the last one is still whole."""
     uri, values = fresh_uri(), state()
     holdfast.save(f"{uri}/0", values)
     for step in range(1, 4):
@@ -135,7 +135,7 @@ def test_a_checkpoint_may_replace_its_own_base() -> None:
 
 
 def other_layout(uri: str) -> None:
-    """Save a state with one tensor more."""
+    """Save a state with one additional tensor."""
     holdfast.save(uri, {**state(), "more": torch.zeros(BLOCK)})
 
 
@@ -154,7 +154,7 @@ def compressed(uri: str) -> None:
     ids=["none", "another layout", "compressed"],
 )
 def test_without_a_usable_base_everything_is_written(make: Callable[[str], None], why: str) -> None:
-    """The report says why."""
+    """The report gives the reason."""
     uri = fresh_uri()
     make(f"{uri}/1")
     report = holdfast.save(f"{uri}/2", state(), base=f"{uri}/1")
@@ -163,7 +163,7 @@ def test_without_a_usable_base_everything_is_written(make: Callable[[str], None]
 
 
 def test_storage_that_cannot_copy_gets_whole_checkpoints() -> None:
-    """A base elsewhere does not help either."""
+    """A base on other storage does not help either."""
     uri, elsewhere = fresh_uri(), fresh_uri()
     holdfast.save(elsewhere, state())
     report = holdfast.save(uri, state(), base=elsewhere)
@@ -172,7 +172,7 @@ def test_storage_that_cannot_copy_gets_whole_checkpoints() -> None:
 
 
 def test_compression_excludes_a_base(tmp_path: Any) -> None:
-    """Both are refused before any I/O."""
+    """The combination is refused before any I/O."""
     with pytest.raises(UsageError, match="incremental save with compression='lz4'"):
         holdfast.save(tmp_path, {"a": torch.ones(2)}, base=tmp_path, compression="lz4")
     with pytest.raises(UsageError, match="incremental save with compression='lz4'"):
@@ -181,7 +181,7 @@ def test_compression_excludes_a_base(tmp_path: Any) -> None:
 
 
 async def save(driver: Driver, values: Any, base: str = "") -> Any:
-    """Save by a job of one rank."""
+    """Save as a job of one rank."""
     job = SaveJob(flatten(values), None, BUDGET_NBYTES)
     job.base = Base(Place.of(base, None).opened, lambda: "") if base else None
     return await run_save(driver, Team(), job)
@@ -189,7 +189,7 @@ async def save(driver: Driver, values: Any, base: str = "") -> Any:
 
 @pytest.mark.parametrize("spoilt", range(4))
 def test_a_base_that_vanishes_during_the_save_costs_only_time(spoilt: int) -> None:
-    """What cannot be copied is written, at whichever copy that shows."""
+    """The save writes what it cannot copy, at whichever copy it notices."""
     uri, old = fresh_uri(), state()
     holdfast.save(f"{uri}/1", old)
     new = changed(old, [0, 200, 500])
@@ -211,7 +211,7 @@ def test_a_base_that_vanishes_during_the_save_costs_only_time(spoilt: int) -> No
 
 @pytest.mark.parametrize("kind", [StorageError, DamagedError, NotFoundError])
 def test_copies_that_fail_are_written_instead(kind: type[HoldfastError]) -> None:
-    """Whatever the storage says: also that the base is cut short. Nothing of the copy is left."""
+    """This holds for any error, also if the base is cut short. A failed copy leaves nothing."""
     uri, old = fresh_uri(), state()
     holdfast.save(f"{uri}/1", old)
 
@@ -225,7 +225,7 @@ def test_copies_that_fail_are_written_instead(kind: type[HoldfastError]) -> None
 
 
 def test_storage_with_large_copies_only_copies_whole_chunks() -> None:
-    """As on S3, where a part has 5 MiB at least."""
+    """S3 is such storage: a part has at least 5 MiB."""
 
     class Large(MemoryDriver):
         def __init__(self, location: str) -> None:
@@ -242,7 +242,7 @@ def test_storage_with_large_copies_only_copies_whole_chunks() -> None:
 
 
 def test_each_rank_borrows_from_its_own_image() -> None:
-    """A rank without a base writes; both kinds make one checkpoint."""
+    """A rank without a base writes its image; both kinds form one checkpoint."""
     uri = fresh_uri()
     location = uri.removeprefix("memory://")
     mine = [{f"w{rank}": state(rank)["w"]} for rank in range(3)]
@@ -269,8 +269,8 @@ def test_each_rank_borrows_from_its_own_image() -> None:
 
 
 def steps_of(uri: str, runs: list[tuple[int | None, list[int]]], *, anew: bool) -> list[str]:
-    """Save steps after each resume, by one Checkpointer or by one for each resume. Return the
-    bases, with their steps alone."""
+    """Save steps after each resume, by one Checkpointer or by one per resume. Return the steps of
+    the bases."""
     values, bases = state(), []
     with contextlib.ExitStack() as opened:
         run_: holdfast.Checkpointer | None = None
@@ -292,13 +292,13 @@ def steps_of(uri: str, runs: list[tuple[int | None, list[int]]], *, anew: bool) 
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_run_borrows_from_its_newest_checkpoint(anew: bool) -> None:
-    """Also after a resume, and never from an abandoned one."""
+    """This also holds after a resume. It never borrows from an abandoned one."""
     runs = [(None, [1, 2, 3]), (3, [4]), (2, [3]), (1, [2, 3])]
     assert steps_of(fresh_uri(), runs, anew=anew) == ["", "1", "2", "3", "2", "1", "2"]
 
 
 def test_a_run_does_not_borrow_from_a_save_that_has_failed(tmp_path: Any) -> None:
-    """But from the checkpoint before it."""
+    """It borrows from the checkpoint before the failed save."""
     values = state()
     (tmp_path / "step-00000002").write_text("in the way")
     with holdfast.Checkpointer(tmp_path, every=1, incremental=True) as run_:
@@ -314,7 +314,7 @@ def test_a_run_does_not_borrow_from_a_save_that_has_failed(tmp_path: Any) -> Non
 
 
 def test_a_run_borrows_from_the_checkpoint_that_it_has_resumed(tmp_path: Any) -> None:
-    """Its name need not be that of its step."""
+    """The name of that checkpoint need not contain its step."""
     steps_of(str(tmp_path), [(None, [1, 2])], anew=True)
     (tmp_path / "step-00000002").rename(tmp_path / "best")
     assert steps_of(str(tmp_path), [(None, [3])], anew=True) == ["best"]
@@ -322,7 +322,7 @@ def test_a_run_borrows_from_the_checkpoint_that_it_has_resumed(tmp_path: Any) ->
 
 @pytest.mark.parametrize("seed", range(30))
 def test_runs_cover_all_blocks_in_order(seed: int) -> None:
-    """They alternate, and what is borrowed is equal, in long enough pieces."""
+    """Borrowed and written runs alternate. Borrowed ones are equal, and long enough."""
     random = np.random.default_rng(seed)
     equal = random.random(random.integers(1, 257)) < random.choice([0.0, 0.5, 0.9, 0.99, 1.0])
     for whole in (False, True):

@@ -85,8 +85,8 @@ def space_nbytes(*folders: Path) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_of_saves_is_whole_whatever_is_deleted(seed: int, folder: Path) -> None:
-    """Each save writes what has changed, and the rest stays in files of earlier ones. Then all but
-    one are deleted, in any order."""
+    """Each save writes the changes; the rest stays in files of earlier saves. Then all but one are
+    deleted, in any order."""
     chance = random.Random(seed)
     states = [state(seed)]
     holdfast.save(folder / "0", states[0])
@@ -131,7 +131,7 @@ def test_nothing_is_written_if_nothing_has_changed(folder: Path) -> None:
 
 
 def test_a_checkpoint_may_replace_its_own_base(folder: Path) -> None:
-    """The files that it needs stay."""
+    """The files that it needs remain."""
     values = state()
     holdfast.save(folder, values)
     for step in range(3):
@@ -154,8 +154,8 @@ def test_a_checkpoint_may_replace_its_own_base(folder: Path) -> None:
 def test_files_do_not_outlive_their_use(
     blocks: list[Any], share: float, images: float, folder: Path
 ) -> None:
-    """Of a long run, three checkpoints are retained. They take little more space than one, and each
-    save writes little more than what has changed."""
+    """Three checkpoints of a long run are retained. They take little more space than one, and each
+    save writes little more than the changes."""
     values = state()
     whole = holdfast.save(folder / "0", values).nbytes
     written, space = [], []
@@ -172,7 +172,7 @@ def test_files_do_not_outlive_their_use(
 
 
 async def save(driver: Driver, values: Any, base: Path, limits: Incremental | None = None) -> Any:
-    """Save with a base, without a group."""
+    """Save with a base, without a process group."""
     job = SaveJob(flatten(values), None, BUDGET_NBYTES)
     job.base = Base(Place.of(base, None).opened, lambda: "", limits or Incremental())
     return await run_save(driver, Team(), job)
@@ -180,7 +180,7 @@ async def save(driver: Driver, values: Any, base: Path, limits: Incremental | No
 
 @pytest.mark.parametrize("every", [True, False], ids=["all links", "the second one"])
 def test_blocks_that_cannot_be_linked_are_written(every: bool, folder: Path) -> None:
-    """As when the base is deleted meanwhile, or a file has too many names."""
+    """The base may be deleted meanwhile, or a file may have too many names."""
     values = [state()]
     holdfast.save(folder / "0", values[0])
     for step in (1, 2):
@@ -205,8 +205,8 @@ def test_blocks_that_cannot_be_linked_are_written(every: bool, folder: Path) -> 
 
 
 def test_limits_bound_lenders_and_chains(folder: Path) -> None:
-    """An image borrows from few earlier saves, from files that are mostly in use, and every n-th
-    save is whole."""
+    """An image borrows from few earlier saves, and only from files that are mostly in use. Every
+    n-th save is whole."""
     limits = Incremental(anchor=6, live=0.5, lenders=2)
     values = state()
     whole = []
@@ -229,7 +229,7 @@ def test_limits_bound_lenders_and_chains(folder: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"anchor": 0}, {"live": 1.5}, {"live": -1.0}, {"lenders": 0}])
 def test_limits_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    """Before anything is saved."""
+    """The error comes before any save."""
     with pytest.raises(UsageError, match="out of range"):
         Incremental(**wrong)
 
@@ -272,7 +272,7 @@ def test_each_rank_borrows_from_its_own_image(folder: Path) -> None:
 
 @pytest.mark.parametrize("blocks", [BLOCKS - 200, BLOCKS + 200])
 def test_an_image_of_another_size_lends_nothing(blocks: int, folder: Path) -> None:
-    """Wherever its blocks lie."""
+    """This holds wherever its blocks lie."""
     holdfast.save(folder / "0", state())
     holdfast.save(folder / "1", changed(state(), [1]), base=folder / "0")
     new = state(blocks=blocks)
@@ -283,7 +283,7 @@ def test_an_image_of_another_size_lends_nothing(blocks: int, folder: Path) -> No
 
 
 def test_blocks_are_not_left_in_files_without_a_link(folder: Path) -> None:
-    """Also if they were found equal before the link failed."""
+    """This also holds if they were found equal before the link failed."""
     values = state()
     holdfast.save(folder / "0", values)
     attempt = manifest_at(folder / "0").attempt
@@ -311,7 +311,7 @@ def test_blocks_are_not_left_in_files_without_a_link(folder: Path) -> None:
 def test_a_base_that_was_replaced_meanwhile_is_not_borrowed_from(
     shares: bool, folder: Path
 ) -> None:
-    """Its blocks lie elsewhere now."""
+    """Its blocks now lie elsewhere."""
     old = state()
     holdfast.save(folder / "0", old)
     holdfast.save(folder / "1", changed(old, [1]), base=folder / "0")

@@ -18,7 +18,7 @@ import holdfast
 
 @pytest.fixture
 def uri() -> str:
-    """A checkpoint of a little of everything."""
+    """Save a checkpoint with all kinds of entries; return its URI."""
     uri = fresh_uri()
     state = {
         "w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(3), "half": torch.ones(2, dtype=torch.float16), "extra": torch.ones(1),
@@ -29,7 +29,7 @@ def uri() -> str:
 
 
 def target() -> dict[str, Any]:
-    """A state that fits that checkpoint."""
+    """Return a state that fits that checkpoint."""
     return {
         "w": torch.zeros(3, 4), "b": torch.zeros(3, dtype=torch.int64), "half": torch.zeros(2, dtype=torch.float16),
         "extra": torch.zeros(1), "lr": 0.0, "name": "", "list": [0, torch.tensor(0), 0], "more": {"x": 0},
@@ -111,7 +111,7 @@ def test_not_strict_still_wants_shapes_and_dtypes_to_fit(uri: str) -> None:
 
 
 def test_a_type_that_differs_is_a_difference() -> None:
-    """A tensor where the checkpoint has a value, and the other way round, do not fit."""
+    """A tensor does not fit a stored value, and a value does not fit a stored tensor."""
     uri = saved({"a": torch.ones(1), "b": 1, "c": {"d": 1}})
     with pytest.raises(holdfast.MismatchError) as caught:
         holdfast.load(uri, into={"a": 1, "b": torch.ones(1), "c": 5})
@@ -156,7 +156,7 @@ def test_a_mapping_that_cannot_be_assigned_to_is_refused_before_anything_is_read
 
 
 def test_expanded_targets_are_refused() -> None:
-    """A load refuses a tensor some of whose elements share memory."""
+    """A load refuses a tensor with elements that share memory."""
     uri = saved({"x": torch.arange(6.0).reshape(2, 3)})
     for target in (torch.zeros(3).expand(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1))):
         with pytest.raises(holdfast.MismatchError, match="share memory"):
@@ -247,12 +247,12 @@ def test_dtypes_of_another_torch_are_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 def net() -> nn.Module:
-    """Two layers: four tensors."""
+    """Return two layers with four tensors."""
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
 class Wrapped(nn.Module):
-    """A module around another, which is in its names."""
+    """A module around another one, which adds a prefix to its names."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Wrapped(nn.Module):
 
 @pytest.fixture
 def run() -> tuple[str, nn.Module]:
-    """A checkpoint of a model, its optimizer and a step; and the model."""
+    """Save a model, its optimizer and a step; return the URI and the model."""
     model, uri = net(), fresh_uri()
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -271,7 +271,7 @@ def run() -> tuple[str, nn.Module]:
 
 
 def of_names(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What was logged, but for the line that every load has."""
+    """Return the log records, except the line that every load writes."""
     return [record for record in caplog.records if not record.name.endswith(".telemetry")]
 
 
@@ -283,20 +283,20 @@ def loaded(uri: str, into: Any, strict: Any) -> holdfast.LoadReport:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    """Whether all their tensors are equal."""
+    """Return whether all their tensors are equal."""
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return all(torch.equal(x, y) for x, y in pairs)
 
 
 def refused(uri: str, into: Any, strict: Any = True, **options: Any) -> str:
-    """The text of the MismatchError."""
+    """Load, and return the text of the MismatchError."""
     with pytest.raises(holdfast.MismatchError) as caught:
         holdfast.load(uri, into=into, strict=strict, **options)
     return str(caught.value)
 
 
 def test_a_model_alone_is_loaded_with_strict_state(run: tuple[str, nn.Module]) -> None:
-    """What else the checkpoint has is left, and listed in the report."""
+    """The other entries of the checkpoint are ignored, and listed in the report."""
     uri, model = run
     other = net()
     report = loaded(uri, {"model": other}, "state")
@@ -338,7 +338,7 @@ def test_strict_checkpoint_wants_a_place_for_every_stored_name(run: tuple[str, n
 def test_strict_checkpoint_takes_more_names_in_the_state(
     run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when adapters are added to a stored model, or are stored alone. They stay as they are."""
+    """Adapters, for example, are added to a stored model, or stored alone. They stay unchanged."""
     uri, model = run
     other, new = net(), nn.Linear(2, 2)
     kept = new.weight.detach().clone()
@@ -372,7 +372,7 @@ def test_strict_checkpoint_takes_more_names_in_the_state(
 def test_a_typo_gets_a_short_error(
     run: tuple[str, nn.Module], typo: dict[str, str], said: str, strict: Any
 ) -> None:
-    """It shows a few names of each kind, says how many more there are, and asks about the typo."""
+    """It shows a few names of each kind, counts the others, and suggests a correction."""
     uri, _ = run
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     holdfast.save(uri, {"model": model, "optim": torch.optim.Adam(model.parameters()), "step": 1})
@@ -389,7 +389,8 @@ def test_a_typo_gets_a_short_error(
 
 
 def test_a_misspelt_name_below_others_is_asked_about() -> None:
-    """In its own place, also within a part. Numbers and dissimilar names are not misspelt."""
+    """The suggestion is made in its own place, also within a part. It ignores numbers and
+    dissimilar names."""
     uri = saved({"model": {"layers": [{"weight": torch.ones(1), "bias": torch.ones(1)}]}, "lr": 1})
     into = {"layers": [{"wieght": torch.ones(1)}, {"bias": torch.ones(1)}], "head": torch.ones(1)}
     text = refused(uri, {"model": into, "lr": 0})
@@ -402,7 +403,7 @@ def test_a_misspelt_name_below_others_is_asked_about() -> None:
 def test_not_strict_says_what_it_left(
     run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Names missing from the checkpoint are a warning; unused names of it a line at INFO."""
+    """Names missing from the checkpoint give a warning; its unused names give a line at INFO."""
     uri, model = run
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with caplog.at_level(logging.INFO, logger="holdfast"):
@@ -419,7 +420,7 @@ def test_not_strict_says_what_it_left(
 def test_a_load_that_leaves_nothing_says_nothing(
     run: tuple[str, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the mode."""
+    """This holds in every mode."""
     uri, _ = run
     with caplog.at_level(logging.INFO, logger="holdfast"):
         for strict in (True, "state", "checkpoint", False):
@@ -434,7 +435,7 @@ def test_a_load_that_leaves_nothing_says_nothing(
 def test_a_state_of_which_nothing_is_stored_is_an_error(
     run: tuple[str, nn.Module], strict: Any
 ) -> None:
-    """A misspelled name loads nothing, and no mode takes that for a load."""
+    """A misspelled name loads nothing, which is an error in every mode."""
     text = refused(run[0], {"modell": net()}, strict)
     assert "the checkpoint has nothing of the state" in text
     assert "he stored names have 'model.' where those of the state have 'modell.'" in text
@@ -444,13 +445,13 @@ def test_a_state_of_which_nothing_is_stored_is_an_error(
 
 
 def test_an_unknown_mode_is_refused(run: tuple[str, nn.Module]) -> None:
-    """Before anything is done."""
+    """The error comes before any work."""
     with pytest.raises(holdfast.UsageError, match="strict='states'"):
         holdfast.load(run[0], into={"model": net()}, strict="states")  # type: ignore[call-overload]
 
 
 def test_lists_in_the_report_are_bounded() -> None:
-    """A hundred names of each, and how many there are."""
+    """Each list has at most a hundred names, and the report has their number."""
     uri = saved({"both": 1, "old": {f"{i}": i for i in range(250)}})
     report = loaded(uri, {"both": 0, "new": {f"x{i}": torch.zeros(1) for i in range(150)}}, False)
     assert (len(report.missing), report.missing_count) == (100, 150)
@@ -458,7 +459,7 @@ def test_lists_in_the_report_are_bounded() -> None:
 
 
 def test_advice_that_is_followed_works() -> None:
-    """An error names the options that help, and no others."""
+    """An error names only the options that help."""
     uri = saved({"w": torch.ones(2), "x": 1})
     into = {"w": torch.zeros(2, dtype=torch.float64), "new": 1}
     text = refused(uri, into)
@@ -467,7 +468,7 @@ def test_advice_that_is_followed_works() -> None:
     assert "strict" not in refused(uri, into, strict=False)
     holdfast.load(uri, into=into, strict=False, cast=True)
     assert into["w"].tolist() == [1.0, 1.0]
-    text = refused(uri, {"w": torch.zeros(3), "x": 0})  # neither option helps with a shape
+    text = refused(uri, {"w": torch.zeros(3), "x": 0})  # neither option helps against a shape
     assert "differ in 1 place:" in text
     assert "strict" not in text
     assert "cast" not in text
@@ -476,7 +477,7 @@ def test_advice_that_is_followed_works() -> None:
 
 @pytest.mark.parametrize("strict", [True, "state", "checkpoint", False])
 def test_words_that_wrappers_put_into_stored_names_are_said(strict: Any) -> None:
-    """One line shows how the names differ, with an example, and how to get at them."""
+    """One line shows how the names differ, with an example, and how to reach them."""
     uri, model = fresh_uri(), net()
     prefix = "_fsdp_wrapped_module."
     holdfast.save(
@@ -488,7 +489,7 @@ def test_words_that_wrappers_put_into_stored_names_are_said(strict: Any) -> None
 
 
 def test_a_state_that_is_nested_as_is_advised_fits() -> None:
-    """An average of a wrapped model is loaded into a plain one by naming the wrapper's attribute."""
+    """An average of a wrapped model loads into a plain one if its wrapper's attribute is named."""
     uri, model = fresh_uri(), net()
     holdfast.save(uri, {"ema": Wrapped(model)})
     other = net()

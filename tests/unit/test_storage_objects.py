@@ -18,7 +18,7 @@ import holdfast
 
 
 class Net(nn.Module):
-    """A little of everything: a tied weight, buffers of two kinds, and a layer without a gradient."""
+    """A module with a tied weight, buffers of two kinds, and a layer without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ Optimizers = dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups, of which one has hyperparameters of its own."""
+    """Return two groups; one has its own hyperparameters."""
     return [
         {"params": parameters[:2]},
         {"params": parameters[2:], "lr": 0.003, "weight_decay": 0.2},
@@ -91,7 +91,7 @@ class Job:
             self.scheduler.step()
 
     def snapshot(self) -> dict[str, Any]:
-        """All there is to know, for comparison."""
+        """Return everything that can be compared."""
         return copy.deepcopy({name: dict(part.state_dict()) for name, part in self.state.items()})
 
 
@@ -109,7 +109,7 @@ SOME = ["SGD nesterov, groups", "Adam tensor lr", "AdamW fused", "ASGD"]
 def test_training_resumes_as_if_it_had_not_been_interrupted(
     name: str, steps: int, used: int
 ) -> None:
-    """Some steps, or none, a save, a load and three more steps equal as many steps in a row.
+    """A number of steps, a save, a load and three more steps equal an uninterrupted run.
 
     The job that loads may itself have trained.
     """
@@ -140,7 +140,7 @@ def test_saving_leaves_a_fresh_optimizer_untouched(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW fused"])
 def test_gradients_at_hand_do_not_hinder_a_load(name: str) -> None:
-    """A job that has run a backward pass but no step yet can be loaded into; its gradients stay."""
+    """A job may have run a backward pass, but no step yet. Its gradients survive the load."""
     before, after = Job(name, 1), Job(name, 2)
     before.train(0, 3)
     uri = saved(before.state)
@@ -153,7 +153,7 @@ def test_gradients_at_hand_do_not_hinder_a_load(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW fused"])
 def test_parameters_that_never_had_a_gradient_go_on_likewise(name: str) -> None:
-    """An optimizer has no state for them, and has none after a load: neither missing nor made up."""
+    """An optimizer has no state for them, and gets none by a load."""
     jobs = [Job(name, 1), Job(name, 1), Job(name, 2)]
     for job in jobs:
         job.optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -179,7 +179,7 @@ def test_a_module_may_be_the_state() -> None:
 
 
 def draws(state: dict[str, Any]) -> list[Any]:
-    """The next numbers of every generator, global ones and those in ``state``."""
+    """Draw from every generator: the global ones, and those in ``state``."""
     own = [
         torch.rand(3, generator=state["torch"]).tolist(), state["numpy"].random(3).tolist(), state["legacy"].normal(size=3).tolist(),
         state["python"].random(), state["mt"].random(3).tolist(), state["philox"].integers(0, 1 << 62, 3).tolist(),
@@ -189,7 +189,7 @@ def draws(state: dict[str, Any]) -> list[Any]:
 
 
 def generators(seed: int) -> dict[str, Any]:
-    """One generator of each kind, and the global ones, seeded."""
+    """Return one generator of each kind, and seed them and the global ones."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -203,7 +203,7 @@ def generators(seed: int) -> dict[str, Any]:
 def test_random_generators_go_on_where_they_were() -> None:
     """All generators draw the same numbers after a load as after the save."""
     state = generators(1)
-    draws(state)  # leaves half a pair of normals in some of them
+    draws(state)  # leaves half a pair of normals in some generators
     uri = saved(state)
     expected = [draws(state), draws(state)]
     into = generators(2)
@@ -215,7 +215,7 @@ def test_random_generators_go_on_where_they_were() -> None:
 
 
 class Order:
-    """Looks at a module when it takes its state back."""
+    """Records the state of a module when it gets its own state back."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
@@ -228,7 +228,7 @@ class Order:
 
 
 class Extra(nn.Linear):
-    """A module with a state beside its tensors."""
+    """A module with an extra state in addition to its tensors."""
 
     extra = "new"
 
@@ -240,7 +240,7 @@ class Extra(nn.Linear):
 
 
 def test_modules_have_their_state_before_other_objects() -> None:
-    """Wherever they stand in the state: an average of weights, say, takes over what a module has."""
+    """This holds anywhere in the state. An average of weights, say, copies from the module."""
     net, other = Extra(2, 2), Extra(2, 2)
     net.extra = "stored"
     uri = saved({"first": Order(net), "net": net})
@@ -250,21 +250,21 @@ def test_modules_have_their_state_before_other_objects() -> None:
 
 
 class Refuses(Held):
-    """Takes nothing."""
+    """Refuses any state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("of its own")
 
 
 def test_an_error_of_an_object_says_whose_it_is() -> None:
-    """It stays what it is, with a note that has the path."""
+    """The error stays the same, with a note that contains the path."""
     with pytest.raises(KeyError, match="of its own") as caught:
         holdfast.load(saved({"a": [Held(1.0)]}), into={"a": [Refuses(1.0)]})
     assert caught.value.__notes__ == ['while state["a"][0] took its state back']
 
 
 class Keeps(Held):
-    """Keeps what it is given."""
+    """Keeps the state that it is given."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state
@@ -278,7 +278,7 @@ class Unready(Keeps):
 
 
 def test_an_object_without_a_state_before_the_load_gets_what_is_stored() -> None:
-    """Its ``state_dict`` may raise: then there is nothing to fill."""
+    """Its ``state_dict`` may raise. Then nothing is filled in place."""
     unready = Unready(1.0)
     holdfast.load(saved([Held(2.0)]), into=[unready])
     assert difference(Held(2.0).state_dict(), unready.given) is None
@@ -298,7 +298,7 @@ class Samples(torch.utils.data.DataLoader[int]):
 
 
 def test_a_data_loader_is_not_asked_before_the_load() -> None:
-    """It would start its workers, for nothing: it has no tensors to fill."""
+    """It would start its workers in vain, because it has no tensors to fill."""
     into = Samples([1, 2])
     holdfast.load(saved({"data": Samples([1, 2])}), into={"data": into})
     assert (into.asked, into.position) == (0, 3)
@@ -323,7 +323,7 @@ def test_tensors_of_an_object_are_filled_in_place() -> None:
 
 
 def stepped() -> torch.optim.Optimizer:
-    """An optimizer with a state, of a parameter of its own."""
+    """Return an optimizer of its own parameter, with a state."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     parameter.grad = torch.ones(2)
@@ -332,7 +332,7 @@ def stepped() -> torch.optim.Optimizer:
 
 
 def scheduler() -> Any:
-    """A scheduler of torch, which takes whatever dict it is given."""
+    """Return a scheduler of torch, which accepts any dict."""
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 3)
 
 
@@ -368,12 +368,12 @@ DICTS: dict[str, Any] = {
     "world": {"world": "two", "of": {"a": 1}},
 }
 OF_ANY_DICT = {"scheduler", "object", "PerRank of an object"}
-"""Their own code decides which dicts they take."""
+"""Objects whose own code decides which dicts they accept."""
 
 
 @pytest.mark.parametrize("stored", STORED | DICTS)
 def test_another_kind_in_the_place_of_an_object_is_named(stored: str) -> None:
-    """The error names the path in every mode; nothing is filled, in the object or beside it."""
+    """The error names the path in every mode. Nothing is filled, in the object or elsewhere."""
     uri = saved({"parts": {"one": (STORED | DICTS)[stored]}, "beside": torch.ones(2)})
     for name, make in OBJECTS.items():
         if stored in DICTS and name in OF_ANY_DICT:
@@ -387,7 +387,7 @@ def test_another_kind_in_the_place_of_an_object_is_named(stored: str) -> None:
 
 
 def test_an_entry_of_another_kind_in_an_optimizer_is_named() -> None:
-    """A number in place of the state of a parameter would fail in the next step."""
+    """A number in place of a parameter's state would fail in the next step."""
     stored = stepped().state_dict()
     stored["state"][0] = 3
     uri = saved({"optim": stored})
@@ -398,6 +398,6 @@ def test_an_entry_of_another_kind_in_an_optimizer_is_named() -> None:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_the_state_of_an_object_of_the_same_kind_is_taken(name: str) -> None:
-    """Whatever is refused, this is not."""
+    """The refusals do not affect it."""
     uri = saved({"parts": {"one": OBJECTS[name]()}})
     holdfast.load(uri, into={"parts": {"one": OBJECTS[name]()}})

@@ -34,7 +34,7 @@ CHUNK_NBYTES = 16 << 20
 
 
 def state(seed: int = 1) -> dict[str, Any]:
-    """Three chunks, of which one shrinks to nothing, one a little, and one not at all."""
+    """Return three chunks: one shrinks to nothing, one a little, and one not at all."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "random": torch.randn(CHUNK_NBYTES // 4, generator=generator),
@@ -47,20 +47,20 @@ def state(seed: int = 1) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def truth() -> dict[str, Any]:
-    """What is saved."""
+    """Return the saved state."""
     return state()
 
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory, truth: dict[str, Any]) -> str:
-    """A compressed checkpoint on disk."""
+    """Save a compressed checkpoint on disk; return its URI."""
     folder = str(tmp_path_factory.mktemp("packed") / "c")
     holdfast.save(folder, truth, compression="lz4", step=3)
     return folder
 
 
 def image_in(uri: str) -> Path:
-    """Its only image."""
+    """Return its only image."""
     (image,) = Path(uri).glob("data/*/0.safetensors.lz4")
     return image
 
@@ -86,7 +86,7 @@ def test_what_is_saved_comes_back(uri: str, truth: dict[str, Any]) -> None:
 def test_wherever_and_within_any_budget(
     where: str, budget_nbytes: int | None, truth: dict[str, Any], uri: str, tmp_path: Path
 ) -> None:
-    """Saves past the page cache, in small budgets or lazy write the same bytes."""
+    """Saves past the page cache, with small budgets or lazy ones write the same bytes."""
     to = f"file://{tmp_path / 'c'}?direct={where}"
     handle = holdfast.async_save(
         to, truth, compression="lz4", budget_nbytes=budget_nbytes, lazy=budget_nbytes is None
@@ -138,7 +138,7 @@ def test_an_unknown_compression_is_refused_before_anything_is_done(
 def test_without_lz4_both_ways_say_how_to_get_it(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without lz4, saves, loads and copies name the missing package; all else works."""
+    """Without lz4, saves, loads and copies name the missing package. Everything else works."""
     for name in ("lz4", "lz4.block"):
         monkeypatch.setitem(sys.modules, name, None)
     for call in (
@@ -202,7 +202,7 @@ def test_an_unknown_version_or_compression_is_not_guessed() -> None:
 
 
 class Forged:
-    """A compressed checkpoint whose first image gets another index, with a right checksum."""
+    """A compressed checkpoint whose first image gets a forged index with a valid checksum."""
 
     def __init__(self) -> None:
         self.tiny = Tiny(fresh_uri().removeprefix("memory://"), "lz4")
@@ -214,7 +214,7 @@ class Forged:
         self.sizes = self.index.sizes.copy()
 
     def check(self, data: bytes, says: str, **changes: Any) -> None:
-        """Put the data, and behind it the index with the changes: a load says what is wrong."""
+        """Put the data, followed by the changed index. A load must say what is wrong."""
         index = replace(self.index, sizes=self.sizes, **changes)
         self.tiny.put(self.key, data + index.encode())
         with pytest.raises(holdfast.DamagedError, match=says) as caught:
@@ -226,7 +226,7 @@ Rewrite = Callable[[np.ndarray], None]
 
 
 def set_to(value: int) -> Rewrite:
-    """The last block takes so many."""
+    """Set the size of the last block."""
 
     def rewrite(sizes: np.ndarray) -> None:
         sizes[-1] = value
@@ -235,7 +235,7 @@ def set_to(value: int) -> Rewrite:
 
 
 def move(nbytes: int) -> Rewrite:
-    """The second block takes from the first, or gives it."""
+    """Let the second block take bytes from the first, or give it some."""
 
     def rewrite(sizes: np.ndarray) -> None:
         sizes[:2] += np.array([nbytes, -nbytes])
@@ -255,7 +255,7 @@ def move(nbytes: int) -> Rewrite:
     ],
 )
 def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:
-    """Impossible or inconsistent sizes in an index with a right checksum are damage."""
+    """Impossible or inconsistent sizes in an index with a valid checksum are damage."""
     forged = Forged()
     rewrite(forged.sizes)
     forged.check(forged.file[: forged.cut], says)
@@ -265,7 +265,7 @@ def test_an_index_that_lies_is_refused(rewrite: Rewrite, says: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 4095, 4097, 900_000])
 def test_a_block_of_another_size_is_refused(nbytes: int) -> None:
-    """A block that unpacks to less or more than its size is damage, despite right checksums."""
+    """A block that unpacks to another size is damage, even with valid checksums."""
     forged = Forged()
     bomb = lz4.block.compress(bytes(nbytes), store_size=False)
     chunk, start, stop = bomb.ljust(4096, b"\0"), *forged.index.chunk_start[-2:].tolist()
@@ -277,7 +277,7 @@ def test_a_block_of_another_size_is_refused(nbytes: int) -> None:
 
 
 def test_what_hands_over_what_it_reads_counts_twice() -> None:
-    """A read of a compressed image lies in memory as it is stored, and unpacked."""
+    """A read of a compressed image holds it twice in memory: as stored, and unpacked."""
     storage = MemoryDriver()
     tiny = Tiny("packed-traits", "lz4")
     storage.traits = replace(storage.traits, hands_over=True)

@@ -1,4 +1,5 @@
-"""Test pruning: it deletes what no rule retains and dead leftovers, and never half a checkpoint."""
+"""Pruning deletes checkpoints that no rule retains, and dead leftovers. It never deletes half of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -34,19 +35,19 @@ DEAD = "20200101T000000-00000000"
 
 
 def state(step: int) -> dict[str, Any]:
-    """A state that says which step it is of."""
+    """Return a state that contains its step."""
     return {"x": torch.full((100,), float(step)), "step": step}
 
 
 def saved(root: str, *steps: int) -> str:
-    """A folder with checkpoints."""
+    """Save checkpoints in a folder; return the folder."""
     for step in steps:
         holdfast.save(f"{root}/step-{step}", state(step))
     return root
 
 
 def steps(root: str | Path) -> list[int | None]:
-    """The steps that are there; each is whole."""
+    """Return the steps of the existing checkpoints, which must be intact."""
     listed = holdfast.list_checkpoints(root)
     for c in listed:
         assert c.problem is None
@@ -57,7 +58,7 @@ def steps(root: str | Path) -> list[int | None]:
 def listed(
     path: str, step: int | None, created_s: float = 0.0, problem: str | None = None
 ) -> ListedCheckpoint:
-    """A line of a listing."""
+    """Return a line of a listing."""
     return ListedCheckpoint(path, step, 1, 1, 1, created_s, problem)
 
 
@@ -65,7 +66,7 @@ FOLDER = [listed(f"s{step}", step, step) for step in (500, 100, 200, 300, 400)]
 
 
 def test_what_cannot_be_judged_is_kept() -> None:
-    """Checkpoints without a step, those that cannot be opened, and the one at the URI itself."""
+    """Checkpoints without a step, unreadable ones, and the one at the URI itself are kept."""
     odd = [listed("a", None), listed("b", 1, problem="damaged"), listed("", 2)]
     assert choose([*odd, *FOLDER], 5, None) == []
 
@@ -99,7 +100,7 @@ def test_what_has_the_latest_time_is_kept_besides() -> None:
 def test_the_newest_of_a_folder_never_goes(
     members: list[tuple[str, int, float]], last: int | None, every: int | None
 ) -> None:
-    """That of the highest step, whatever clocks say; and of the rest those go that no rule keeps."""
+    """It is that of the highest step, whatever clocks say. Others go if no rule retains them."""
     everything = [
         listed(f"{folder}/{step}", step, created_s) for folder, step, created_s in members
     ]
@@ -119,7 +120,7 @@ def test_the_newest_of_a_folder_never_goes(
 
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_checkpoints_are_deleted_with_their_folders(where: str, tmp_path: Path) -> None:
-    """Pruned checkpoints vanish with their folders; files of strangers stay."""
+    """Pruned checkpoints vanish with their folders; foreign files stay."""
     root = saved(fresh_uri() if where == "memory" else str(tmp_path), 1, 2, 3, 4)
     if where == "file":
         (tmp_path / "step-1" / "notes.txt").write_text("a stranger's")
@@ -136,7 +137,7 @@ def test_checkpoints_are_deleted_with_their_folders(where: str, tmp_path: Path) 
 
 
 def test_a_dry_run_deletes_nothing() -> None:
-    """It says what would go, to the byte; so does whoever is asked and says no."""
+    """It reports exactly what would be deleted; so does a prune that the user declines."""
     root = saved(fresh_uri(), 1, 2, 3)
     storage = storage_at(root)
     run(storage.put(f"step-9/data/{DEAD}/attempt.json", b"{}"))
@@ -154,7 +155,7 @@ def test_a_dry_run_deletes_nothing() -> None:
 
 
 def test_leftovers_are_collected_once_they_are_idle() -> None:
-    """A claimed attempt has its grace period too."""
+    """A claimed attempt also has a grace period."""
     root = saved(fresh_uri(), 1)
     storage = storage_at(root)
     for where in ("step-1", "step-2"):
@@ -175,7 +176,7 @@ def test_leftovers_are_collected_once_they_are_idle() -> None:
 
 
 class Coarse(MemoryDriver):
-    """Looking at one object tells an earlier time than a list does."""
+    """A stat reports an earlier time than a list does."""
 
     async def stat(self, key: str) -> ObjectInfo:
         info = await super().stat(key)
@@ -183,14 +184,14 @@ class Coarse(MemoryDriver):
 
 
 def test_clocks_of_whole_seconds_keep_nothing_alive(serve: Serve) -> None:
-    """A stat may tell an earlier time than a list does, as with S3."""
+    """A stat may report an earlier time than a list does, as on S3."""
     root = serve(Coarse)
     run(MemoryDriver(root.removeprefix("given://")).put(f"a/data/{DEAD}/attempt.json", b"{}"))
     assert len(holdfast.prune(root, idle_s=0).leftovers) == 1
 
 
 def test_a_save_under_way_is_spared() -> None:
-    """By default; and if it is sentenced all the same, it fails and nothing torn is there."""
+    """It is spared by default. If it is deleted anyway, it fails and leaves nothing torn."""
     storage, idle_s = MemoryDriver("prune-live"), 24 * 3600.0
 
     async def prune_meanwhile(operation: str, key: str) -> None:
@@ -206,7 +207,7 @@ def test_a_save_under_way_is_spared() -> None:
 
 @pytest.mark.parametrize("moment", ["put", "commit"])
 def test_a_save_whose_folder_is_removed_says_so(tmp_path: Path, moment: str) -> None:
-    """Rather than that another save took over: there is none."""
+    """The error does not claim that another save took over, because there is none."""
     folder = tmp_path / "c"
     removed: list[str] = []
 
@@ -221,7 +222,7 @@ def test_a_save_whose_folder_is_removed_says_so(tmp_path: Path, moment: str) -> 
 
 
 def test_a_checkpoint_that_was_saved_anew_is_kept() -> None:
-    """What was looked at is deleted, or nothing."""
+    """Prune deletes the checkpoint that it has examined, or nothing."""
     root = saved(fresh_uri(), 1, 2, 3)
     report = holdfast.prune(root, keep_last=1, confirm=lambda plan: bool(saved(root, 1)))
     assert [c.step for c in report.checkpoints] == [2]
@@ -240,7 +241,7 @@ def hooked(serve: Serve, root: str, before: Hook, after: Hook = nothing) -> str:
 
 
 def prepared() -> str:
-    """A folder with checkpoints and leftovers."""
+    """Return a folder with checkpoints and leftovers."""
     root = saved(fresh_uri(), 1, 2, 3)
     run(storage_at(root).put(f"step-2/data/{DEAD}/attempt.json", b"{}"))
     return root
@@ -251,7 +252,7 @@ def prepared() -> str:
 def test_a_pruning_that_dies_at_any_access_leaves_whole_checkpoints(
     after: bool, serve: Serve
 ) -> None:
-    """The newest always stays, and the next pruning finishes."""
+    """The newest checkpoint always stays, and the next prune finishes."""
     for n in itertools.count():
         root = prepared()
         there = storage_at(root)
@@ -284,7 +285,7 @@ def test_the_sign_of_a_pruning_that_died_goes_once_it_is_old() -> None:
     run(there.put("mine/data/trees/pruning", new_lock()))
     before = run(contents(there))
     holdfast.prune(root, keep_last=2, idle_s=0)
-    assert run(contents(there)) == before  # whoever put it may only be slow
+    assert run(contents(there)) == before  # the prune that put it may only be slow
     age(there, limits.GRACE_S + 60.0)
     assert holdfast.prune(root, dry_run=True).nbytes == 0
     assert run(contents(there)) == before
@@ -315,7 +316,7 @@ def test_a_save_beside_a_pruning_that_died_is_refused_at_once(
 
 
 def test_a_pruning_that_fails_before_it_deletes_bars_nobody(serve: Serve) -> None:
-    """It takes its sign away: nothing was deleted, or will be."""
+    """It removes its lock: nothing was or will be deleted."""
     root, flagged = saved(fresh_uri(), 1, 2), list[bool]()
 
     async def fail(operation: str, key: str) -> None:
@@ -352,7 +353,7 @@ def test_wrong_rules_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def damaged_folder(folder: Path, step_of_each: dict[str, int]) -> None:
-    """Checkpoints that are good, flipped in a bit, without their image, and cut short."""
+    """Make checkpoints that are good, flipped in a bit, without their image, and cut short."""
     for name, step in step_of_each.items():
         holdfast.save(folder / name, state(step))
         image = image_in(folder / name)
@@ -365,7 +366,7 @@ def damaged_folder(folder: Path, step_of_each: dict[str, int]) -> None:
 
 
 def left(folder: Path) -> list[str]:
-    """The checkpoints that are there."""
+    """Return the names of the existing checkpoints."""
     return sorted(c.path for c in holdfast.list_checkpoints(folder))
 
 
@@ -392,7 +393,7 @@ LATER = {"old": 10, "good": 20, "gone": 30, "short": 40}
 def test_what_is_damaged_does_not_count_as_kept(
     there: dict[str, int], options: dict[str, Any], kept: list[str], tmp_path: Path
 ) -> None:
-    """The only whole checkpoint never goes."""
+    """The only intact checkpoint is never deleted."""
     damaged_folder(tmp_path, there)
     plan = holdfast.prune(tmp_path, dry_run=True, **options)
     assert sorted(plan.kept) == kept
@@ -405,7 +406,7 @@ def test_what_is_damaged_does_not_count_as_kept(
 
 
 def test_an_abandoned_checkpoint_goes_only_beside_a_whole_one(tmp_path: Path) -> None:
-    """It may be all that is left of the run."""
+    """Otherwise it may be the only one left of the run."""
     with holdfast.Checkpointer(tmp_path, grace_s=None, when_busy="wait") as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step))

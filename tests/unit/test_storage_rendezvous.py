@@ -27,7 +27,7 @@ AT_ONCE_S = 8.0
 
 @pytest.fixture
 def store() -> Any:
-    """As torch has it, within one process."""
+    """Return a store with torch's interface, within one process."""
     return dist.HashStore()
 
 
@@ -36,7 +36,7 @@ def store() -> Any:
 def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
     world: int, store: Any
 ) -> None:
-    """Kinds, URIs or steps may differ; the leader may be in either of them; the next call works."""
+    """Kinds, URIs or steps may differ. The leader may be in either call. The next call works."""
     history = [
         (SAVE, LOAD),
         (LOAD, SAVE),
@@ -60,7 +60,7 @@ def test_ranks_in_different_calls_learn_it_at_once_and_both_are_named(
 
 
 def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
-    """It was to come here, and had another URI, say."""
+    """It was expected in this call, but had another URI, for example."""
 
     async def main() -> None:
         job = Job(store, 2)
@@ -76,7 +76,7 @@ def test_a_rank_that_fails_in_another_call_is_heard_of(store: Any) -> None:
 
 
 def test_calls_that_go_on_side_by_side_match_in_whatever_order_they_come(store: Any) -> None:
-    """Concurrent calls match in any order, also two with the same name."""
+    """Concurrent calls match in any order, even two of the same name."""
     calls = [Call("save", f"file:///{name}", 1) for name in "abc"] + [LOAD, LOAD]
 
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(
 def test_a_call_that_is_cancelled_is_told_and_the_next_one_works(
     cancelled: int, after_s: float, store: Any
 ) -> None:
-    """As by an interrupt, while it waits for others, or has just met them."""
+    """An interrupt may come while it waits for others, or has just met them."""
 
     async def main() -> None:
         job = Job(store, 3)
@@ -199,14 +199,14 @@ def test_a_rank_that_waits_for_a_leader_that_was_started_anew_says_so(store: Any
 
 @pytest.mark.nightly(4)
 def test_a_rank_in_another_call_is_named_with_it_at_the_deadline(store: Any) -> None:
-    """With calls from other threads, nobody knows if the rank is about to arrive."""
+    """With calls from other threads, the rank could still be about to arrive."""
     other = Call("load", "file:///b", thread="evaluation")
 
     async def main() -> None:
         job = Job(store, 2, deadline_s=4.0)
         outcomes = await together(job.calls(0, SAVE), job.calls(1, other))
         assert kinds(outcomes) == [(errors.DeadlineError, 1), (errors.DeadlineError, 0)]
-        # Who gives up first has seen the other's call; the other may find that one gone.
+        # The rank that gives up first has seen the other's call; the other may find that call gone.
         assert str(other) in str(outcomes[0]) or str(SAVE) in str(outcomes[1])
 
     asyncio.run(main())
@@ -222,7 +222,7 @@ def test_rosters_and_boards_come_back_as_they_were() -> None:
 
 
 async def one_round(job: Job, failing: set[int], late_s: dict[int, float]) -> None:
-    """Make one call in which some ranks fail early; every other rank must learn of one at once."""
+    """Make one call in which some ranks fail early. Every other rank must learn of it at once."""
 
     async def act(rank: int) -> Any:
         await asyncio.sleep(late_s.get(rank, 0.0))
@@ -263,7 +263,7 @@ def test_any_ranks_may_fail_in_any_call(world: int, rng: np.random.Generator) ->
 @pytest.mark.nightly(8)
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: int) -> None:
-    """A late rank learns that the others gave up, and follows."""
+    """A late rank learns that the others have given up, and does the same."""
     following = Call("save", "file:///a", 2)
 
     async def main() -> None:
@@ -285,13 +285,13 @@ def test_a_rank_that_comes_after_the_deadline_is_not_in_a_different_call(late: i
 
 
 def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> None:
-    """Nobody can tell it from a process of a former job at once: but long before the deadline."""
+    """It looks like a process of a former job at first, but is named long before the deadline."""
 
     async def main() -> None:
         store = dist.HashStore()
         gone = Job(store, 2, deadline_s=0.5)
         await together(gone.fails(1, SAVE))
-        await asyncio.sleep(0.6)  # it looks for the leader no more
+        await asyncio.sleep(0.6)  # the rank no longer looks for the leader
         job = Job(store, 2, deadline_s=8.0)
         (outcome,) = await together(job.calls(0, SAVE))
         assert kinds([outcome]) == [(errors.RankFailedError, 1)]
@@ -301,7 +301,7 @@ def test_a_rank_that_failed_and_ended_before_it_found_the_leader_is_named() -> N
 
 
 def test_failures_pair_in_order_from_where_two_ranks_are_even() -> None:
-    """First with first; what is left over is that of calls which the other has yet to make."""
+    """The first pairs with the first. The rest belong to calls that the other has yet to make."""
     assert paired(Settled(), [], []) == (Settled(), [], [])
     assert paired(Settled(), [3], [5, 6]) == (Settled(3, 5), [], [6])
     assert paired(Settled(), [3, -4], [5]) == (Settled(3, 5), [-4], [])
@@ -310,7 +310,7 @@ def test_failures_pair_in_order_from_where_two_ranks_are_even() -> None:
 
 
 def test_a_log_forgets_its_oldest() -> None:
-    """It stands on every status."""
+    """Every status contains it, so it must stay short."""
     log: list[int] = []
     for number in range(1, LOGGED + 11):
         log = logged(log, number, waited=number % 2 == 0)

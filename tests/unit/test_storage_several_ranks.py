@@ -79,7 +79,7 @@ def compared(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def driver() -> MemoryDriver:
-    """Storage with a checkpoint of four ranks."""
+    """Return storage with a checkpoint of four ranks."""
     storage = saved_as_ranks([state_of(rank) for rank in range(WORLD)])
     return storage
 
@@ -90,7 +90,7 @@ def test_each_rank_gets_back_what_the_rank_of_its_number_saved(
 ) -> None:
     """Shared, own, partial and tied tensors, arrays and values load, with and without a target."""
     into = [target_of(rank) for rank in range(world)]
-    if world < WORLD:  # an object's state is not dealt out anew without a rule
+    if world < WORLD:  # without a rule, an object's state is not distributed to other ranks
         for state in into:
             del state["lists"]
     found = load_as_ranks(driver, into, strict=world == WORLD or "state")
@@ -102,7 +102,7 @@ def test_each_rank_gets_back_what_the_rank_of_its_number_saved(
 
 
 def test_what_all_have_alike_is_stored_once(driver: MemoryDriver) -> None:
-    """The ranks divide it evenly; each stores its own and its differing tensors."""
+    """The ranks divide equal tensors evenly. Each rank stores its own and its differing tensors."""
     with holdfast.open(driver.uri) as c:
         total = 30_000 * 4
         assert total < sum(c.images.values()) < total + 4 * 16384
@@ -134,7 +134,7 @@ def test_ranks_that_disagree_are_told_where(other: Any, text: str) -> None:
 
 
 def test_a_mismatch_names_the_ranks_that_see_it() -> None:
-    """No tensor is touched."""
+    """The load changes no tensor."""
     driver = saved_as_ranks([{"x": torch.ones(100), "y": 1}])
     into = [{"x": torch.zeros(100), "y": 0} for _ in range(4)]
     into[2]["x"], into[3]["z"] = torch.zeros(5), 1
@@ -173,7 +173,7 @@ EMPTY = {"w": torch.empty(0), "v": torch.zeros(0, 3)}
 def test_a_state_is_hollow_only_if_all_ranks_have_no_element(
     states: list[Any], is_hollow: bool
 ) -> None:
-    """All ranks then refuse to save it."""
+    """Then all ranks refuse to save it."""
     jobs = [SaveJob(flatten(state), 1, BUDGET_NBYTES) for state in states]
     driver = MemoryDriver()
     found = as_ranks(2, lambda team: run_save(driver, team, jobs[team.rank]))
@@ -253,7 +253,7 @@ def test_plain_tensors_that_differ_between_ranks_are_named_once(
 
 
 class Position:
-    """An object that knows where a rank stands in its data."""
+    """An object that knows a rank's position in its data."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -267,7 +267,7 @@ class Position:
 
 @pytest.fixture
 def positions() -> MemoryDriver:
-    """A checkpoint of two ranks, each with a position of its own, and one that is the same."""
+    """Save two ranks, each with its own position, and one that is equal."""
     storage = saved_as_ranks(
         [{"own": Position(10 * rank), "alike": Position(5)} for rank in (0, 1)]
     )
@@ -275,7 +275,7 @@ def positions() -> MemoryDriver:
 
 
 def test_the_state_of_an_object_is_not_dealt_out_unsaid(positions: MemoryDriver) -> None:
-    """Another number of ranks refuses a state per rank, which fits neither three ranks nor one."""
+    """Another number of ranks refuses a state per rank: it fits neither three ranks nor one."""
 
     def loaded(world: int, strict: Any = True) -> list[int]:
         into = [{"own": Position(-1), "alike": Position(-1)} for _ in range(world)]
@@ -293,7 +293,7 @@ def test_the_state_of_an_object_is_not_dealt_out_unsaid(positions: MemoryDriver)
 
 
 def test_what_was_saved_without_a_rule_is_loaded_with_one(positions: MemoryDriver) -> None:
-    """A PerRank in the target loads what its rule makes of all saved states."""
+    """A PerRank in the target applies its rule to all saved states."""
 
     def rule(values: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
         assert all(value["left"] == [value["position"]] * 2 for value in values)
@@ -305,7 +305,7 @@ def test_what_was_saved_without_a_rule_is_loaded_with_one(positions: MemoryDrive
 
 
 def test_items_that_only_some_ranks_have_are_not_dealt_out_unsaid() -> None:
-    """A state of another structure on each rank counts as one that differs."""
+    """A state with another structure on each rank counts as a different one."""
 
     def states(world: int) -> list[Any]:
         return [
@@ -332,7 +332,7 @@ HOSTS = [
 
 
 class Listening:
-    """A store that records the sizes of values."""
+    """A store that records the sizes of its values."""
 
     def __init__(self) -> None:
         self._inner = dist.HashStore()

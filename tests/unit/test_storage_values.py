@@ -171,7 +171,7 @@ def test_a_type_that_would_be_lost_is_refused_by_name(name: str) -> None:
 
 
 def test_a_container_of_another_type_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The warning gives its type and place, because a load that builds the state makes a plain one."""
+    """The warning gives its type and place: a load that builds the state makes a plain one."""
     marked = type("MarkedDict", (dict,), {})
     for _ in range(2):
         holdfast.save(fresh_uri(), {"a": {"b": marked(c=1)}, "d": marked()})

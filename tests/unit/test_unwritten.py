@@ -1,6 +1,6 @@
-"""Incremental saves that learn from the kernel what was not written since the save before.
+"""Incremental saves that learn from the kernel which memory was not written since the last save.
 
-Whatever writes, by whatever means and at whatever time: the checkpoint has the values of the state.
+Whoever writes to the state, by any means and at any time: the checkpoint has the state's values.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ pytestmark = [
 ]
 
 NUMEL = 2 * CHUNK_NBYTES // 4
-"""Each half of the memory has a chunk of its own."""
+"""Each half of the memory has its own chunk."""
 STEPS = 4
-"""Saves before the one that is looked at: after two, the state is known to be unchanged."""
+"""Saves before the examined one. After two, the state is known to be unchanged."""
 
 
 class Run:
-    """Saves of one state to one place in memory, each with the one before as its base."""
+    """Saves of one state in one place in memory. The base of each is the previous one."""
 
     def __init__(self, lazy: bool) -> None:
         self.root = fresh_uri()
@@ -50,11 +50,11 @@ class Run:
             self.save()
 
     def uri(self, step: int) -> str:
-        """Return the place of a step."""
+        """Return the URI of a step."""
         return f"{self.root}/{step}"
 
     def save(self, base: int | None = None, *, overwrite: bool = True, to: str = "") -> None:
-        """Save; ``base``: a step other than the newest."""
+        """Save. ``base``: a step other than the newest."""
         step = self.done if base is None else base
         holdfast.async_save(
             to or self.uri(self.done + 1),
@@ -69,14 +69,14 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def emptied() -> Iterator[None]:
-    """Free the checkpoints after each test: there are many."""
+    """Free the many checkpoints after each test."""
     yield
     STORES.clear()
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of all copies out of the state, from now on."""
+    """Return the sizes of all copies out of the state from now on."""
     sizes: list[int] = []
     plain = ImageSource.copy
 
@@ -95,7 +95,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def read_by(run: Run, copied: list[int]) -> int:
-    """Save, compare, and return how many bytes were copied out of the state."""
+    """Save, compare, and return the number of bytes copied out of the state."""
     copied.clear()
     run.save()
     read = sum(copied)
@@ -104,7 +104,7 @@ def read_by(run: Run, copied: list[int]) -> int:
 
 
 def test_unwritten_memory_is_not_read(run: Run, copied: list[int]) -> None:
-    """Only blocks that lie on other pages in part, and blocks with changes."""
+    """Only blocks that partly lie on other pages, and changed blocks, are read."""
     least = read_by(run, copied)
     assert least < 20 * BLOCK_NBYTES
     run.state["x"][NUMEL // 2] += 1
@@ -114,7 +114,7 @@ def test_unwritten_memory_is_not_read(run: Run, copied: list[int]) -> None:
 
 
 def test_a_dense_state_is_not_tracked(run: Run) -> None:
-    """Nothing stays armed that had changed: each write to it would cost a page fault."""
+    """Changed memory does not stay armed: each write to it would cost a page fault."""
     tracker = write_tracker()
     assert tracker is not None
     assert tracker._retained
@@ -129,7 +129,7 @@ def test_a_dense_state_is_not_tracked(run: Run) -> None:
 
 
 def test_a_save_without_a_base_tracks_nothing() -> None:
-    """Nor does it lose what an incremental save has learnt."""
+    """It also keeps the knowledge of incremental saves."""
     run = Run(lazy=False)
     tracker = write_tracker()
     assert tracker is not None
@@ -150,7 +150,7 @@ def by_numpy(run: Run) -> None:
 
 
 def through_data(run: Run) -> None:
-    """Write past autograd."""
+    """Write without autograd's knowledge."""
     run.state["x"].data[3 * NUMEL // 4] = 7
 
 
@@ -172,14 +172,14 @@ def freed_and_allocated_again(run: Run) -> None:
 
 
 def saved_elsewhere(run: Run) -> None:
-    """Another save arms the memory, after it was written to."""
+    """Let another save arm the memory after a write."""
     element(run)
     holdfast.async_save(fresh_uri(), run.state, lazy=run.lazy).wait(60)
     holdfast.fence()
 
 
 def another_run(run: Run) -> None:
-    """The other run's checkpoints have the new value, and this one's have not."""
+    """Write, and save in another run. Only its checkpoints have the new value."""
     element(run)
     other = fresh_uri()
     for step in range(3):
@@ -189,7 +189,7 @@ def another_run(run: Run) -> None:
 
 
 def failed_save(run: Run) -> None:
-    """Begin saves that fail, after a write."""
+    """Write, and begin saves that fail."""
     element(run)
     for _ in range(2):
         with pytest.raises(holdfast.ExistsError):
@@ -197,7 +197,7 @@ def failed_save(run: Run) -> None:
 
 
 def discarded(run: Run) -> None:
-    """The kernel drops the pages: they read as zeros, and no write was seen."""
+    """Let the kernel drop the pages: they read as zeros, and no write is seen."""
     address = run.state["x"].data_ptr() + (1 << 20)
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -219,7 +219,7 @@ def discarded(run: Run) -> None:
     ],
 )
 def test_every_change_between_two_saves_is_stored(run: Run, write: Callable[[Run], None]) -> None:
-    """In the next save, and in the ones after it."""
+    """The next save stores it, and later saves keep it."""
     write(run)
     for _ in range(3):
         run.save()
@@ -230,7 +230,7 @@ def test_every_change_between_two_saves_is_stored(run: Run, write: Callable[[Run
 def test_a_base_that_vanishes_during_the_copies_costs_nothing(
     run: Run, works: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that were to be borrowed are taken after all: next to changed ones, too."""
+    """Blocks that were to be borrowed are captured instead, also those next to changed ones."""
     element(run)
     by_numpy(run)
     left = works
@@ -251,7 +251,7 @@ def test_a_base_that_vanishes_during_the_copies_costs_nothing(
 
 @pytest.mark.parametrize("base", [1, STEPS])
 def test_marks_count_for_the_attempt_that_armed_them_only(run: Run, base: int) -> None:
-    """A step back makes another checkpoint the base, with other bytes at the same place."""
+    """After a step back, another checkpoint is the base, with other bytes in the same place."""
     element(run)
     for _ in range(3):
         run.save()
@@ -272,7 +272,7 @@ def test_two_saves_at_a_time_leave_each_other_their_marks() -> None:
 
 
 def test_a_forked_child_knows_nothing(run: Run) -> None:
-    """Its memory is another, and so is its tracker."""
+    """Its memory is different, and so is its tracker."""
 
     def saves() -> None:
         element(run)
@@ -288,8 +288,8 @@ def test_a_forked_child_knows_nothing(run: Run) -> None:
 def test_a_save_while_another_thread_writes_is_of_one_moment(
     run: Run, writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread writes to memory that was looked at, and then to memory that was not yet. The
-    checkpoint has both writes or none, and the next one has them."""
+    """The thread writes to memory that was examined, and then to memory that was not yet. The
+    checkpoint has both writes or none, and the next one has both."""
     tracker = write_tracker()
     assert tracker is not None
     plain = type(tracker).clean
@@ -321,8 +321,8 @@ def test_a_save_while_another_thread_writes_is_of_one_moment(
 def test_digests_count_once_their_copy_is_known_to_be_clean(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that is hashed to find out whether it has changed may be written to meanwhile. Then
-    the save fails, as if it had taken the block, and the next one stores the value."""
+    """A block may be written to while it is hashed to find out whether it has changed. Then the
+    save fails, as if it had captured the block, and the next one stores the value."""
     plain = ImageSource.page
     writes = iter([lambda: run.state["x"][2000].add_(1)])
 
@@ -342,7 +342,7 @@ def test_digests_count_once_their_copy_is_known_to_be_clean(
 def test_memory_is_not_tracked_while_devices_have_some(
     monkeypatch: pytest.MonkeyPatch, copied: list[int]
 ) -> None:
-    """A device writes unseen to memory that was pinned before it was armed."""
+    """A device writes unnoticed to memory that was pinned before it was armed."""
     monkeypatch.setattr(unwritten, "_has_pinned_memory", lambda: True)
     run = Run(lazy=False)
     assert read_by(run, copied) >= 2 * NUMEL * 4

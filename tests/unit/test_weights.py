@@ -90,7 +90,7 @@ def test_every_version_arrives_bit_for_bit(in_place: bool) -> None:
 
 @pytest.mark.parametrize("behind", [1, 2, 3, 5, 11, 25])
 def test_a_subscriber_that_lags_arrives_at_the_newest_version(behind: int) -> None:
-    """However far behind a subscriber is, one update brings it to the newest version."""
+    """One update brings a subscriber to the newest version, however many versions it has missed."""
     uri = fresh_uri()
     model, engine = Model(1), Model(2)
     with (
@@ -157,7 +157,7 @@ def test_of_two_publishers_one_is_told() -> None:
 
 
 def test_a_publisher_that_slept_uses_no_deleted_version_again() -> None:
-    """The next version of a publisher may have been published by another one, and deleted since."""
+    """Another publisher may have published its next version, and deleted it since."""
     uri = fresh_uri()
     store = STORES.setdefault(uri.removeprefix("memory://"), {})
     first = holdfast.publish(uri)
@@ -205,7 +205,7 @@ def test_old_versions_are_deleted_unless_they_are_read() -> None:
 
 
 def test_a_lease_is_not_old_because_a_listing_is() -> None:
-    """A listing may show a lease as it was before it was renewed: then it counts, and stays."""
+    """A listing may show a renewed lease with its old time. The lease still counts, and stays."""
 
     class StaleListing(MemoryDriver):
         async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -223,7 +223,7 @@ def test_a_lease_is_not_old_because_a_listing_is() -> None:
 
 
 def test_a_withdrawn_version_is_not_offered_again() -> None:
-    """A publisher that keeps more versions than the one before offers none that may be deleted."""
+    """A publisher that keeps more versions than the previous one offers no deletable version."""
     head = Head()
     for _ in range(10):
         head = head.with_next(anchor=True, keep=4)
@@ -263,7 +263,7 @@ def test_damage_leaves_the_old_version_in_use(place: str) -> None:
 
 
 def test_whole_tensors_are_read_from_memory_one_by_one() -> None:
-    """As engines take them: selected, renamed, left out; not once another version replaces them."""
+    """Engines may select, rename or omit tensors, but not after another version replaces them."""
     uri = fresh_uri()
     state = {"model": {"up": torch.ones(9), "down": torch.ones(5)}, "step": torch.tensor(1)}
     with holdfast.publish(uri) as publisher, holdfast.subscribe(uri) as subscriber:
@@ -289,7 +289,7 @@ def test_whole_tensors_are_read_from_memory_one_by_one() -> None:
 
 
 def test_a_prepared_version_whose_memory_was_used_again_cannot_be_committed() -> None:
-    """A failed update has filled some of it, so committing it would give a mixture."""
+    """A failed update has filled part of it, so a commit would give a mixture."""
     uri = fresh_uri()
     store = STORES.setdefault(uri.removeprefix("memory://"), {})
     model, engine = Model(1), Model(2)
@@ -314,7 +314,7 @@ def test_a_prepared_version_whose_memory_was_used_again_cannot_be_committed() ->
 
 
 def test_weights_that_were_changed_locally_are_replaced() -> None:
-    """They are named, and the engine has the published ones after the next update."""
+    """The update names them, and the engine has the published weights after it."""
     uri = fresh_uri()
     model, engine = Model(1), Model(2)
     with (
@@ -333,7 +333,7 @@ def test_weights_that_were_changed_locally_are_replaced() -> None:
 
 
 def test_a_failed_push_publishes_nothing_and_the_next_is_an_anchor() -> None:
-    """After a failure the sender's copy counts for nothing, so no receiver can drift."""
+    """After a failure the sender's copy is worthless, so a receiver cannot drift."""
     uri = fresh_uri()
     model, engine = Model(1), Model(2)
     with (
@@ -440,13 +440,13 @@ def test_a_subscriber_waits_for_the_next_version() -> None:
 
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token for channels in memory."""
+    """Set a token for channels in memory."""
     monkeypatch.setenv("HOLDFAST_PEER_TOKEN", "b1946ac92492d2347c6235b4d2611184")
 
 
 @pytest.mark.usefixtures("token")
 def test_a_channel_in_memory_needs_no_disk() -> None:
-    """Subscribers read versions from the trainer's memory, also after it has begun anew."""
+    """Subscribers read versions from the trainer's memory, also after it has restarted."""
     model, engine = Model(1), Model(2)
     with holdfast.publish("peer://127.0.0.1:0/policy") as publisher:
         uri = publisher.uri
@@ -496,7 +496,7 @@ def test_a_channel_in_memory_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("token")
 def test_subscribers_of_a_host_read_each_file_once() -> None:
-    """Of eight subscribers on one host, one reads from the trainer; the others share its files."""
+    """Of eight subscribers on a host, one reads from the trainer; the others share its files."""
     model = Model(1, 200_000)
     engines = [Model(n) for n in range(8)]
     for engine in engines:

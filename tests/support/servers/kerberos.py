@@ -94,7 +94,7 @@ class Kdc:
             self._daemon.stop()
 
     def keytab(self, name: str, *principals: str) -> Path:
-        """Add principals, ``user`` or ``service/host``, with their keys in a keytab of this name."""
+        """Add principals, ``user`` or ``service/host``, with keys in the keytab of this name."""
         path = self.folder / f"{name}.keytab"
         for principal in principals:
             self._run("usr/sbin/kadmin.local", "-q", f"addprinc -randkey {principal}")
