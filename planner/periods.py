@@ -111,8 +111,7 @@ class Steps:
         self._last: int | None = None
 
     def due(self, step: int, *_: object) -> bool:
-        """Return whether a save is due at ``step``. Steps ascend. Ignores what other schedules need
-        besides."""
+        """Return whether a save is due at ``step``. Steps ascend. Further arguments are ignored."""
         last = self._last
         self._last = step
         if self._every is None:

@@ -33,19 +33,6 @@ _CONFIGURES_DRIVERS = re.compile(
 """Environment variables passed to processes that write: they configure access to storage."""
 
 
-def driver_settings(options: Mapping[str, object]) -> tuple[str, dict[str, str]]:
-    """Return driver options as JSON, and the environment variables that configure drivers, for
-    another process. Raises SaveError if JSON cannot hold an option."""
-    try:
-        text = json.dumps(dict(options))
-    except (TypeError, ValueError) as error:
-        raise SaveError(
-            "storage_options for a keeper must be numbers, strings or booleans"
-        ) from error
-    settings = os.environ.items()
-    return text, {name: value for name, value in settings if _CONFIGURES_DRIVERS.fullmatch(name)}
-
-
 @dataclass(frozen=True)
 class Storage:
     """Destination of a keeper's flush. ``uri``: as given; ``compression``: of images; ``base``: a
@@ -56,10 +43,24 @@ class Storage:
     compression: str | None = None
     base: Base | None = None
 
+    def place(self) -> tuple[str, str, Mapping[str, str]]:
+        """Return the URI, the driver options as JSON, and the environment variables that configure
+        drivers, for another process. Raises SaveError if JSON cannot hold an option."""
+        try:
+            text = json.dumps(dict(self.options))
+        except (TypeError, ValueError) as error:
+            raise SaveError(
+                "storage_options for a keeper must be numbers, strings or booleans"
+            ) from error
+        variables = os.environ.items()
+        configuring = {
+            name: value for name, value in variables if _CONFIGURES_DRIVERS.fullmatch(name)
+        }
+        return self.uri, text, configuring
+
     def request(self, step: int, branch: str) -> Flush:
         """Return the request to a keeper. Raises SaveError if JSON cannot hold an option."""
-        options, environment = driver_settings(self.options)
-        flush = Flush(step, self.uri, options, environment, self.compression or "", branch)
+        flush = Flush(step, *self.place(), self.compression or "", branch)
         if self.base is None:
             return flush
         return replace(flush, base=self.base.key() or "", limits=astuple(self.base.limits))

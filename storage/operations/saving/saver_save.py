@@ -34,7 +34,6 @@ from ...saver.promises import keep_promise
 from ...state.pinned import pin
 from ...state.plan import SavePlan
 from ..rounds import Begun
-from .keeper_request import driver_settings
 from .save_job import SaveJob
 
 NBYTES_MIN = 32 << 20
@@ -61,8 +60,7 @@ class SaverSave:
         place: tuple[str, str, Mapping[str, str]],
         memory: Memory,
     ) -> None:
-        """``place``: URI, options and environment of the destination, as in
-        :class:`~...saver.messages.Write`."""
+        """``place``: the destination, from :meth:`.keeper_request.Storage.place`."""
         self._place = place
         self._job = job
         self._plan = plan
@@ -82,16 +80,15 @@ class SaverSave:
             return None
         if driver.traits.in_process or not client.is_wanted():
             return None
-        storage = job.storage()
         try:
-            settings = driver_settings(storage.options)
+            place = job.storage().place()
         except SaveError:  # these options cannot be sent to another process
             return None
         memory = await offload(take_memory, nbytes, pin)
         if memory is None:
             job.budget_nbytes = BUDGET_NBYTES
             return None
-        return cls(job, plan, team, (storage.uri, *settings), memory)
+        return cls(job, plan, team, place, memory)
 
     async def write(
         self,
