@@ -25,7 +25,7 @@ Hook = Callable[[str, str], Awaitable[None]]
 
 
 async def nothing(operation: str, key: str) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 def dying_after(commits: int) -> Hook:

@@ -39,7 +39,7 @@ RAW = _Raw()
 
 
 def raw(name: str) -> Round[bytes, bytes]:
-    """A round whose statements and verdict are bytes."""
+    """Return a round whose statements and verdict are bytes."""
     return Round(name, RAW, RAW)
 
 

@@ -138,8 +138,8 @@ def split(trainers: int) -> tuple[Group, bool]:
 
 
 def train_and_follow(uri: str, stored: str, layout: str, versions: int) -> list[Any]:
-    """Two ranks publish versions, the others follow with another layout. Return whether each
-    version arrived, and whether it was read from an anchor."""
+    """Publish versions on two ranks, and follow with another layout on the others. Return whether
+    each version arrived, and whether it was read from an anchor."""
     group, trains = split(2)
     found: list[Any] = []
     make = LAYOUTS[stored if trains else layout]
@@ -297,7 +297,7 @@ def pushed(publisher: holdfast.Publisher, version: int) -> int | None:
 
 
 def two_trainers(uri: str) -> list[Any]:
-    """Two jobs of two ranks publish to one channel in turn. Return each rank's outcomes."""
+    """Publish to one channel from two jobs of two ranks in turn. Return each rank's outcomes."""
     group, first = split(2)
     found: list[Any] = []
     for turn in range(5):

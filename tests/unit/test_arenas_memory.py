@@ -84,7 +84,7 @@ class Runtime:
     code: int = 0
     registered: dict[int, int] = field(default_factory=dict)
     was_mapped: list[bool] = field(default_factory=list)
-    """Whether the memory was still mapped at each unregistration."""
+    """True if the memory was still mapped at each unregistration."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 1

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where profiles are kept."""
+    """Return the folder of profiles."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("HOLDFAST_CONFIG")
     return tmp_path / "config/holdfast/tuned.toml"

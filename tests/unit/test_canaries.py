@@ -1,4 +1,4 @@
-"""Secrets stay where they are: none of those that are put everywhere comes out anywhere."""
+"""Secrets stay where they are: none of the secrets planted everywhere comes out."""
 
 from __future__ import annotations
 

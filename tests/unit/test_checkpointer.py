@@ -32,7 +32,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def commits(serve: Serve) -> Iterator[Halting]:
-    """Storage whose commits a test can hold up."""
+    """Return storage whose commits a test can hold up."""
     made = Halting(serve, "put", MANIFEST_KEY)
     made.go.set()
     yield made

@@ -85,7 +85,7 @@ def in_a_thread(work: Callable[[], object]) -> None:
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """The signals that reached the previous handler."""
+    """Return the signals that reached the previous handler."""
     numbers: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
     yield numbers

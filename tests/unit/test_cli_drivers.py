@@ -1,4 +1,4 @@
-"""``holdfast drivers``: what it says about every storage, about one, and about a URI."""
+"""``holdfast drivers``: its output about every storage, about one, and about a URI."""
 
 from __future__ import annotations
 

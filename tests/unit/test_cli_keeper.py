@@ -24,7 +24,7 @@ from holdfast.storage.arenas.folder import KEEPER_DIR_VARIABLE
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for the keepers of one test."""
+    """Return a folder for the keepers of one test."""
     with tempfile.TemporaryDirectory(prefix="hk") as folder:
         monkeypatch.setenv(KEEPER_DIR_VARIABLE, folder)
         yield Path(folder)
@@ -32,13 +32,13 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def keepers() -> list[dict[str, Any]]:
-    """What ``holdfast keeper status --json`` prints."""
+    """Return the output of ``holdfast keeper status --json``."""
     found: list[dict[str, Any]] = run_json("keeper", "status")["keepers"]
     return found
 
 
 def test_without_a_keeper_there_is_nothing_to_show(base: Path) -> None:
-    """That is no failure; but there is nothing to be ended either."""
+    """That is not a failure, but there is no keeper to end either."""
     assert keepers() == []
     assert "no keeper is running" in run("keeper", "status").stdout
     run("keeper", "stop", status=1)
@@ -99,7 +99,7 @@ def test_the_keeper_of_a_run_is_started_by_hand(base: Path, tmp_path: Path) -> N
 def test_a_call_that_cannot_be_carried_out_says_why(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
-    """With status 2."""
+    """The status is 2."""
     monkeypatch.chdir(tmp_path)
     assert said in run("keeper", *arguments, status=2).stderr
 

@@ -85,7 +85,7 @@ def test_the_kit_passes(uri: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip installed the example, without a network or building Holdfast."""
+    """Install the example with pip, without a network or building Holdfast; return the folder."""
     folder = tmp_path_factory.mktemp("example")
     source, target = folder / "source", folder / "target"
     unwanted = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
@@ -98,7 +98,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(command: list[str], installed: Path) -> str:
-    """The output of a command that finds the installed package; the command succeeds."""
+    """Return the output of a command that finds the installed package and succeeds."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *filter(None, sys.path)])}
     done = finished(command, cwd=installed, env=env, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr

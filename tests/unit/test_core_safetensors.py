@@ -11,7 +11,7 @@ from holdfast.core.safetensors import parsed
 
 
 def text(**changes: Any) -> bytes:
-    """A header of one tensor of six bytes, changed."""
+    """Return a changed header of one tensor of six bytes."""
     entry = {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}
     return json.dumps({"x": entry | changes}).encode()
 

@@ -146,7 +146,7 @@ def test_excerpts_are_in_their_files(block: Block) -> None:
 
 
 def unparsed(code: str) -> list[str]:
-    """The lines of code in one form, without comments and indentation."""
+    """Return the lines of code in a normal form, without comments and indentation."""
     return list(map(str.strip, ast.unparse(ast.parse(code)).splitlines()))
 
 

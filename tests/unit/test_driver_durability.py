@@ -28,7 +28,7 @@ from holdfast.errors import (
 
 @pytest.fixture
 def driver(tmp_path: Path, no_leaks: None) -> Iterator[LocalDriver]:
-    """A driver on a root that does not exist yet."""
+    """Return a driver on a root that does not exist yet."""
     driver = LocalDriver(tmp_path / "root")
     yield driver
     asyncio.run(driver.close())
@@ -80,7 +80,7 @@ def _name(fd: int) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """A log of system calls."""
+    """Return a log of system calls."""
     return Calls(monkeypatch)
 
 

@@ -103,7 +103,7 @@ class Catalog(AbstractFileSystem):
 
 @pytest.fixture
 def shelf() -> Iterator[type[Catalog]]:
-    """An empty object store, known to fsspec under the protocol of one."""
+    """Return an empty object store that fsspec knows under one protocol."""
     register_implementation("oci", Catalog, clobber=True)
     Catalog.shelf.clear()
     Catalog.broken = None
@@ -168,7 +168,7 @@ def test_uris_that_cannot_be_are_refused(shelf: type[Catalog], uri: str, message
     ],
 )
 def test_secrets_are_refused_and_not_repeated(shelf: type[Catalog], uri: str) -> None:
-    """As an option, inside of one, or before the host: an error that does not show it."""
+    """A secret may be an option, a part of one, or before the host. The error does not show it."""
     with pytest.raises(UriError, match="secret") as caught:
         open_driver(uri)
     assert "hunter2" not in str(caught.value) + repr(caught.value)

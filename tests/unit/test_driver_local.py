@@ -27,13 +27,13 @@ from holdfast.errors import AccessError, ExistsError, NotFoundError, StorageDown
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The root of the driver; it does not exist yet."""
+    """Return the root of the driver, which does not exist yet."""
     return tmp_path / "above" / "root"
 
 
 @pytest.fixture
 def driver(root: Path, no_leaks: None) -> Iterator[LocalDriver]:
-    """A driver on the root."""
+    """Return a driver on the root."""
     driver = LocalDriver(root)
     yield driver
     asyncio.run(driver.close())
@@ -299,7 +299,7 @@ def test_the_mount_tells_whether_ranges_are_copied(path: str, expected: tuple[bo
 
 
 def test_only_known_local_file_systems_are_not_shared() -> None:
-    """A file system that nobody has heard of counts as shared: a wrong sweep costs an upload."""
+    """An unknown file system counts as shared: a wrong sweep costs an upload."""
     shared = ["", "nfs", "nfs4", "cvfs", "fuse", "fuse.rclone", "gpfs", "autofs", "newfs", "9p"]
     local = ["ext4", "ext3", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "fuseblk"]
     assert all(map(is_shared, shared))
@@ -493,7 +493,7 @@ async def test_only_odd_ends_go_through_the_page_cache(
 async def test_direct_access_is_optional_unless_demanded(
     root: Path, monkeypatch: pytest.MonkeyPatch, direct: str, refused: str, no_leaks: None
 ) -> None:
-    """Where a call or an open refuses O_DIRECT, the page cache is used, or ``direct=on`` fails."""
+    """If a call or an open refuses O_DIRECT, the page cache is used, or ``direct=on`` fails."""
     _needs_direct(root)
     if refused == "open":
         monkeypatch.setattr(os, "open", functools.partial(_refuse_flag, os.open))

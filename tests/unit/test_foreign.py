@@ -351,7 +351,7 @@ LAYERS = torch.arange(24.0).reshape(4, 3, 2)
 
 
 def layer(number: int, data: torch.Tensor | None = None, key: str = "layers.w") -> ShardedTensor:
-    """One of the layers, which are one tensor with a dimension for them."""
+    """Return one of the layers, which are stored as one tensor with a dimension for them."""
     if data is None:
         data = LAYERS[number].clone()
     return ShardedTensor(key, data, (4, 3, 2), (number, 0, 0), prepend_axis_num=1)
@@ -532,7 +532,7 @@ def test_a_part_with_a_master_copy_is_loaded_with_it_alone() -> None:
 
 
 def test_an_optimizer_that_leaves_out_its_moments_is_refused() -> None:
-    """Alone, and as one of several."""
+    """This holds for a single optimizer, and for one of several."""
     members = {"state_dict": lambda self: {"x": 1}, "load_state_dict": lambda self, state: None}
     kind = type("Optimizer", (), {"__module__": "megatron.core.optimizer.optimizer", **members})
     distributed = kind()

@@ -253,14 +253,14 @@ def test_parent_survives_the_clean_up_of_a_child(tmp_path: Path) -> None:
 
 @pytest.fixture
 def uri() -> str:
-    """A checkpoint."""
+    """Save a checkpoint; return its URI."""
     uri = saved(STATE)
     return uri
 
 
 @pytest.fixture
 def group(uri: str) -> Iterator[dist.Store]:
-    """This process is rank 1 of a job of two. Its store, where nobody else is."""
+    """Make this process rank 1 of a job of two; return its store, which nobody else uses."""
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=1, world_size=2)
     try:
@@ -341,7 +341,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 def test_a_worker_of_a_data_loader_reads_and_does_not_save(
     saves: bool, uri: str, group: dist.Store
 ) -> None:
-    """As long as its parent is a rank."""
+    """This holds while its parent is a rank."""
     rows = DataLoader(
         Rows(uri, saves), num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=30
     )

@@ -1,4 +1,4 @@
-"""Keepers that guard each other's images: whatever is lost comes back byte for byte, or not at all."""
+"""Keepers that guard each other's images. A lost image comes back byte for byte, or not at all."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def with_members(
 
 
 def mapped() -> int:
-    """How many mappings of memory without a name this process has."""
+    """Return the number of mappings of unnamed memory in this process."""
     with open("/proc/self/maps") as file:
         return sum("memfd:holdfast" in line for line in file)
 
 
 async def until_mapped(count: int) -> None:
-    """Until there are so many, for two seconds at most."""
+    """Wait until this many mappings exist, for two seconds at most."""
     for _ in range(200):
         gc.collect()
         if mapped() == count:
@@ -150,7 +150,7 @@ def test_several_pulls_are_under_way_in_bounded_memory(mode: str, count: int) ->
 
 
 def labels_of(group: Members, rank: int, **changes: Any) -> dict[int, bytes]:
-    """All labels, one of them altered."""
+    """Return all labels, one of them altered."""
     altered = replace(Label.decode(group.labels[rank]), **changes).encode()
     return {**group.labels, rank: altered}
 
@@ -206,7 +206,7 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
 
 
 def test_a_label_whose_digests_are_too_few_matches_no_image() -> None:
-    """However right the bytes are."""
+    """The bytes themselves may be right."""
 
     async def body(group: Members) -> None:
         await group.guard_all()

@@ -37,16 +37,16 @@ async def read():
 
 asyncio.run(read())
 """
-"""A program: reads an object of so many bytes through the cache in a folder, and writes it out."""
+"""A program that reads an object through the cache in a folder, and writes it out."""
 
 
 def cached(below: Driver, folder: Path, **options: Any) -> HostCache:
-    """A cache of the objects below ``data/``."""
+    """Return a cache of the objects below ``data/``."""
     return HostCache(below, folder / "cache", immutable=lambda key: "data/" in key, **options)
 
 
 def files(folder: Path) -> list[int]:
-    """The sizes of all files of the cache."""
+    """Return the sizes of all files of the cache."""
     return sorted(path.stat().st_size for path in (folder / "cache").iterdir())
 
 
@@ -145,7 +145,7 @@ async def test_waiting_ends_with_the_holder_or_at_the_deadline(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While a process holds the lock, others wait, and then read from the storage, with one
-    warning. When it dies, its part is downloaded anew."""
+    warning. When it dies, its part is downloaded again."""
     below = Counting()
     await below.put("data/x", b"content")
     driver = cached(below, tmp_path, wait_s=0.3)

@@ -209,7 +209,7 @@ async def test_all_hosts_hear_that_a_rank_has_died() -> None:
 
 
 async def posted(job: KeptHosts, body: bytes, token: str = TOKEN) -> int:
-    """The status that the lead keeper answers a report with."""
+    """Return the status of the lead keeper's answer to a report."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{job.hosts['a'].port}/v1/report",
         body,
@@ -245,7 +245,7 @@ async def test_reports_that_make_no_sense_are_refused() -> None:
 
 @asynchronous
 async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_path: Path) -> None:
-    """Flushes that only a follower was asked for end, and their slots take later steps."""
+    """Flushes requested only from a follower end, and their slots take later steps."""
     async with kept_hosts("off", [0], [1]) as job:
         told = {}
         for step in (1, 2):

@@ -77,7 +77,7 @@ asyncio.run(train(KeeperFolder.of(RUN, pathlib.Path(sys.argv[1]))))
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeeperFolder]:
-    """The folder of a run whose keeper is a process."""
+    """Return the folder of a run whose keeper is a process."""
     with tempfile.TemporaryDirectory(prefix="hk") as base:
         monkeypatch.setenv(KEEPER_DIR_VARIABLE, base)
         made = KeeperFolder.of(RUN, Path(base))
@@ -219,7 +219,7 @@ async def test_a_greeting_that_cannot_be_understood_is_of_another_version() -> N
 
 @pytest.fixture
 def manager() -> Iterator[ServiceManager]:
-    """A service manager that listens. The path of a socket is short."""
+    """Return a service manager that listens. The path of a socket must be short."""
     with tempfile.TemporaryDirectory(prefix="sd") as base:
         made = ServiceManager(Path(base) / "notify")
         try:
@@ -234,7 +234,7 @@ def store_of(manager: ServiceManager) -> DescriptorStore:
 
 
 def recalled(store: DescriptorStore, run: str = RUN) -> dict[int, PooledSlot]:
-    """Return what a keeper of ``run`` finds in the store."""
+    """Return the contents of the store that a keeper of ``run`` finds."""
     pool = SlotPool()
     store.recall(pool, run)
     return pool.slots
@@ -250,7 +250,7 @@ async def two_steps_kept(manager: ServiceManager) -> None:
 async def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(
     manager: ServiceManager,
 ) -> None:
-    """Also where no trainer is left to hand it over, and it is known to be agreed on."""
+    """This holds even if no trainer is left to hand it over. It is known to be agreed."""
     await two_steps_kept(manager)
     async with kept(store=store_of(manager)) as (keeper, _):
         held = {one.generation: one.agreed for one in keeper.pool.generations.restorable()}
@@ -275,7 +275,7 @@ async def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> No
 
 
 def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceManager) -> None:
-    """As where the service was told to keep another run. The keeper begins with nothing."""
+    """The service may have been configured for another run. The keeper begins with nothing."""
     memory = reserved_memory(4096)
     reading, writing = os.pipe()
     label = sealed_bytes(b"no label")
@@ -312,7 +312,7 @@ async def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: Serv
 
 
 def test_the_environment_says_where_it_is() -> None:
-    """And nothing of it is left for processes that a keeper starts."""
+    """Processes that a keeper starts do not inherit it."""
     assert DescriptorStore.of_environment({}) is None
     assert DescriptorStore.of_environment({"NOTIFY_SOCKET": "vsock:2:1"}) is None
     of_another = {
@@ -339,7 +339,7 @@ class ServiceManager:
         self.kept: list[tuple[str, int]] = []
 
     def hear(self) -> list[str]:
-        """Take what was sent; return the names that are kept now."""
+        """Process the received messages; return the names that are kept now."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, 4096, 16)

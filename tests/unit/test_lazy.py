@@ -59,7 +59,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate that all copying passes through."""
+    """Return a gate through which all copying passes."""
     made, wait = Gate(), LazyCapture.wait
 
     def waiting(self: LazyCapture) -> None:
@@ -112,7 +112,7 @@ def backward(net: nn.Module, seed: int) -> None:
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a load of an eager save gives."""
+    """Return the state that a load of an eager save gives."""
     holdfast.save(uri := fresh_uri(), state)
     return holdfast.load(uri)
 
@@ -331,7 +331,7 @@ def test_offloaded_and_inference_tensors(gate: Gate) -> None:
 
 
 def test_load_waits_for_copies(gate: Gate) -> None:
-    """A load into the state waits, so that it does not overwrite what is being copied."""
+    """A load into the state waits, so that it does not overwrite data that is being copied."""
     state = {"x": torch.zeros(100_000)}
     holdfast.save(other := fresh_uri(), {"x": torch.ones(100_000)})
     uri, handle = save_halted(gate, state)

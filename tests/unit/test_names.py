@@ -1,4 +1,4 @@
-"""The names that tensors of modules and optimizers are saved under are those that torch gives them."""
+"""Tensors of modules and optimizers are saved under the names that torch gives them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Extra(nn.Module):
 
 
 def tied() -> nn.Module:
-    """Two layers with one weight, and buffers between them."""
+    """Return two layers with one weight, and buffers between them."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
     net[2].weight = net[0].weight
     return net
 
 
 def shared() -> nn.Module:
-    """A module that is in two places, the first of them deeper."""
+    """Return a module that is in two places; the first of them is deeper."""
     inner = nn.Linear(3, 3)
     deep = nn.Sequential(nn.Sequential(inner), nn.ReLU())
     return nn.ModuleDict({"deep": deep, "again": inner, "last": nn.Linear(3, 3)})
@@ -58,7 +58,7 @@ TORCHS_OWN = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 @pytest.mark.filterwarnings(TORCHS_OWN)
 @pytest.mark.parametrize("kind", MODULES)
 def test_names_are_those_that_torch_gives(kind: str) -> None:
-    """For modules and their optimizers, asked once and asked again."""
+    """This holds for modules and their optimizers, for the first request and later ones."""
     module = MODULES[kind]()
     optim = torch.optim.AdamW([{"params": [p]} for p in module.parameters()])
     for p in module.parameters():
@@ -72,7 +72,7 @@ def test_names_are_those_that_torch_gives(kind: str) -> None:
 
 
 def hooked() -> nn.Module:
-    """A hook takes a tensor out of a state dict."""
+    """Return a module with a hook that takes a tensor out of the state dict."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 
     def without_bias(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -83,7 +83,7 @@ def hooked() -> nn.Module:
 
 
 def replaced() -> nn.Module:
-    """One of its modules has a way of its own, and its kind has not."""
+    """Return a module with a part that overrides a method in the instance, not in its class."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].__dict__["_save_to_state_dict"] = lambda destination, prefix, _: None
     return net

@@ -39,13 +39,13 @@ LARGE = memoryview(bytes((5 << 20) + 1))
 
 @pytest.fixture(autouse=True)
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of credentials, and nothing else that says any, of Google's neither."""
+    """Return the file of credentials. Nothing else gives any, not even Google's own file."""
     set_credentials(monkeypatch, tmp_path, ())
     return tmp_path / "credentials"
 
 
 def write(file: Path, key: str) -> None:
-    """As tools renew it: another file, by its name."""
+    """Replace the file by another one of the same name, as tools do that renew it."""
     new = file.with_suffix(".new")
     new.write_text(
         f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token=t{key}\n"
@@ -54,7 +54,7 @@ def write(file: Path, key: str) -> None:
 
 
 def only_fresh(code: str) -> Callable[[Request], Answer]:
-    """A store that refuses all keys but one, and says why; to HEAD it says nothing."""
+    """Return a store that refuses all keys but one with a reason; to HEAD it gives none."""
 
     def answer(request: Request) -> Answer:
         if "Credential=FRESH/" in request.headers.get("authorization", ""):
@@ -66,14 +66,14 @@ def only_fresh(code: str) -> Callable[[Request], Answer]:
 
 
 async def upload(driver: Driver) -> None:
-    """An object of two parts."""
+    """Upload an object of two parts."""
     upload = await driver.create("large", len(LARGE))
     await upload.write(0, LARGE)
     await upload.abort()
 
 
 async def compose(driver: Driver) -> None:
-    """An object that is copied."""
+    """Copy an object."""
     upload = await driver.compose("copy", 3)
     await upload.copy(0, driver, "k", 0, 3)
     await upload.commit()
@@ -93,7 +93,7 @@ OPERATIONS: dict[str, Callable[[Driver], Awaitable[object]]] = {
 
 
 def uri(server: ScriptedServer) -> str:
-    """A place there."""
+    """Return a URI of the store."""
     return f"s3://bucket/run?endpoint={server.url}&deadline=1s&retries=0&part_size=5MiB"
 
 
@@ -109,7 +109,8 @@ def uri(server: ScriptedServer) -> str:
 def test_a_renewed_file_is_read_by_a_driver_that_is_open(
     operation: str, code: str, file: Path
 ) -> None:
-    """Whichever operation comes first after the renewal works, though the store says no once more."""
+    """The first operation after the renewal works, whichever it is, although the store refuses the
+    old credentials once more."""
 
     async def use(driver: Driver) -> None:
         with pytest.raises(AccessError):
@@ -172,7 +173,7 @@ def test_what_has_nothing_to_do_with_credentials_is_not_tried_again(
 
 
 async def put(driver: Driver) -> None:
-    """One object, and two looks at it."""
+    """Put one object, and look at it twice."""
     await driver.put("k", b"abc")
     assert await driver.get("k") == b"abc"
     await driver.delete("k")

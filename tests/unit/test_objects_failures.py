@@ -28,7 +28,7 @@ ANSWER = (
 
 
 OF_ONE = "Generic {store} error: {request} request failed for key run/x: Told why. (code: {code})"
-"""What obstore says of one object of those that a request was to delete."""
+"""Return obstore's error for one object of a bulk delete."""
 
 
 def answer(status: str, code: str, message: str = "", method: str = "PUT") -> str:
@@ -74,7 +74,7 @@ def of_one(request: str, code: str) -> str:
 def test_each_refusal_is_the_error_that_a_handler_expects(
     error: str, text: str, kind: type[StorageError], advice: str | None
 ) -> None:
-    """Its class, its place, and what to do next; temporary only where another try may succeed."""
+    """It has a class, a place, and advice. It is temporary only if a retry may succeed."""
     cls = getattr(exceptions, f"{error}Error") if error else FileNotFoundError
     found = translated(cls(text), "put", "s3://b", "k")
     assert type(found) is kind

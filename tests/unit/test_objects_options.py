@@ -1,4 +1,4 @@
-"""Object stores as URIs: what is understood, and what is refused before any of them is asked."""
+"""Object stores as URIs: the forms that are understood, and those refused before any request."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the URI nor the environment names one: an error that says how, and nothing is sent."""
+    """Neither the URI nor the environment names one. The error says how, and nothing is sent."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(UriError, match=r"\?account="):
         used("az://container/run", lambda driver: driver.get("a"))
@@ -95,7 +95,7 @@ ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-ap"
 
 @pytest.fixture(autouse=True)
 def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The configuration file of a user who has set nothing else."""
+    """Return the configuration file of a user who has set nothing else."""
     set_credentials(monkeypatch, tmp_path)
     return tmp_path / "config"
 
@@ -131,7 +131,7 @@ def test_buckets_of_aws_are_found(bucket: str, region: str, expected: str) -> No
 def test_fips_and_dual_stack_are_as_the_environment_says(
     kinds: list[str], host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and together."""
+    """This holds for each alone, and for both together."""
     for kind in kinds:
         monkeypatch.setenv(f"AWS_USE_{kind}_ENDPOINT", "true")
     assert place() == Place(
@@ -163,7 +163,7 @@ def test_a_profile_is_understood(text: str, expected: Place, profile: Path) -> N
 def test_the_uri_wins_over_the_environment_and_that_over_the_profile(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For endpoints, with and without the bucket in the host's name."""
+    """This holds for endpoints with and without the bucket in the host's name."""
     profile.write_text("[default]\nendpoint_url = https://of-profile:1\n")
     assert place().endpoint == "https://of-profile:1"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://for-all:1")

@@ -54,7 +54,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def uri(server: ScriptedServer, cloud: str = "s3", options: str = "") -> str:
-    """A root at this server."""
+    """Return the URI of a root at this server."""
     return (
         f"{cloud}://bucket/run?endpoint={server.url}&deadline=5s{'&' if options else ''}{options}"
     )
@@ -190,7 +190,7 @@ def test_a_line_that_is_slow_is_only_slow(cloud: str) -> None:
     [*((cloud, "read_timeout=300ms") for cloud in (*CLOUDS, "http")), ("s3", "timeout=300ms")],
 )
 def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None:
-    """In the time that either option allows; the error names them."""
+    """It is given up in the time that either option allows; the error names both."""
     is_over = threading.Event()
 
     def answer(asked: Request) -> Answer:
@@ -288,7 +288,7 @@ def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
 
 
 def deleting(bulk: Answer | None) -> OddStore:
-    """A store of two objects below ``run/data``; ``bulk`` answers a request to delete many of them."""
+    """Return a store of two objects below ``run/data``; ``bulk`` answers bulk deletes."""
     store = OddStore(fault=lambda asked: bulk if kind_of(asked) == "bulk" else None)
     store.objects = dict.fromkeys(("run/data/a", "run/data/b"), (b"x", 0.0))
     return store
@@ -368,7 +368,7 @@ def test_no_certificates_are_read_where_nothing_is_encrypted(tmp_path: Path) -> 
 
 
 def showing(folder: Path, *, ranges: bool = True) -> ScriptedServer:
-    """A web server that shows the files of a folder, whole or in ranges."""
+    """Return a web server that serves the files of a folder, whole or in ranges."""
 
     def answer(asked: Request) -> Answer:
         path = folder / unquote(asked.path).lstrip("/")
@@ -389,7 +389,7 @@ def showing(folder: Path, *, ranges: bool = True) -> ScriptedServer:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[str]:
-    """The URL of a web server that shows ``tmp_path``."""
+    """Return the URL of a web server that serves ``tmp_path``."""
     with showing(tmp_path) as server:
         yield server.url
 

@@ -33,26 +33,26 @@ TIMEOUT_S = 60
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody names certificates or proxies, and no server is trusted from another test."""
+    """Unset certificates and proxies, and forget servers that other tests trust."""
     set_credentials(monkeypatch, tmp_path)
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> trustme.CA:
-    """A private authority; its certificate lies in ``ca.pem``."""
+    """Return a private authority, with its certificate in ``ca.pem``."""
     made = trustme.CA()
     made.cert_pem.write_to_path(tmp_path / "ca.pem")
     return made
 
 
 async def use(driver: Driver) -> None:
-    """Both clients at work: one puts an object, the other looks for unfinished uploads."""
+    """Use both clients: one puts an object, the other looks for unfinished uploads."""
     await driver.put("k", b"data")
     await driver.sweep("k")
 
 
 def asked(server: ScriptedServer) -> list[str]:
-    """The methods of all requests, without the first look at the server."""
+    """Return the methods of all requests, without the first look at the server."""
     return [request.method for request in server.log if request.path != "/holdfast"]
 
 
@@ -126,7 +126,7 @@ def test_the_name_and_the_protocol_are_looked_at(
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
 def test_a_file_without_certificates_is_refused(content: str | None, tmp_path: Path) -> None:
-    """It is not there, or holds something else: an error that names it, before anything is sent."""
+    """It is missing, or contains something else. The error names it, and nothing is sent."""
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)

@@ -59,7 +59,7 @@ def hand_over(folder: Path) -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """The folder of a run that has come to step 3, which belongs to nobody."""
+    """Return the folder of a run that has reached step 3, owned by the user nobody."""
     root = Path(tempfile.mkdtemp(prefix="holdfast-odd-"))
     root.chmod(0o755)
     folder = root / "run"

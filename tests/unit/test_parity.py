@@ -44,7 +44,7 @@ def test_domains_are_shared_as_far_as_parity_allows() -> None:
 
 
 def test_groups_that_cannot_be_are_refused_by_name() -> None:
-    """What is missing, and how much of it."""
+    """The error says what is missing, and how much."""
     with pytest.raises(ValueError, match="2 hosts cannot guard against the loss of 2: 3 or more"):
         groups(apart(2), 4, 2)
     with pytest.raises(ValueError, match="a group of 2 hosts cannot lose 2 of them; it needs 3"):
@@ -94,7 +94,7 @@ def test_what_is_pulled_for_a_lost_image_is_the_least() -> None:
 
 
 def test_more_losses_than_parity_are_refused() -> None:
-    """By name; but a lost member without an image costs nothing."""
+    """The error names them. A lost member without an image costs nothing."""
     lane = Lane((5000,) * 4, parity=1, width=3)
     with pytest.raises(ValueError, match="has lost 2 blocks, and 1 of its 1 blocks of parity"):
         lane.repairs([0, 1], 0)
@@ -147,7 +147,7 @@ def test_parity_is_what_its_definition_says(count: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 255, ODD_NBYTES])
 def test_any_two_lost_blocks_come_back(nbytes: int) -> None:
-    """Of five blocks and two of parity, whichever two are lost; and the other one as well."""
+    """This holds for any two of five blocks and two of parity, and so does the loss of one."""
     blocks = noise(5, nbytes)
     blocks[2] = blocks[2][: nbytes // 2]
     p, q = parity_of(blocks, nbytes)

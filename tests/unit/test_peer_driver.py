@@ -41,7 +41,7 @@ TOKEN = "0123456789abcdef" * 2
 
 @contextmanager
 def answering(answer: bytes, *, keeps: bool = False) -> Iterator[str]:
-    """The URI of a server that answers any request so, and closes or keeps the connection."""
+    """Return the URI of a server with a fixed answer, which closes or keeps the connection."""
     listening = socket.create_server(("127.0.0.1", 0))
     kept: list[socket.socket] = []
 
@@ -73,7 +73,7 @@ def answering(answer: bytes, *, keeps: bool = False) -> Iterator[str]:
 
 
 def outcome(uri: str, use: Callable[[Driver], Coroutine[Any, Any, Any]]) -> Any:
-    """What ``use`` of a driver without layers returns; or the error, which is one of ours."""
+    """Return the result of ``use`` of a driver without layers, or its error, which must be ours."""
 
     async def run() -> Any:
         driver = PeerDriver.open(parse(uri))
@@ -89,14 +89,14 @@ def outcome(uri: str, use: Callable[[Driver], Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def read_four(driver: Driver) -> bytes:
-    """Bytes 2 to 6 of x."""
+    """Read bytes 2 to 6 of x."""
     into = memoryview(bytearray(4))
     await driver.read("x", 2, into)
     return bytes(into)
 
 
 def http(status: int, body: bytes = b"", *headers: str, length: int | None = None) -> bytes:
-    """An answer."""
+    """Return an answer."""
     nbytes = len(body) if length is None else length
     lines = [f"HTTP/1.1 {status} Said", f"Content-Length: {nbytes}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
@@ -169,7 +169,7 @@ async def test_nothing_can_be_changed() -> None:
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_what_was_asked_for(answer: bytes, kind: type[HoldfastError]) -> None:
-    """Each is an error of its kind, and none is taken for the bytes of an object."""
+    """Each is an error of its kind. None is read as the bytes of an object."""
     with answering(answer) as uri:
         assert isinstance(outcome(uri, read_four), kind)
 
@@ -186,7 +186,7 @@ def test_when_to_come_back_is_bounded() -> None:
     [b"x", b"[]", b"{}", b"3", b"[" * 100_000, b'{"key": 3, "nbytes": 1, "modified_s": 1}', *(json.dumps({"key": key, "nbytes": nbytes, "modified_s": when}).encode() for key, nbytes, when in [("other/x", 1, 1), ("run/../x", 1, 1), ("run//x", 1, 1), ("run/", 1, 1), ("run", 1, 1), ("run/x", -1, 1), ("run/x", True, 1), ("run/x", 1 << 64, 1), ("run/x", 1.5, 1), ("run/x", 1, "now"), ("run/x", 1, float("nan")), ("run/x\0", 1, 1)])],
 )  # fmt: skip
 def test_a_list_that_makes_no_sense(line: bytes) -> None:
-    """Not one of its keys leaves the root: it is an error."""
+    """None of its keys leaves the root: it is an error."""
     with answering(http(200, line + b"\n")) as uri:
         assert isinstance(outcome(uri, keys), StorageError)
 
@@ -206,7 +206,7 @@ def test_an_answer_that_is_too_long_is_refused(use: Any, nbytes: int, kind: type
 
 
 def test_a_read_that_is_cancelled_midway_ends(tmp_path: Path) -> None:
-    """When half of its answer has come: its thread does not touch the memory after that."""
+    """It ends when half of its answer has come. Its thread does not touch the memory after that."""
     before = _threads()
     head = http(206, b"fo", "Content-Range: bytes 2-5/9", length=4)
     with answering(head, keeps=True) as uri:
@@ -234,7 +234,7 @@ def _threads() -> set[int | None]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=30), st.sampled_from([b"HTTP/1.1 206 OK\r\n", b"HTTP/1.1 200 OK\r\n", b"Content-Length: 4\r\n", b"Content-Range: bytes 2-5/9\r\n", b"Content-Range: bytes 2-5/99999999999999999999\r\n", b"Content-Length: 4, 4\r\n", b"Transfer-Encoding: chunked\r\n", b"\r\n", b"four", b"HTTP/1.1 100 Continue\r\n\r\n"])), max_size=8))  # fmt: skip
 def test_any_answer_is_read_or_refused(pieces: list[bytes]) -> None:
-    """Whatever comes back, it is an error of ours, or four bytes."""
+    """Any answer gives an error of ours, or four bytes."""
     with answering(b"".join(pieces)) as uri:
         found = outcome(uri, read_four)
     assert isinstance(found, HoldfastError) or len(found) == 4

@@ -29,7 +29,7 @@ SHAPES = [(0,), (1,), (5,), (8,), (9,), (27,), (6, 4), (7, 5), (1, 9), (3, 0), (
 
 
 def of_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
-    """The torch placement that ours mirrors."""
+    """Return the torch placement that ours mirrors."""
     if isinstance(placement, Replicated):
         return Replicate()
     if placement.stride > 1:
@@ -40,7 +40,7 @@ def of_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
 def split_by_torch(
     tensor: torch.Tensor, mesh_shape: Shape, coordinate: Shape, placements: Sequence[Placement]
 ) -> torch.Tensor:
-    """The local tensor at ``coordinate``, cut from left to right by torch's own code."""
+    """Return the local tensor at ``coordinate``, cut from left to right by torch's own code."""
     for size, at, placement in zip(mesh_shape, coordinate, map(of_torch, placements), strict=True):
         if not isinstance(placement, Replicate):
             shards, _ = placement._split_tensor(tensor, size, with_padding=False, contiguous=True)
@@ -49,7 +49,7 @@ def split_by_torch(
 
 
 def assert_like_torch(shape: Shape, mesh_shape: Shape, placements: Sequence[Placement]) -> None:
-    """Every rank of the mesh holds what torch gives it, where torch puts it."""
+    """Check that every rank of the mesh holds what torch gives it, where torch puts it."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for coordinate in itertools.product(*map(range, mesh_shape)):
         expected = split_by_torch(whole, mesh_shape, coordinate, placements)
@@ -63,12 +63,12 @@ def assert_like_torch(shape: Shape, mesh_shape: Shape, placements: Sequence[Plac
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index."""
+    """Return the box as an index."""
     return tuple(slice(*pair) for pair in zip(box.offsets, box.stops, strict=True))
 
 
 def choices(ndim: int, mesh_shape: Shape) -> Iterator[tuple[Placement, ...]]:
-    """All combinations of plain placements for a mesh."""
+    """Return all combinations of plain placements for a mesh."""
     return itertools.product([Replicated(), *map(Split, range(ndim))], repeat=len(mesh_shape))
 
 

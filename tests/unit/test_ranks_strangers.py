@@ -37,7 +37,7 @@ DATA = b"what the rank has read" * 100
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    """A rank's memory, with something in it."""
+    """Return a rank's memory that contains something."""
     made = Arena(4096, 1)
     made.fill(0, HostBuffer.over(memoryview(DATA)), len(DATA))
     yield made
@@ -88,7 +88,7 @@ def squatting(
 
 
 def says(data: bytes) -> Callable[[socket.socket], None]:
-    """A stranger that answers so, and listens on."""
+    """Run a stranger that gives this answer, and listens on."""
 
     def behave(client: socket.socket) -> None:
         client.recv(100)
@@ -100,7 +100,7 @@ def says(data: bytes) -> Callable[[socket.socket], None]:
 
 
 def hands_over(client: socket.socket) -> None:
-    """A stranger that hands over memory of its own, without a proof."""
+    """Run a stranger that hands over memory of its own, without a proof."""
     client.recv(100)
     fd = os.memfd_create("forged")
     os.write(fd, b"forged" + bytes(4090))

@@ -1,4 +1,4 @@
-"""The reference that is written by hand says what the code declares, and the site has all pages."""
+"""The hand-written reference says what the code declares, and the site has all pages."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ REFERENCE = ROOT / "docs/reference"
 
 
 def text_of(page: str) -> str:
-    """A page of the reference."""
+    """Return a page of the reference."""
     return (REFERENCE / page).read_text()
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of every row of the tables in a text."""
+    """Return the cells of every row of the tables in a text."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 def tree_in(text: str) -> list[tuple[int, str]]:
-    """The names in a drawing of the tree of errors, each with its depth."""
+    """Return the names in a drawing of the tree of errors, each with its depth."""
     lines = re.findall(r"^    ([│ ├└─]*)(\w+Error)\b(?: \((\w+)\))?", text, re.MULTILINE)
     return [(len(rule) // 4, f"{name} {builtin}".strip()) for rule, name, builtin in lines]
 
 
 def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
-    """In the reference, in the docstring, and in the classes: names, parents and builtin errors."""
+    """Reference, docstring and classes agree on names, parents and builtin errors."""
     drawn = tree_in(text_of("errors.md"))
     assert drawn == tree_in(errors.__doc__ or "")
     path: list[str] = []
@@ -58,7 +58,7 @@ def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
 
 
 def test_every_metric_is_in_the_table() -> None:
-    """With its labels, and none besides: what operations leave in the registry."""
+    """The table has exactly the metrics that operations leave in the registry, with labels."""
     registry = CollectorRegistry()
     uri = f"memory://{uuid.uuid4().hex}/step-1"
     state = {"w": torch.ones(4), "step": 1}
@@ -104,7 +104,7 @@ def test_every_option_of_a_command_is_explained(command: str) -> None:
 
 
 def declared_options() -> set[str]:
-    """The names of all options that drivers and layers declare."""
+    """Return the names of all options that drivers and layers declare."""
     names = {*common_options(remote=True), *common_options(remote=False)}
     for scheme in SCHEMES:
         cls = driver_class("fsspec+memory" if scheme == "fsspec" else scheme)
@@ -114,7 +114,7 @@ def declared_options() -> set[str]:
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "hdfs", "file", "lustre", "peer"])
 def test_every_option_of_a_scheme_is_explained(scheme: str) -> None:
-    """Some page tells what each option of a driver is for, and calls it by its name."""
+    """Some page explains each option of a driver, under its name."""
     pages = [*REFERENCE.glob("*.md"), *(REFERENCE.parent / "how-to").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     names = driver_class(scheme).OPTIONS
@@ -147,7 +147,7 @@ def test_the_api_page_names_everything() -> None:
 
 
 def moved(text: str, document: str = "docs/how-to/page.md") -> str:
-    """The text of a document, as the site has it."""
+    """Return the text of a document, as the site has it."""
     pages = find_pages(ROOT) | {Path(document): Path(document).relative_to("docs")}
     return on_site(text, Path(document), ROOT, pages)[0]
 

@@ -16,7 +16,7 @@ STATE = {"w": torch.arange(9.0)}
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A file system at ``kept``, and a folder to mount it on again, and unmount it from."""
+    """Mount a file system at ``kept``, and bind it to another folder; yield both."""
     needed("mount", "umount")
     kept, point = tmp_path / "kept", tmp_path / "point"
     for folder in (kept, point):

@@ -185,7 +185,7 @@ def test_a_save_does_not_wait_for_ever_to_sweep(monkeypatch: pytest.MonkeyPatch)
 
 
 def without_exclusion(storage: MemoryDriver) -> MemoryDriver:
-    """The same storage, as one that cannot put exclusively and atomically."""
+    """Return the same storage, without atomic exclusive puts."""
     storage.traits = replace(storage.traits, exclusive_is_atomic=False)
     return storage
 

@@ -29,7 +29,7 @@ STATE = {"x": torch.zeros(NBYTES, dtype=torch.uint8)}
 
 @pytest.fixture(scope="module")
 def uri() -> str:
-    """A checkpoint."""
+    """Save a checkpoint; return its URI."""
     uri = saved(STATE)
     return uri
 

@@ -44,7 +44,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def planned(tensors: dict[str, torch.Tensor]) -> SavePlan:
-    """The image of a lone rank."""
+    """Return the image of a lone rank."""
     return plan_save(flatten(tensors), 0, None)
 
 
@@ -72,7 +72,7 @@ def memory_of(plan: SavePlan) -> Memory:
 
 
 def captured(plan: SavePlan, chunks: TensorChunks | None = None) -> Memory:
-    """The image, captured into memory."""
+    """Capture the image into memory."""
     memory = memory_of(plan)
     chunks = chunks or TensorChunks(plan.layout, plan.source)
     start(capture_into(memory, plan.layout, chunks)).result(60)
@@ -205,7 +205,7 @@ SMALL_NBYTES = 16 * PAGE_NBYTES
 
 
 def layout_of(sizes: list[int]) -> ImageLayout:
-    """An image of tensors of bytes."""
+    """Return an image of tensors of bytes."""
     count = len(sizes)
     return lay_out(
         [f"t{number}" for number in range(count)],
@@ -219,11 +219,11 @@ def layout_of(sizes: list[int]) -> ImageLayout:
 
 
 async def nothing() -> None:
-    """No check."""
+    """Check nothing."""
 
 
 async def image_of(layout: ImageLayout, chunks: FileChunks) -> bytes:
-    """All chunks, which are taken at the same time."""
+    """Return all chunks, which are taken at the same time."""
     buffers = await asyncio.gather(*map(chunks.take, range(layout.chunks)))
     image = bytearray()
     for chunk, buffer in enumerate(buffers):
@@ -233,7 +233,7 @@ async def image_of(layout: ImageLayout, chunks: FileChunks) -> bytes:
 
 
 def begin_of(content: memoryview) -> int:
-    """Where the bytes are that are enclosed: their first byte says how many are before them."""
+    """Return the start of the enclosed bytes: their first byte says how many are before them."""
     return 1 + content[0]
 
 
@@ -281,7 +281,7 @@ def test_every_byte_is_where_the_image_has_it(
 
 
 def test_small_parts_that_are_close_together_are_one_read() -> None:
-    """Also where something else is between them; what is further away is another one."""
+    """They may have other bytes between them. Parts that are further away are another read."""
     sizes = [100] * 50
     layout = layout_of(sizes)
     for distance, reads in [(110, 1), (200, 50)]:

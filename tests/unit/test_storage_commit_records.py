@@ -41,7 +41,7 @@ HOUR_S = 3600.0
 
 
 def with_old() -> MemoryDriver:
-    """Storage with a checkpoint."""
+    """Return storage with a checkpoint."""
     storage = MemoryDriver()
     run(save(storage, OLD))
     return storage

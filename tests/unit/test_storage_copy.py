@@ -167,7 +167,7 @@ def test_what_is_damaged_counts_neither_as_copied_nor_as_there(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def large() -> MemoryDriver:
-    """A checkpoint of three images of three chunks each."""
+    """Return a checkpoint of three images of three chunks each."""
     return checkpoint((40 << 20) // 4)
 
 
@@ -267,21 +267,21 @@ def test_a_copy_that_fails_at_any_access_leaves_a_whole_checkpoint(
 
 
 def size_of_copy(theirs: Driver, image_nbytes: int | None) -> int:
-    """The bytes that a copy to an empty place sends."""
+    """Return the number of bytes that a copy to an empty destination sends."""
     return copied(theirs, MemoryDriver(), image_nbytes=image_nbytes)
 
 
 def stopped(
     theirs: Driver, ours: MemoryDriver, committed: int, image_nbytes: int | None = None
 ) -> None:
-    """A copy that dies when so many images are whole."""
+    """Start a copy that dies after this many complete images."""
     with pytest.raises(holdfast.StorageDownError):
         copied(theirs, HookedDriver(ours, before=dying_after(committed)), image_nbytes=image_nbytes)
 
 
 @pytest.mark.parametrize("image_nbytes", [None, 1], ids=["as is", "anew"])
 def test_a_copy_goes_on_where_it_stopped(image_nbytes: int | None) -> None:
-    """A repeated copy resumes the attempt: it reads and sends only what is missing."""
+    """A repeated copy resumes the attempt. It reads and sends only the missing data."""
     theirs, ours, read = checkpoint(), MemoryDriver(), Counter[str]()
     stopped(theirs, ours, 2, image_nbytes)
     (attempt,) = attempts(ours)
@@ -404,7 +404,7 @@ def test_an_interrupted_copy_cleans_up_first(tmp_path: Path, no_leaks: None) -> 
 
 
 def saved_with(compression: Compression | None) -> MemoryDriver:
-    """Storage with a checkpoint of four ranks: tensors of many kinds, cut in several ways."""
+    """Return storage with a checkpoint of four ranks: tensors of many kinds, cut in many ways."""
     grid = torch.arange(6 * 40_000, dtype=torch.float64).view(6, 40_000)
     states = []
     for rank in range(4):

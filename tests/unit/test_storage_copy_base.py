@@ -69,7 +69,7 @@ def copied(
 
 @pytest.fixture(params=["copy", "link"])
 def operation(request: pytest.FixtureRequest) -> str:
-    """Return what the destination can do with bytes that it has."""
+    """Return the destination's traits for bytes that it already has."""
     return str(request.param)
 
 

@@ -90,7 +90,7 @@ def test_verify_reports_every_damage_and_progress(large: Path) -> None:
 
 
 def in_two_shards() -> str:
-    """A checkpoint of a tensor of 4 x 3, of which two ranks have stored two rows each."""
+    """Save a tensor of 4 x 3, of which two ranks store two rows each."""
     uri = fresh_uri()
     boxes = {"w": [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]}
     save_cut(storage_at(uri), {"w": np.arange(12.0).reshape(4, 3)}, boxes)
@@ -130,7 +130,7 @@ def test_shards_of_a_wanted_tensor_that_overlap_are_damage() -> None:
 
 
 def test_a_shard_that_begins_within_an_element_is_damage() -> None:
-    """Where nothing else is wrong with it: its bytes are within the image, and no other shard's."""
+    """Nothing else is wrong with it: its bytes lie in the image, and belong to no other shard."""
     uri = saved({"w": torch.arange(4.0), "x": torch.arange(4)})
 
     def shifted(columns: Columns, head: Head) -> None:
@@ -149,7 +149,7 @@ def test_a_shard_that_begins_within_an_element_is_damage() -> None:
 
 
 def replicated(state: dict[str, torch.Tensor]) -> FlatState:
-    """A state of DTensors, each of which two ranks hold whole."""
+    """Return a state of DTensors, each of which two ranks hold whole."""
     flat = flatten(state)
     flat.layouts = list(flat.layouts)
     for row, shape in enumerate(flat.shapes):
@@ -194,7 +194,7 @@ def run_of(folder: Path, *states: dict[str, Any]) -> None:
 
 
 def full(value: float, *names: str) -> dict[str, Any]:
-    """A state of large tensors."""
+    """Return a state of large tensors."""
     return {name: torch.full((N if name == "a" else 1 << 20,), value) for name in names}
 
 

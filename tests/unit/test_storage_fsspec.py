@@ -36,8 +36,8 @@ register_implementation("holdfast", HoldfastFileSystem, clobber=True)
 
 
 def state(rng: np.random.Generator) -> dict[str, Any]:
-    """Tensors of several dtypes and shapes, an odd name, a tied tensor, and values of several
-    kinds."""
+    """Return tensors of several dtypes and shapes, an odd name, a tied tensor, and values of
+    several kinds."""
     w = torch.from_numpy(rng.standard_normal((300, 200)))
     return {
         "w": w,
@@ -57,7 +57,7 @@ def state(rng: np.random.Generator) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path, rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
-    """A saved checkpoint and its state."""
+    """Save a checkpoint; return it and its state."""
     made = state(rng)
     holdfast.save(tmp_path / "step-12", made)
     return f"file://{tmp_path}/step-12", made
@@ -65,7 +65,7 @@ def saved(tmp_path: Path, rng: np.random.Generator) -> tuple[str, dict[str, Any]
 
 @pytest.fixture
 def fs(saved: tuple[str, dict[str, Any]]) -> HoldfastFileSystem:
-    """Its file system."""
+    """Return its file system."""
     return HoldfastFileSystem(saved[0])
 
 
@@ -210,7 +210,7 @@ def test_no_torch_is_needed(saved: tuple[str, dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def sharded() -> Iterator[tuple[holdfast.Checkpoint, dict[str, np.ndarray]]]:
-    """A checkpoint whose tensors lie in boxes of four ranks, of uneven sizes and cut in either
+    """Save a checkpoint whose tensors lie in boxes of four ranks, of uneven sizes and cut in either
     dimension."""
     rng = np.random.default_rng(7)
     tensors = {

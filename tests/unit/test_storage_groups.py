@@ -33,7 +33,7 @@ REST: Groups = [(["c.weight", "c.bias"], {"lr": 3.0, "betas": (0.5, 0.6)})]
 def grouped(
     groups: Groups, net: nn.Module | None = None, *, named: bool = False
 ) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A module, and an optimizer whose groups have these parameters and hyperparameters."""
+    """Return a module, and an optimizer whose groups have these parameters and hyperparameters."""
     net = net or Net()
     of = dict(net.named_parameters())
     made = [
@@ -54,7 +54,7 @@ def hyperparameters(net: nn.Module, optim: torch.optim.Optimizer) -> dict[str, t
 
 
 def trained(groups: Groups, **how: Any) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A module and its optimizer after a step."""
+    """Return a module and its optimizer after a step."""
     net, optim = grouped(groups, **how)
     for i, p in enumerate(net.parameters()):
         p.grad = torch.full_like(p, float(i + 1))
@@ -79,7 +79,7 @@ def loaded(
 
 
 def split(groups: Groups) -> Groups:
-    """Each group in groups of one parameter, the last one first, with other hyperparameters."""
+    """Split groups into groups of one parameter, the last first, with other hyperparameters."""
     return [([name], {"lr": 7.0}) for names, _ in groups[::-1] for name in names[::-1]]
 
 
@@ -126,7 +126,7 @@ def test_groups_that_agree_may_be_joined() -> None:
 
 
 def hyperparameters_alone(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups without their parameters."""
+    """Return the groups without their parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optim.param_groups]
 
 

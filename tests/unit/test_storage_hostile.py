@@ -52,7 +52,7 @@ def _little_memory() -> Iterator[None]:
 
 
 def overlapping(columns: Columns, fields: Head) -> None:
-    """Two shards of tensor "again", of half its size each, at the same place."""
+    """Make two shards of tensor "again", of half its size each, at the same place."""
     columns["tensor.shards"][1] += 1
     for name in ("shard.image", "shard.start", "shard.offsets", "shard.lengths"):
         columns[name] = np.insert(columns[name], 0, columns[name][0], axis=0)
@@ -60,7 +60,7 @@ def overlapping(columns: Columns, fields: Head) -> None:
 
 
 def sharing(columns: Columns, fields: Head) -> None:
-    """A thousand shards, and as many rows, over the same few bytes."""
+    """Make a thousand shards, and as many rows, over the same few bytes."""
     columns["tensor.shape"][1, 0] = columns["tensor.shape"][0, 0] = 4
     n = 1000
     columns["tensor.shards"] = columns["tensor.shards"].astype(np.uint32)
@@ -328,7 +328,7 @@ def test_another_version_is_not_guessed_at() -> None:
 
 
 def bodies() -> dict[str, bytes]:
-    """Files that are no safetensors file of ours, though their checksum is right."""
+    """Yield files with a valid checksum that are not safetensors files of ours."""
     name = {"__metadata__": {"holdfast": "{}"}}
 
     def file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:

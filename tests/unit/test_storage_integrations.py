@@ -160,7 +160,7 @@ def test_retention_counts_whole_checkpoints(tmp_path: Path) -> None:
 
 
 def test_retention_deletes_abandoned_checkpoints_first(tmp_path: Path) -> None:
-    """Also those of later steps than the one that is being saved."""
+    """This includes checkpoints of later steps than the one being saved."""
     door = Door()
     run = RunFolder(door, saved(tmp_path, 2, 4, 6, 8), "step-")
     run.resumed(run.uri(4), 4)

@@ -90,7 +90,7 @@ def at_an_odd_offset(path: Path) -> torch.Tensor:
 
 
 def across_mappings(path: Path) -> torch.Tensor:
-    """Return a mapping of a file whose middle is mapped anew."""
+    """Return a mapping of a file whose middle is mapped a second time."""
     tensor = of_a_file(path)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) + 5
     map_memory(4 * mmap.PAGESIZE, first * mmap.PAGESIZE)

@@ -40,7 +40,7 @@ def on_meta() -> Net:
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    """The losses."""
+    """Train; return the losses."""
     found = []
     for _ in range(steps):
         loss = net(torch.arange(12.0).reshape(4, 3)).square().mean()
@@ -52,7 +52,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 
 def trained() -> tuple[Net, torch.optim.Optimizer]:
-    """A module and its optimizer after some steps."""
+    """Return a module and its optimizer after some steps."""
     torch.manual_seed(1)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ def test_a_module_is_given_memory_by_a_load(before: bool) -> None:
 
 
 def test_a_module_may_be_on_meta_in_part(caplog: pytest.LogCaptureFixture) -> None:
-    """A load fills parameters in memory in place; what is not stored stays on meta."""
+    """A load fills parameters in memory in place; parameters that are not stored stay on meta."""
     net, _ = trained()
     uri = saved({"net": net})
     into = on_meta()
@@ -229,7 +229,7 @@ def seen(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def stored() -> tuple[str, dict[str, Any]]:
-    """A checkpoint, and the state in it."""
+    """Save a checkpoint; return it and its state."""
     state, uri = job(0.5), fresh_uri()
     train_job(state)
     holdfast.save(uri, state)

@@ -300,13 +300,13 @@ ADAMW = torch.optim.AdamW
 
 
 def net_of(dtype: torch.dtype) -> nn.Sequential:
-    """The same weights each time."""
+    """Return a module with the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
 
 
 def step(net: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """One step of training."""
+    """Take one step of training."""
     dtype = next(net.parameters()).dtype
 
     def loss() -> torch.Tensor:
@@ -320,7 +320,7 @@ def step(net: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 def moments(optim: torch.optim.Optimizer) -> dict[str, torch.dtype]:
-    """The dtypes of everything with dimensions."""
+    """Return the dtypes of all states with dimensions."""
     found = {}
     for number, entry in optim.state_dict()["state"].items():
         for name, value in entry.items():
@@ -390,7 +390,7 @@ def test_present_state_keeps_its_dtype() -> None:
 
 
 def with_orphans() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """A module one of whose layers was replaced after its optimizer was made."""
+    """Return a module; one of its layers was replaced after its optimizer was made."""
     net = net_of(torch.float32)
     optim = ADAMW([{"params": net[1].parameters()}, {"params": net[0].parameters()}])
     step(net, optim)

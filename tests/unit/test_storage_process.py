@@ -45,7 +45,7 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The sizes of all buffers allocated from now on; none is kept from before."""
+    """Return the sizes of all buffers allocated from now on; drop the pooled ones."""
     holdfast.release_memory()
     sizes: list[int] = []
     on_allocation(monkeypatch, sizes.append)
@@ -297,7 +297,7 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def uri(tmp_path: Path) -> Path:
-    """A checkpoint of a few tensors."""
+    """Save a checkpoint of a few tensors; return its URI."""
     holdfast.save(tmp_path / "c", {"w": torch.ones(1000)})
     return tmp_path / "c"
 

@@ -45,7 +45,7 @@ INDICES: list[Any] = [
 
 @pytest.fixture(scope="module")
 def stored() -> tuple[str, torch.Tensor]:
-    """A checkpoint of one tensor of shape (5, 4, 7)."""
+    """Save a checkpoint of one tensor of shape (5, 4, 7)."""
     uri, tensor = fresh_uri(), torch.arange(140).reshape(5, 4, 7)
     holdfast.save(uri, {"x": tensor})
     return uri, tensor
@@ -158,7 +158,7 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("budget_nbytes", [0, 200, 1 << 20])
 def test_whole_tensors_come_in_the_order_of_the_state(budget_nbytes: int) -> None:
-    """All of them, or those that are chosen; tied ones by each of their names."""
+    """A share has all tensors, or the selected ones, and tied ones under each of their names."""
     with holdfast.open(saved(state())) as c:
         found = dict(c.read_shares(budget_nbytes=budget_nbytes))
         assert list(found) == list(c.tensors)
@@ -251,7 +251,7 @@ def network() -> nn.Sequential:
 
 @pytest.fixture
 def objects() -> dict[str, Any]:
-    """The state that is saved, as objects."""
+    """Return the saved state, as objects."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
@@ -262,7 +262,7 @@ def objects() -> dict[str, Any]:
 
 @pytest.fixture
 def uri(tmp_path: Path, objects: dict[str, Any]) -> str:
-    """The checkpoint of ``objects``."""
+    """Return the checkpoint of ``objects``."""
     holdfast.save(tmp_path / "c", objects)
     return str(tmp_path / "c")
 

@@ -78,7 +78,7 @@ class InPieces(MemoryDriver):
 
 @pytest.fixture
 def near(serve: Serve) -> Seen:
-    """The reads of drivers of this host."""
+    """Return the reads of drivers of this host."""
     made = Seen()
     made.uri = serve(lambda location: InPieces(location, made))
     return made
@@ -244,7 +244,7 @@ class HandsOver(MemoryDriver):
 
 @pytest.fixture
 def library(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    """A library whose drivers hand over fetched memory."""
+    """Return a library whose drivers hand over fetched memory."""
     made = Library()
     made.uri = serve(lambda location: HandsOver(location, made))
     read_within(monkeypatch, BUDGET_NBYTES)
@@ -343,7 +343,7 @@ class Handed(MemoryDriver):
 
 @pytest.fixture
 def manifest() -> Manifest:
-    """Of an image of four chunks, the last of which is short."""
+    """Return the manifest of an image of four chunks, the last of which is short."""
     STORES.pop(NAME, None)
     content = torch.arange(NBYTES, dtype=torch.int32).to(torch.uint8)
     holdfast.save(f"memory://{NAME}/saved", {"w": content})

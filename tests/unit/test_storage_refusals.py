@@ -55,7 +55,7 @@ def _nothing_is_written(tmp_path: Path) -> Iterator[None]:
 
 
 def cycle() -> list[Any]:
-    """A list that contains itself, at two removes."""
+    """Return a list that contains itself, two levels down."""
     made: list[Any] = []
     made.append({"again": (made,)})
     return made

@@ -363,7 +363,7 @@ class Listening:
 
 
 def staged_state(rank: int) -> dict[str, Any]:
-    """Two kinds of ranks, that have something in common, and each something of its own."""
+    """Return the state of a rank: tensors of all ranks, of every second rank, and its own."""
     stage = {f"layer {i} of stage {rank % 2}": torch.full((3,), float(i)) for i in range(50)}
     return {
         "shared": torch.arange(1000.0),
@@ -375,7 +375,7 @@ def staged_state(rank: int) -> dict[str, Any]:
 def saved(
     driver: MemoryDriver, hosts: Sequence[str | None], memory: Sequence[GlobalPlans]
 ) -> tuple[Listening, list[Any]]:
-    """Save as one rank per host named, which may be the same; return what they have told, and the
+    """Save as one rank per named host; hosts may repeat. Return the store with its record, and the
     outcomes."""
     store = Listening()
 
@@ -388,7 +388,7 @@ def saved(
 
 
 def memories(world: int) -> list[GlobalPlans]:
-    """Nothing was agreed on before."""
+    """Return empty caches of plans."""
     return [LruCache(2) for _ in range(world)]
 
 

@@ -1,4 +1,4 @@
-"""Test rounds over a store and failing ranks: each failure is told by name, no key is left."""
+"""Rounds over a store, and failing ranks: each failure is reported by name, and no key is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.clocked
 
 @pytest.fixture(params=["hash", "tcp"])
 def store(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A store as torch.distributed has them."""
+    """Return a store of torch.distributed."""
     if request.param == "hash":
         yield dist.HashStore()
     else:
@@ -54,7 +54,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def plain_store() -> Any:
-    """One that is enough where time is what matters."""
+    """Return a store for tests in which time matters."""
     return dist.HashStore()
 
 
@@ -64,7 +64,7 @@ def kept(world: int) -> int:
 
 
 def together(store: Any, acts: Sequence[Act], silence_s: float = 5.0) -> list[Any]:
-    """One call of a new job, one rank per act."""
+    """Make one call of a new job, one rank per act."""
     return repeatedly(store, 1, acts, silence_s)[0]
 
 
@@ -168,7 +168,7 @@ def test_a_rank_without_a_sign_of_life_is_named_within_the_deadline(
 
 
 def working(seconds: float) -> Act:
-    """A rank that takes so long before its round, and moves something all the time."""
+    """Return an act that takes this long before its round, and makes progress all the time."""
 
     async def what(team: Team) -> bytes:
         end_s = time.monotonic() + seconds
@@ -201,7 +201,7 @@ def test_a_rank_that_beats_and_where_nothing_moves_is_named(stuck: int, plain_st
     assert raised.pop(stuck) is None
     assert [(type(e), e.rank) for e in raised] == [(errors.DeadlineError, stuck)] * 2
     assert f"rank {stuck} is alive" in str(raised[0])
-    # Rank 1 may notice before the leader, which waits for the same rank, has told it.
+    # Rank 1 may notice before it learns of it from the leader, which waits for the same rank.
     noticed = f"rank {stuck}, for which rank 0 waits"
     assert f"rank {stuck} is alive" in str(raised[1]) or noticed in str(raised[1])
     assert all("round 'b'" in str(e) for e in raised)

@@ -39,7 +39,7 @@ NBYTES = 3 << 24
 
 @pytest.fixture
 def uri() -> str:
-    """Nothing is there yet."""
+    """Return an unused URI."""
     return fresh_uri()
 
 
@@ -51,12 +51,12 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def state() -> dict[str, Any]:
-    """Two tensors, of four chunks together."""
+    """Return two tensors, of four chunks together."""
     return {"a": torch.zeros(NBYTES, dtype=torch.uint8), "b": torch.ones(5), "step": 7}
 
 
 def loaded(uri: str, **options: Any) -> holdfast.LoadReport:
-    """The report of a load into a state of the same shape."""
+    """Load into a state of the same shape; return the report."""
     reports: list[holdfast.LoadReport] = []
     holdfast.load(uri, state(), on_report=reports.append, **options)
     return reports[0]
@@ -228,7 +228,7 @@ DASHBOARD = Path(__file__).parents[2] / "docs/examples/grafana-dashboard.json"
 
 
 def small_state() -> dict[str, Any]:
-    """A small state."""
+    """Return a small state."""
     return {"w": torch.arange(999.0)}
 
 

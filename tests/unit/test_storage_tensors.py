@@ -25,7 +25,7 @@ from holdfast.storage.state.plan import plan_image
 
 
 def dtypes() -> list[torch.dtype]:
-    """Every dtype of this torch that is not quantized."""
+    """Return every dtype of this torch that is not quantized."""
     found = {value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
     return sorted((d for d in found if "qint" not in str(d) and "quint" not in str(d)), key=str)
 
@@ -79,7 +79,7 @@ def views() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     ids=str,
 )
 def test_views_are_stored_as_what_they_show(dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """Views of one memory come back with their own elements, loaded anew and into such views."""
+    """Views of one memory come back with their own elements, in new tensors and in such views."""
 
     def make() -> dict[str, torch.Tensor]:
         whole = random_bits(rng, dtype, (4, 3, 5, 6))
@@ -212,7 +212,7 @@ def array(values: Any) -> np.ndarray:
 
 
 def untied(first: float, second: float) -> tuple[str, LM]:
-    """A checkpoint of two tensors, each of one value."""
+    """Save a checkpoint of two tensors, each of one value."""
     model, uri = LM(False), fresh_uri()
     with torch.no_grad():
         model.emb.weight.fill_(first)

@@ -59,7 +59,7 @@ def trained(model: LM, optim: torch.optim.Optimizer, steps: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LM, torch.optim.Optimizer]:
-    """A trained model and its optimizer, and a DCP folder of them."""
+    """Return a trained model and its optimizer, and a DCP folder of them."""
     torch.manual_seed(1)
     model = LM()
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)

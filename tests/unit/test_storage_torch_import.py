@@ -385,7 +385,7 @@ def test_any_pickle_is_read_or_refused(tail: bytes, keep: int) -> None:
 
 
 def zipped(contents: dict[str, bytes], comment: bytes = b"") -> bytes:
-    """A zip file with these records in a folder."""
+    """Return a zip file with these records in a folder."""
     into = io.BytesIO()
     with zipfile.ZipFile(into, "w") as archive:
         archive.comment = comment
@@ -400,7 +400,7 @@ TWO_RECORDS = zipped({"data.pkl": b"pickle", "data/0": bytes(100)})
 @pytest.mark.nightly(4)
 @pytest.mark.parametrize(("count", "comment"), [(0, b""), (3, b"a comment"), (66_000, b"")])
 def test_records_are_where_zipfile_finds_them(count: int, comment: bytes) -> None:
-    """Also where there are more than 16 bits count, and before a comment."""
+    """The archive may have more records than 16 bits can count, or a comment at its end."""
     data = zipped({f"data/{number}": bytes(number % 7) for number in range(count)}, comment)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         expected = {

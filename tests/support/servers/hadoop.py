@@ -57,7 +57,7 @@ class Hadoop:
     name node closes a file only after the DataNode has reported the block, and clients look again
     after half a second."""
     ha: bool = False
-    """Whether there are two name nodes, the first of them active."""
+    """True if there are two name nodes, the first of them active."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Further properties for every server."""
     host: str = "127.0.0.1"

@@ -60,7 +60,7 @@ class OddStore:
     page: int = 1000
     """Objects per page of a listing."""
     honours_tokens: bool = True
-    """Whether a listing continues where a continuation token says."""
+    """True if a listing continues where a continuation token says."""
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     uploads: dict[str, Unfinished] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)

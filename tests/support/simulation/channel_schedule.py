@@ -33,9 +33,9 @@ class ChannelActor:
     steps: int
     gap_s: float
     again: bool = True
-    """Whether it is restarted after it has died."""
+    """True if it is restarted after it has died."""
     waits: bool = True
-    """Whether a trainer waits for each push, or an engine pauses between prepare and commit."""
+    """True if a trainer waits for each push, or an engine pauses between prepare and commit."""
     failing: int = -1
     """The push in which one rank of a trainer fails before it begins; -1: none."""
     share: float = 0.01
@@ -44,7 +44,7 @@ class ChannelActor:
     """The target that the engine fills: a module, tensors, or nothing."""
     in_place: bool = False
     timeout_s: float = 0.0
-    """How long an update waits for a newer version."""
+    """Seconds that an update waits for a newer version."""
     slip: None = None
 
 

@@ -93,7 +93,7 @@ class Hosts(Promises):
         super().__init__(seed, log)
         draw = self.random
         self.alone = alone
-        """Whether there is only one host."""
+        """True if there is only one host."""
         self.clients = itertools.count(1)
         self.jobs = itertools.count(1)
         self.numbers = itertools.count(1)
@@ -115,12 +115,12 @@ class Hosts(Promises):
         self.history = seed // 4 % 3 if seed % 4 == 3 else 0
         self.rests_at_end = seed % 3 == 0
         self.is_struck = seed % 4 == 1
-        """Whether bits of the protected step flip again and again."""
+        """True if bits of the protected step flip again and again."""
         self.lags = Random(str(seed))
         """Decides how far hosts have come when a load fails: a separate generator, so that it
         changes no other draw."""
         self.is_ruined = seed % 8 == 1
-        """Whether bits of all steps flip while no step reaches storage, until all is calm."""
+        """True if bits of all steps flip while no step reaches storage, until all is calm."""
         if self.is_ruined:
             self.flush_fails = 1.0
         self.fault_rate = draw.choice([0.002, 0.005, 0.01])
@@ -132,7 +132,7 @@ class Hosts(Promises):
         self.full = False
         self.cuts: set[frozenset[str]] = set()
         self.impeded = False
-        """Whether memory was full, or hosts were cut off, at any time since a rebuild began."""
+        """True if memory was full, or hosts were cut off, at any time since a rebuild began."""
         self.deaths: list[Trainer] = []
         self.epochs = Epochs()
         self.job: Job | None = None
@@ -526,7 +526,8 @@ class Hosts(Promises):
         self.begin_job()
 
     def kill_keeper(self, host: Host) -> None:
-        """Replace a host's keeper. The new one knows nothing, or what the service has kept."""
+        """Replace a host's keeper. The new one starts empty, or with the memory that a service
+        keeps."""
         self.count("keeper killed", str(host.keeper))
         before = host.keeper
         self.lost(before)

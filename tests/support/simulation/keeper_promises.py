@@ -75,9 +75,9 @@ class Promises:
         self.log = log
         self.random = random.Random(seed)
         self.is_service = seed % 4 == 2
-        """Whether keepers are services, whose memory outlives them."""
+        """True if keepers are services, whose memory outlives them."""
         self.rests = False
-        """Whether all trainers idle."""
+        """True if all trainers idle."""
         self.counts: Counter[str] = Counter()
         self.lineage: dict[int, int] = {}
         self.storage: dict[int, int] = {}

@@ -46,7 +46,7 @@ T = TypeVar("T")
 PAGE = 5
 """Entries per page of a listing."""
 BEHIND_S = 30.0
-"""How long a stale listing may miss a change."""
+"""Longest time for which a stale listing may miss a change."""
 QUIET_S = 3600.0
 HIDDEN = ".tmp-"
 

@@ -92,7 +92,7 @@ class Slip:
     late_s: float
     """Seconds by which the rank comes later than the others; negative if it comes earlier."""
     meet: bool
-    """Whether the ranks meet before the next call, which then has the same name. Ignored after a
+    """True if the ranks meet before the next call, which then has the same name. Ignored after a
     death."""
     failing: tuple[int, ...] = ()
     """Further calls of that name if the ranks meet. Each entry is a bit mask of the ranks that fail
@@ -110,13 +110,13 @@ class ActorPlan:
     begin_s: float
     state: int = 0
     again: bool = False
-    """Whether it is restarted after it has died or failed."""
+    """True if it is restarted after it has died or failed."""
     odd: bool = False
-    """Whether its ranks disagree on who holds which data: it must never be committed."""
+    """True if its ranks disagree on who holds which data: it must never be committed."""
     slip: Slip | None = None
     """A slip in the job's first call; a second call follows."""
     saver: bool = False
-    """Whether its ranks save through savers."""
+    """True if its ranks save through savers."""
     killed_s: float = 0.0
     """Seconds after their start at which its ranks are killed, one after the other; 0: never."""
     base: str = ""
@@ -143,7 +143,7 @@ class Schedule:
     chunks: int
     """Approximate number of chunks in a rank's image."""
     before: bool
-    """Whether a checkpoint exists when the run begins."""
+    """True if a checkpoint exists when the run begins."""
     actors: tuple[ActorPlan, ...]
     faults: tuple[Fault, ...]
     restless: float = 0.2
