@@ -32,6 +32,10 @@ bytes."""
 Forward = Callable[[int, HostBuffer], Awaitable[None]]
 """Called with the same arguments after the delivery; the buffer is free once it returns."""
 
+_RUN_NBYTES = 64 << 20
+_RUNS_PER_THREAD = 4
+"""Number of runs per thread, at least: fewer would leave threads idle at the end."""
+
 NOT_WHAT_WAS_WRITTEN = "are not what was written"
 
 
@@ -223,12 +227,22 @@ class ImageReader:
             if taken < len(numbers):
                 raise _wrong_piece(taken, 0, sizes[numbers[taken]])
 
-        reads = list(connected_reads(plan, self.manifest.chunk_nbytes))
+        reads = list(connected_reads(plan, self._run_nbytes(sum(sizes))))
         traits = self.driver.traits
         jobs = max(1, min(traits.concurrency, self.budget_nbytes // (2 * traits.piece_nbytes)))
         budget = Budget(jobs, {"io": jobs})
         pipeline = Pipeline([Stage("read", "io", read)], budget, where=where)
         await pipeline.run(reads, [1] * len(reads))
+
+    def _run_nbytes(self, nbytes: int) -> int:
+        """Return the most bytes of ``nbytes`` to read in one run. Remote storage gets a request for
+        each chunk, to serve them in parallel. From memory, runs are longer: between two of them, a
+        thread waits for the event loop, and both for the GIL."""
+        chunk_nbytes = self.manifest.chunk_nbytes
+        if self.driver.remote:
+            return chunk_nbytes
+        share_nbytes = nbytes // (_RUNS_PER_THREAD * CPU_THREADS)
+        return max(1, min(_RUN_NBYTES, share_nbytes) // chunk_nbytes) * chunk_nbytes
 
     def jobs(self, reads: int, extra_nbytes: int = 0) -> int:
         """Return how many jobs fit the budget if each needs ``extra_nbytes`` beyond its buffer.
@@ -378,8 +392,9 @@ def are_pieces(plan: LoadPlan, piece_nbytes: int) -> bool:
     return bool((plan.start // piece_nbytes == (plan.stop - 1) // piece_nbytes).all())
 
 
-def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
-    """Yield runs of reads in one chunk that are adjacent to each other."""
+def connected_reads(plan: LoadPlan, run_nbytes: int) -> Iterator[range]:
+    """Yield runs of reads that are adjacent to each other; none crosses a multiple of
+    ``run_nbytes``."""
     images = plan.image.tolist()
     starts = plan.start.tolist()
     stops = plan.stop.tolist()
@@ -389,7 +404,7 @@ def connected_reads(plan: LoadPlan, chunk_nbytes: int) -> Iterator[range]:
             number < len(starts)
             and images[number] == images[first]
             and starts[number] == stops[number - 1]
-            and starts[number] % chunk_nbytes != 0
+            and starts[number] % run_nbytes != 0
         )
         if not is_connected:
             yield range(first, number)
