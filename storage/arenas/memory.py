@@ -27,8 +27,13 @@ _ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE
 RESERVE_NBYTES = 256 << 20
 """Memory to leave to the rest of the system."""
 _RESERVED_AT_ONCE_NBYTES = 256 << 20
+_HUGE_NBYTES = 2 << 20
 _POPULATE_WRITE = 23
+_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def sealed_memory(nbytes: int) -> int:
@@ -57,10 +62,13 @@ def reserved_memory(
     prefer_node(memory.address, nbytes, node)
     try:
         for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
-            part_nbytes = min(_RESERVED_AT_ONCE_NBYTES, nbytes - start)
-            # Through the mapping first: fallocate cannot request huge pages.
-            memory.populate(start, start + part_nbytes)
-            os.posix_fallocate(memory.fd, start, part_nbytes)
+            stop = min(start + _RESERVED_AT_ONCE_NBYTES, nbytes)
+            # Hosts may give huge pages to page faults only, or only to whole small pages.
+            for page in range(start, stop, _HUGE_NBYTES):
+                memory.populate(page, page + 1)
+            os.posix_fallocate(memory.fd, start, stop - start)
+            _advise(memory.address + start, stop - start, _COLLAPSE)
+            memory.populate(start, stop)
             moved()
     except OSError:
         memory.close()
@@ -88,6 +96,28 @@ def map_shared(fd: int, nbytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRIT
     if not nbytes:
         raise OSError(errno.EINVAL, "memory of 0 bytes cannot be mapped")
     return mmap.mmap(fd, nbytes, prot=prot)
+
+
+def _map_aligned(fd: int, nbytes: int, prot: int) -> tuple[mmap.mmap, int]:
+    """Map the memory behind ``fd`` at an address where it can have huge pages. Return a mapping
+    that contains it, and where it begins there. Raises OSError, also for 0 bytes."""
+    if not nbytes:
+        raise OSError(errno.EINVAL, "memory of 0 bytes cannot be mapped")
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    around = mmap.mmap(-1, nbytes + _HUGE_NBYTES, flags=private)
+    first = int(np.frombuffer(around, np.uint8).ctypes.data)
+    start = -first % _HUGE_NBYTES
+    mapped = _libc.mmap(
+        ctypes.c_void_p(first + start),
+        ctypes.c_size_t(nbytes),
+        prot,
+        mmap.MAP_SHARED | _MAP_FIXED,
+        fd,
+        ctypes.c_long(0),
+    )
+    if mapped != first + start:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return around, start
 
 
 def check_sealed(fd: int, nbytes: int | None = None, *, unchangeable: bool = False) -> int:
@@ -129,10 +159,10 @@ class _Mapping:
     """A mapping that lasts as long as this object. ``before_unmapping``: called before it is
     unmapped; must not raise."""
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self.mapped = mapped
-        self.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
-        self._nbytes = len(mapped)
+    def __init__(self, mapped: mmap.mmap, start: int, nbytes: int) -> None:
+        self.view = memoryview(mapped)[start : start + nbytes]
+        self.address = int(np.frombuffer(self.view, np.uint8).ctypes.data)
+        self._nbytes = nbytes
         self.before_unmapping: Callable[[], None] | None = None
 
     def __del__(self) -> None:
@@ -165,7 +195,7 @@ class Memory:
         try:
             check_sealed(self.fd, self.nbytes)
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
-            mapped = map_shared(self.fd, self.nbytes, prot)
+            mapped, start = _map_aligned(self.fd, self.nbytes, prot)
         except (OSError, ValueError):
             fd, self.fd = self.fd, -1  # or __del__ would close whatever has that number by then
             os.close(fd)
@@ -173,8 +203,8 @@ class Memory:
         mapped.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # older kernel
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        self._mapping = _Mapping(mapped)
-        self.view = memoryview(mapped)
+        self._mapping = _Mapping(mapped, start, self.nbytes)
+        self.view = self._mapping.view if self.writable else self._mapping.view.toreadonly()
         self.address = self._mapping.address
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
