@@ -23,7 +23,7 @@ MODEL = {f"l{i}": torch.full((12_000,), float(i)) for i in range(6)}
 
 
 def source(folder: Path, kind: str) -> tuple[Path, dict[str, Any]]:
-    """Make what is copied: a checkpoint of four images, or a model's file; return its state too."""
+    """Make a source: a checkpoint of four images, or a model's file. Return its state, too."""
     if kind == "import":
         save_file(MODEL, folder / "model.safetensors")
         return folder / "model.safetensors", MODEL

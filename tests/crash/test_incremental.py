@@ -1,4 +1,4 @@
-"""Incremental saves to a disk that shares blocks: killed, without their base, without room, many."""
+"""Incremental saves to a disk that shares blocks: killed, without a base, without room, many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 60.0
 POINTS = 8
 FILES_MAX = 40
 FROZEN_NBYTES = 4 << 20
-"""Bytes that are equal in all steps; about a fifth of that is not."""
+"""Bytes that are equal in all steps. About a fifth of that changes."""
 
 
 @pytest.fixture(scope="module", params=["xfs", "ext4"])
@@ -114,7 +114,7 @@ def _manifest(base: Path) -> None:
 def test_a_base_removed_by_hand_at_any_moment_harms_no_save(
     remove: Callable[[Path], None], folder: Path, seed: int
 ) -> None:
-    """The save never fails, and what it has borrowed stays."""
+    """The save never fails, and keeps its borrowed data."""
     calls, borrowed = 0, []
 
     def saved(at: int) -> Any:
@@ -142,8 +142,8 @@ def test_a_base_removed_by_hand_at_any_moment_harms_no_save(
 
 @pytest.mark.nightly(16)
 def test_a_copy_of_a_run_that_is_killed_is_resumed(folder: Path, seed: int) -> None:
-    """Wherever it was killed, all checkpoints there are whole, and the same command completes the
-    run: what they share is sent once. Then all but one are deleted, in any order."""
+    """All checkpoints at the destination are whole, wherever the copy was killed. The same command
+    completes the run, and sends shared data once. Then all but one are deleted, in any order."""
     chance, source = random.Random(seed), folder / "source"
     with holdfast.Checkpointer(source, every=1, incremental=True, lazy=False) as run_:
         run_.resume({})
@@ -180,7 +180,7 @@ def test_a_copy_of_a_run_that_is_killed_is_resumed(folder: Path, seed: int) -> N
 
 
 def used_nbytes(folder: Path) -> int:
-    """Return the space that is taken on a disk, once all is written."""
+    """Return the used space of a disk after all writes."""
     run("sync", "-f", folder)
     room = os.statvfs(folder)
     return (room.f_blocks - room.f_bfree) * room.f_frsize
@@ -188,7 +188,7 @@ def used_nbytes(folder: Path) -> int:
 
 @pytest.mark.timeout(300)
 def test_an_incremental_save_needs_room_for_what_has_changed_only(folder: Path, seed: int) -> None:
-    """Without it, the save fails, and the earlier checkpoint stays whole."""
+    """Without that room, the save fails, and the earlier checkpoint stays whole."""
     base, uri, other = folder / "1", folder / "2", folder.parent / "other"
     holdfast.save(base, tuned_state(1))
     fits = []
@@ -218,7 +218,7 @@ def test_an_incremental_save_needs_room_for_what_has_changed_only(folder: Path, 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.nightly(60))])
 def test_neither_files_nor_space_grow_in_a_long_run(count: int, folder: Path) -> None:
-    """Three checkpoints are retained, which share what has not changed."""
+    """Three checkpoints are retained, which share unchanged data."""
     before_nbytes = used_nbytes(folder)
     seen = []
     with holdfast.Checkpointer(
@@ -229,7 +229,7 @@ def test_neither_files_nor_space_grow_in_a_long_run(count: int, folder: Path) ->
             handle = run_.step(step, tuned_state(step))
             assert handle is not None
             report = handle.wait()
-            is_whole = step % 50 == 1  # which bounds what one damaged block harms
+            is_whole = step % 50 == 1  # bounds the harm of one damaged block
             assert (report.borrowed_nbytes > FROZEN_NBYTES // 2) != is_whole
             if step >= 5 and step % 5 == 0:
                 run_.wait()

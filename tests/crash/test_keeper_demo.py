@@ -1,4 +1,4 @@
-"""``holdfast keeper demo``, the whole of it: what it shows is so, and nothing is left of it."""
+"""The complete ``holdfast keeper demo``: its output is true, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PROGRAM = "import sys, holdfast.cli as cli; sys.argv[0] = 'holdfast'; cli.main()
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """An empty folder for temporary files, whose path is short enough for sockets."""
+    """Return an empty folder for temporary files, with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="hd") as folder:
         yield Path(folder)
 
 
 def begin(scratch: Path) -> subprocess.Popen[str]:
-    """Begin the demo, with the folder for its temporary files."""
+    """Start the demo, with the folder for its temporary files."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "keeper", "demo"],
         env=os.environ | {"TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"},
@@ -45,13 +45,13 @@ def processes(scratch: Path) -> list[int]:
         try:
             if wanted in path.read_bytes():
                 found.append(int(path.parent.name))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended
             continue
     return found
 
 
 def test_each_job_goes_on_with_what_there_is(scratch: Path) -> None:
-    """Out of the memory of keepers, out of parity, and out of storage; with the losses of an
+    """Jobs resume from the memory of keepers, from parity, and from storage, with the losses of an
     uninterrupted run."""
     with begin(scratch) as demo:
         out, err = demo.communicate(timeout=400)
@@ -69,7 +69,7 @@ def test_each_job_goes_on_with_what_there_is(scratch: Path) -> None:
 def test_nothing_is_left_of_a_demo_that_is_interrupted(
     scratch: Path, number: signal.Signals
 ) -> None:
-    """Neither keepers nor trainers, in the middle of the second job; nor a folder."""
+    """It ends in the middle of the second job, without keepers, trainers or a folder."""
     with begin(scratch) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:

@@ -26,7 +26,7 @@ DELAY_S = 0.12
 
 
 def killed_at(step: int, **options: object) -> Job:
-    """A job whose trainers are all killed once that step is protected."""
+    """Return a job whose trainers are all killed once that step is protected."""
     return Job(step, accident=Accident(step, "kill"), guards=True, **options)  # type: ignore[arg-type]
 
 
@@ -91,12 +91,12 @@ def test_ranks_wait_for_an_image_that_takes_long_to_make_again(run: KeptRun) -> 
     run.lose("b")
     found = run.train(Job(5, hosts=("a", "new", "c"), patience_s=4, rate="20KiB"), 3)
     found.check(3, "memory", 5)
-    assert found.resumed["seconds"] > 4  # else it took no longer than they wait in any case
+    assert found.resumed["seconds"] > 4  # otherwise it took no longer than their usual patience
 
 
 @pytest.mark.nightly(12)
 def test_keepers_are_asked_again_once_all_have_offered_what_they_hold(run: KeptRun) -> None:
-    """Earlier answers may be inconsistent, since keepers still dropped images in between."""
+    """Earlier answers may be inconsistent, because keepers still dropped images in between."""
     found = run.train(Job(1, hosts=HOSTS[:2], late_s=1.0), 2)
     assert found.code == 0, found.stderr
     looks = [
@@ -120,7 +120,7 @@ def test_a_job_goes_on_with_fewer_hosts_and_ranks(run: KeptRun) -> None:
 @pytest.mark.nightly(25)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resume_waits_for_a_host_that_does_not_answer(run: KeptRun, ranks: int) -> None:
-    """It holds images of a newer step. It is one of the job's hosts, or of the job before."""
+    """The host holds images of a newer step. It belongs to this job, or to the previous one."""
     run.train(Job(5, every=4, hosts=HOSTS[:2], protect="off", accident=Accident(5, "kill")), 2)
     assert run.steps() == [4]
     job = Job(8, every=4, hosts=HOSTS[:ranks], protect="off", deadline_s=2.0)
@@ -179,7 +179,7 @@ def test_hosts_that_are_too_few_for_what_is_asked_are_refused_by_name(run: KeptR
 
 @pytest.mark.nightly(40)
 def test_keepers_cannot_reach_each_other(run: KeptRun) -> None:
-    """Training goes on, and steps are protected and durable again once the network is back."""
+    """Training continues. Steps are protected and durable again once the network is back."""
     probe = subprocess.run(["unshare", "--net", "ip", "link", "set", "lo", "up"], check=False)
     if os.geteuid() or probe.returncode:
         pytest.skip("this user may not create network namespaces")
@@ -209,7 +209,7 @@ def test_storage_is_away(run: KeptRun) -> None:
     wait_until(lambda: 4 in run.steps(), 120)
     away = run.uri.with_name("away")
     os.rename(run.uri, away)
-    run.uri.touch()  # so that nobody makes a new folder
+    run.uri.touch()  # prevents a new folder
     time.sleep(5)
     assert process.poll() is None
     run.uri.unlink()

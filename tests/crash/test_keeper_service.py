@@ -1,4 +1,4 @@
-"""A keeper that is a service of systemd: a real one starts it anew, and has kept its memory."""
+"""A keeper that is a service of systemd: a real systemd restarts it, and has kept its memory."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def steps_held(run: KeptRun) -> list[int]:
 
 
 def is_anew(run: KeptRun, pid: int) -> bool:
-    """Return whether the service has another process, and it is ready."""
+    """Return whether the service has a new process that is ready."""
     status = run.status_of()
     return status["pid"] != pid and bool(status["ready"])
 
 
 @pytest.mark.nightly(29)
 def test_steps_survive_the_keeper_and_all_trainers(run: KeptRun) -> None:
-    """Nobody is left who could hand them over: systemd has kept the memory. The job goes on from
-    there, and what it keeps then is kept as well."""
+    """No process is left to hand them over, but systemd has kept the memory. The job resumes from
+    there, and its next steps are kept as well."""
     for first, accident in ((1, 6), (7, 10)):
         found = run.train(Job(15, starts=False, accident=Accident(accident, "kill")), 2)
         assert min(found.losses) == first, found.stderr
@@ -83,7 +83,7 @@ _STARTED_S = 20.0
 
 @contextmanager
 def user_systemd(service: str) -> Iterator[None]:
-    """Run a systemd with this service. Skip where there is none, or it does not start."""
+    """Run a systemd with this service. Skips the test if there is none, or it does not start."""
     if not os.path.exists(_SYSTEMD) or not shutil.which("unshare") or os.getuid():
         pytest.skip("no systemd, or no right to run one in a namespace of mounts")
     in_namespace = ["unshare", "--mount", "sh", "-c", _AS_IF_BOOTED, "sh"]
@@ -95,7 +95,7 @@ def user_systemd(service: str) -> Iterator[None]:
         log = Path(folder) / "log"
 
         def ask(*arguments: str) -> str:
-            """Return what ``systemctl`` says."""
+            """Return the output of ``systemctl``."""
             done = subprocess.run(
                 [*in_namespace, "systemctl", "--user", *arguments],
                 env=environment,

@@ -52,7 +52,7 @@ def test_a_killed_trainer_whose_children_live_on_is_noticed(run: KeptRun) -> Non
     process, _ = run.begin(Job(5, forks=True, accident=Accident(5, "kill")))
     process.wait(60)
     assert process.stderr is not None
-    process.stderr.close()  # which its child has, too
+    process.stderr.close()  # its child has it, too
     found = run.train(Job(9))
     assert found.resumed == {"step": 5, "tier": "memory"}
     assert found.seconds < 30
@@ -95,7 +95,7 @@ def test_survivors_of_a_dead_rank_end_at_once(run: KeptRun) -> None:
 
 @pytest.mark.nightly(9)
 def test_a_keeper_ends_with_the_training(run: KeptRun) -> None:
-    """Its memory is not needed any more if the last step is in storage, unlike after a kill."""
+    """If the last step is in storage, its memory is no longer needed, unlike after a kill."""
     run.train(Job(4, every=4, accident=Accident(4, "kill")), 2)
     keeper = run.keeper_of()
     time.sleep(2)
@@ -144,8 +144,7 @@ def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRu
 def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted(
     run: KeptRun,
 ) -> None:
-    """Here no process of it is left. The newest step that was written there counts; older ones are
-    deleted."""
+    """No process of the host is left. The newest step written there counts; older ones are deleted."""
     nvme = run.folder / "nvme"
     local = {"local": str(nvme), "local_every": 3}
     run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2))
@@ -188,8 +187,8 @@ def test_a_new_layout_of_one_rank_does_not_end_steps_in_memory(run: KeptRun) -> 
 
 @pytest.mark.drill
 def test_a_trainer_that_wakes_in_another_epoch_is_refused_and_harms_nothing(run: KeptRun) -> None:
-    """It was stopped, so a new job has taken its place, while it has memory of the keeper mapped
-    that cannot be taken from it."""
+    """It was stopped, and a new job has taken its place. It still maps memory of the keeper, which
+    cannot be taken from it."""
     process, out = run.begin(Job(2000, pause_s=0.02))
     wait_until(lambda: (out / "resumed 0").exists() and run.status_of()["counters"]["agreed"] > 5)
     process.send_signal(signal.SIGSTOP)

@@ -23,7 +23,7 @@ POINTS_OF_ERRORS = 4
 def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(
     kind: str, tmp_path: Path, seed: int
 ) -> None:
-    """The old one, the new one, or either; and a save works there."""
+    """It is the old one, the new one, or either. A save works there."""
     committing = 0
     with new_block_device(kind, tmp_path) as device:
         uri = device.disk.folder / "run" / "c"
@@ -72,7 +72,7 @@ def test_every_disk_that_a_power_cut_leaves_holds_one_whole_checkpoint(
 def test_a_device_that_fails_is_an_error_or_did_no_harm(
     what: str, kind: str, tmp_path: Path, seed: int
 ) -> None:
-    """Mended and mounted again, it has the old checkpoint or the new one, whole."""
+    """After repair and a new mount, the device has the old checkpoint or the new one, whole."""
     with new_block_device(kind, tmp_path) as device:
         uri = device.disk.folder / "run" / "c"
         holdfast.save(uri, state_of_step(1))
@@ -92,7 +92,7 @@ def test_a_device_that_fails_is_an_error_or_did_no_harm(
                 holdfast.StorageDownError,
                 holdfast.AccessError,
                 holdfast.NotFoundError,
-            ):  # I/O errors; and then it is read-only
+            ):  # I/O errors, and later errors of a read-only file system
                 allowed, raised = {old, new}, raised + 1
             device.tell("work")
             device.disk.mend()

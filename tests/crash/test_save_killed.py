@@ -14,7 +14,7 @@ import holdfast
 
 WAIT_S = 60.0
 POINTS = 24
-"""Of about sixty; HOLDFAST_TEST_CRASH_POINTS=all tries all."""
+"""Number of points, of about sixty. HOLDFAST_TEST_CRASH_POINTS=all tries all."""
 
 
 def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> set[str]:
@@ -46,13 +46,13 @@ def left_after_a_save(uri: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> 
 def aftermath(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[bool, bool, set[str]]]:
-    """A save killed before the n-th of its system calls, over a checkpoint, for many n."""
+    """Kill a save over a checkpoint before the n-th of its system calls, for many n."""
     compression, points = request.param
     folder, found = tmp_path_factory.mktemp("killed"), {}
     process, pipe = spawned(save_and_die_at, str(folder / "counted"), 1, 0, compression)
     process.join(WAIT_S)
-    # A save over another makes a few calls more, to delete that one: so the last of these may not
-    # die.
+    # A save over a checkpoint makes a few more calls to delete it, so the process may survive the
+    # last of these points.
     for at in some(range(1, pipe.recv() + 10), points, POINTS):
         uri = folder / str(at)
         holdfast.save(uri, state_of_step(1000 + at), compression=compression)
@@ -73,7 +73,7 @@ def aftermath(
 def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(
     aftermath: dict[int, tuple[bool, bool, set[str]]],
 ) -> None:
-    """The old one, until the rename of the manifest; from there on the new one."""
+    """It is the old one until the rename of the manifest, and the new one from then on."""
     found = {at: new for at, (new, _, _) in aftermath.items()}
     assert found == {at: committed for at, (_, committed, _) in aftermath.items()}
     assert set(found.values()) == {False, True}
@@ -82,7 +82,7 @@ def test_a_save_killed_before_any_of_its_system_calls_leaves_a_whole_checkpoint(
 def test_what_a_killed_save_had_written_is_collected_by_the_next(
     aftermath: dict[int, tuple[bool, bool, set[str]]],
 ) -> None:
-    """Neither an image, nor a temporary file, nor an empty folder stays."""
+    """No image, temporary file or empty folder stays."""
     assert {at: left for at, (_, _, left) in aftermath.items() if left} == {}
 
 

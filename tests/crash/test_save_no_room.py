@@ -77,7 +77,7 @@ def test_a_disk_runs_full_at_any_byte(kind: str, nbytes: int, tmp_path: Path, se
 
 @pytest.mark.timeout(900)
 def test_a_limit_of_file_size_is_met_at_any_byte(tmp_path: Path, seed: int) -> None:
-    """``ulimit -f``: also where it cuts a write in two."""
+    """The limit is ``ulimit -f``. It may also cut a write in two."""
     uri = tmp_path / "c"
     holdfast.save(uri, state_of_step(1))
     largest = max(path.stat().st_size for path in uri.rglob("*"))

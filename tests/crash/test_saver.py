@@ -28,13 +28,13 @@ from holdfast.storage.saver import client
 
 WAIT_S = 60.0
 POINTS = 8
-"""Of about ninety; HOLDFAST_TEST_CRASH_POINTS=all tries all."""
+"""Number of points, of about ninety. HOLDFAST_TEST_CRASH_POINTS=all tries all."""
 
 
 @pytest.mark.timeout(300)
 def test_a_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> None:
-    """Once a saver has the image, the checkpoint appears, wherever in the save the trainer dies:
-    also in the middle of its own commit. The saver then ends, and the next save removes all else."""
+    """Once a saver has the image, the checkpoint appears, wherever in the save the trainer dies,
+    also in its own commit. The saver then ends, and the next save removes all leftovers."""
     process, pipe = spawned(save_and_die_at, str(tmp_path / "counted"), 1, 0, "counted")
     process.join(WAIT_S)
     until_savers_ended("counted")
@@ -53,7 +53,7 @@ def test_a_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> N
 
 @pytest.mark.timeout(300)
 def test_an_incremental_save_is_committed_although_its_trainer_is_killed(tmp_path: Path) -> None:
-    """What its saver has borrowed stays, also without the base."""
+    """The checkpoint keeps the data that its saver has borrowed, also without the base."""
     base = tmp_path / "base"
     holdfast.save(base, tuned_state(1))
     arguments = (str(tmp_path / "counted"), 2, 0, "counted", str(base))
@@ -84,7 +84,7 @@ def test_an_incremental_save_is_committed_although_its_trainer_is_killed(tmp_pat
 
 @pytest.fixture
 def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder to save to, by savers that are killed in between."""
+    """Return a folder for saves by savers that are killed in between."""
     for_any_size(monkeypatch)
     monkeypatch.setattr(client, "_state", client._State())
     yield tmp_path / "saved"
@@ -98,7 +98,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     [0.25, *(pytest.param(s, marks=pytest.mark.nightly(4)) for s in (0.0, 0.1, 0.4, 0.6))],
 )
 def test_a_killed_saver_is_replaced(saving: Path, delay_s: float) -> None:
-    """Wherever it dies, the save is written again, and training and later saves go on."""
+    """Wherever it dies, the save is written again. Training and later saves continue."""
     slow = f"file://{saving}?faults=seed:1,delay:1,delay_s:0.05"
     holdfast.async_save(slow, state_of_step(1)).wait()
     first = pid_of_saver()
@@ -115,7 +115,7 @@ def test_a_killed_saver_is_replaced(saving: Path, delay_s: float) -> None:
 
 
 def test_a_stopped_saver_is_replaced(saving: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like one that hangs. A save does not wait for it for ever."""
+    """A saver that hangs is replaced, too. A save does not wait for it forever."""
     monkeypatch.setattr(client, "SILENT_S", 0.3)
     monkeypatch.setattr(client, "BEAT_S", 0.1)
     slow = f"file://{saving}?faults=seed:1,delay:1,delay_s:0.05"
@@ -133,7 +133,7 @@ def test_a_stopped_saver_is_replaced(saving: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("killed", [(0, 1), (1, 0)])
 def test_the_savers_of_a_job_commit_without_it(tmp_path: Path, killed: tuple[int, int]) -> None:
-    """All ranks are killed, one after the other, while their images are written: the savers meet in
+    """All ranks are killed, one after the other, while their images are written. The savers meet in
     the storage."""
     uri = f"file://{tmp_path}/at?faults=seed:1,delay:1,delay_s:0.3"
     store = str(tmp_path / "store")

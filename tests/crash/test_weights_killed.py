@@ -62,7 +62,7 @@ def leftovers(uri: Path) -> list[str]:
 def test_a_trainer_is_killed_and_starts_again(
     begun: tuple[Path, int], tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every moment, subscribers have a published version; it continues above the newest."""
+    """At every moment, subscribers have a published version. It continues above the newest one."""
     start, calls = begun
     ended = set()
     for at in some(range(1, calls + 1), POINTS, seed):

@@ -93,7 +93,7 @@ def test_what_holdfast_saves_dcp_loads_in_any_layout(ranks: RankProcesses, tmp_p
 
 
 def test_plans_may_be_cached(ranks: RankProcesses, tmp_path: Path) -> None:
-    """DCP sends the plans with the first save alone."""
+    """DCP sends the plans only with the first save."""
     ranks.run(cached_plans, str(tmp_path), world=2)
     for number, step in (("0", 3), ("1", 1), ("2", 2)):
         assert difference(arranged_full(step), holdfast.load(tmp_path / number)) is None
@@ -105,7 +105,7 @@ def test_plans_may_be_cached(ranks: RankProcesses, tmp_path: Path) -> None:
 def test_a_value_of_one_rank_that_cannot_be_stored_fails_the_save_of_all(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Every rank learns which, and where; the checkpoint before it is untouched."""
+    """Every rank learns which value it is, and where. The previous checkpoint is untouched."""
     uri = tmp_path / "0"
     ranks.run(cached_plans, str(tmp_path), world=2)
     failed = errors(ranks.outcomes(ranks.begin(one_refused, str(uri), world=2)))
@@ -143,14 +143,14 @@ def test_some_ranks_save_in_a_process_group_of_their_own(
 
 @needs_no_dist
 def test_each_rank_may_save_alone(ranks: RankProcesses, tmp_path: Path) -> None:
-    """With no_dist, to a place of its own."""
+    """With no_dist, each rank saves to its own location."""
     ranks.run(each_alone, str(tmp_path), world=2)
 
 
 @pytest.mark.nightly(25)
 @needs_processes
 def test_an_asynchronous_save_may_run_in_a_process(tmp_path: Path) -> None:
-    """Under torchrun, DCP saves from a process beside each rank."""
+    """Under torchrun, DCP saves from an additional process per rank."""
     run_job("dcp", tmp_path, world=2)
     for name, step in (("process-1", 1), ("process-2", 2), ("thread-3", 3)):
         assert difference(arranged_full(step), holdfast.load(tmp_path / name)) is None
@@ -176,7 +176,7 @@ def test_without_collectives_the_ranks_meet_by_other_means(
 def test_without_collectives_a_failure_is_known_everywhere(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """At once; nothing changes, and the next save works."""
+    """They learn of it at once. Nothing changes, and the next save works."""
     uri = tmp_path / "c"
     ranks.run(without_collectives, str(uri), world=2)
     first, second = errors(

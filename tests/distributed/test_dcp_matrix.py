@@ -1,4 +1,4 @@
-"""The door into DCP beside DCP's own writer and reader: every save, then every load."""
+"""The door into DCP, compared with DCP's own writer and reader: every save, then every load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unlike(stock: Outcomes, other: Outcomes) -> Outcomes:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly(9)), 2])
 def test_all_but_deliberate_differences(world: int, ranks: RankProcesses, tmp_path: Path) -> None:
-    """A folder of DCP's own writer loads alike through our reader. Ours differs where the page says."""
+    """Our reader loads a folder of DCP's own writer alike. Ours differs where the page says so."""
     stock, ours, switched = (
         ranks.run(matrix, str(tmp_path / f"{writer}-{reader}"), writer, reader, world=world)
         for writer, reader in (("stock", "stock"), ("ours", "ours"), ("stock", "ours"))

@@ -19,7 +19,7 @@ CHUNKS = 5
 
 @pytest.fixture(scope="module")
 def uri(ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of what four ranks hold alike."""
+    """Save a checkpoint of tensors that are equal on four ranks; return its URI."""
     folder = str(tmp_path_factory.mktemp("replicated") / "c")
     ranks.run(replicated_save, folder, CHUNKS)
     return folder
@@ -76,7 +76,7 @@ def test_compressed_images_are_exchanged_as_they_are_unpacked(
 
 
 def test_without_a_checkpoint_each_rank_says_so(ranks: RankProcesses, tmp_path: Path) -> None:
-    """That includes the ranks that wait for another to read the manifest."""
+    """This includes the ranks that wait for another one to read the manifest."""
     raised = errors(ranks.outcomes(ranks.begin(exchanging_load, str(tmp_path / "none"), 1, "auto")))
     assert [type(error) for error in raised] == [holdfast.NotACheckpointError] * 4
 

@@ -33,7 +33,7 @@ OLD = {"x": torch.arange(100.0), "y": 1}
 
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
-    """A checkpoint that is to stay as it is."""
+    """Save a checkpoint that must stay unchanged; return its URI."""
     holdfast.save(tmp_path / "c", OLD)
     return str(tmp_path / "c")
 
@@ -115,7 +115,7 @@ def test_storage_that_ranks_do_not_share_is_found_out(tmp_path: Path) -> None:
 
 EXACT = 0.0
 ROUNDED = 1e-5
-"""Sums over ranks are of other parts, or in another order."""
+"""Relative tolerance: layouts sum other parts, or in another order."""
 
 CASES = [
     ("DDP", 2, "plain", 1, EXACT),
@@ -147,7 +147,7 @@ def test_a_killed_job_ends_in_another_layout_as_if_it_had_never_stopped(
     tmp_path: Path,
     seed: int,
 ) -> None:
-    """A rank dies of kill -9 during a save that runs beside the training."""
+    """A rank dies of kill -9 during an asynchronous save."""
     uri = str(tmp_path / "run")
     _, whole = ranks.run(losses_of, kind, None, world=world)[0]
     with RankProcesses(world) as killed:

@@ -26,7 +26,7 @@ import holdfast
 def test_what_fsdp1_leaves_in_plain_dicts_is_refused_by_name(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Flat parameters, and views of them."""
+    """This applies to flat parameters, and views of them."""
     for texts in ranks.run(fsdp1_leaves, str(tmp_path / "c"), world=2):
         for text in texts:
             assert text.startswith('StateError: state["model"]["')
@@ -67,7 +67,7 @@ def test_a_dtensor_whose_hooks_tell_another_layout_is_refused(
 def test_a_local_tensor_of_another_shape_than_its_placements_imply_is_refused(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Uneven parts, padding, and elements where none are expected."""
+    """Examples are uneven parts, padding, and unexpected elements."""
     first, second = ranks.run(uneven_tensors, str(tmp_path), world=2)
     for rank, found in enumerate((first, second)):
         for name, alone in (("longer first", None), ("padded", 1), ("none expected", 1)):

@@ -21,7 +21,7 @@ import holdfast
 @pytest.mark.nightly(32)
 @pytest.mark.parametrize("what", ["cut_after_save", "leave_after_load"])
 def test_a_job_whose_first_rank_serves_the_store_ends_well(what: str, tmp_path: Path) -> None:
-    """As srun, mp.spawn and frameworks start them."""
+    """Jobs of srun, mp.spawn and frameworks start in this way."""
     world, port = 2, free_port()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -86,7 +86,7 @@ def test_ranks_of_this_host_need_no_launcher(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_all_of_them(tmp_path: Path) -> None:
-    """The message is that of the failed rank, not of those that waited. Nothing is left."""
+    """The message comes from the failed rank, not from waiting ones. Nothing is left."""
     environment = os.environ | {"HOLDFAST_FILE_MAX_CONCURRENCY": "none"}
     command = [*BENCH, tmp_path, "--size", "4MiB", "--runs", "1", "--ranks", "2"]
     done = finished(command, timeout_s=100, env=environment)

@@ -98,7 +98,7 @@ def test_layers_that_tensor_parallel_left_alone_are_stored_once(
 
 
 def test_a_sharded_job_is_read_without_any_process_group(trained: Any) -> None:
-    """On one machine, by name: whole tensors."""
+    """On one machine, whole tensors are read by name."""
     for uri, expected in trained.values():
         built = holdfast.load(uri)
         assert difference(expected["model"], built["model"]) is None
@@ -110,7 +110,7 @@ def test_a_sharded_job_is_read_without_any_process_group(trained: Any) -> None:
 def test_a_local_tensor_around_another_is_stored_as_that(
     lazy: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Under its own name, as weights that are gathered in another dtype."""
+    """It keeps its own name, as do weights that are gathered in another dtype."""
     uri = str(tmp_path / "c")
     ranks.run(save_around, uri, lazy, world=2)
     for world in (2, 3):

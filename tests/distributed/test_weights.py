@@ -85,7 +85,7 @@ def test_an_update_that_fails_on_one_rank_fails_on_all(
 def test_a_trainer_restarts_on_another_number_of_ranks(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Versions of all of them follow each other, and subscribers notice nothing."""
+    """Versions of all these trainers continue each other, and subscribers notice nothing."""
     with holdfast.subscribe(tmp_path) as subscriber:
         for version, (layout, world, anew) in enumerate(
             [("fsdp2", 2, False), ("tp", 3, False), ("plain", 1, True), ("flat", 4, True)]
@@ -100,12 +100,12 @@ def test_a_trainer_restarts_on_another_number_of_ranks(
 
 
 def test_a_state_that_gains_and_loses_tensors_arrives(ranks: RankProcesses, tmp_path: Path) -> None:
-    """A patch is only made of an image with the same tensors."""
+    """A patch is made only between images with the same tensors."""
     assert ranks.run(changing_state, str(tmp_path), world=2) == [[True] * 6] * 2
 
 
 def test_of_two_trainers_all_ranks_of_one_are_told(ranks: RankProcesses, tmp_path: Path) -> None:
-    """At its next push, and at each one after that."""
+    """They learn of it at the next push, and at each later one."""
     found = ranks.run(two_trainers, str(tmp_path))
     for rank, outcomes in enumerate(found):
         if rank >= 2:
@@ -119,7 +119,7 @@ def test_of_two_trainers_all_ranks_of_one_are_told(ranks: RankProcesses, tmp_pat
 @pytest.mark.nightly(9)
 @pytest.mark.parametrize("what", ["push", "update"])
 def test_a_rank_that_is_killed_is_named(what: str, ranks: RankProcesses, tmp_path: Path) -> None:
-    """The other keeps the old version; the next job publishes and follows the version after it."""
+    """The other rank keeps the old version. The next job publishes and follows the next one."""
     with RankProcesses(2) as doomed:
         (kind, rank, _), used, same = doomed.outcomes(doomed.begin(dying_job, str(tmp_path), what))[
             0

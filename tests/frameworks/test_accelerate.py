@@ -104,7 +104,7 @@ def test_stateful_loader_resumes_with_the_next_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazy", [None, False, True])
 def test_a_step_back_abandons_later_checkpoints(tmp_path: Path, lazy: bool | None) -> None:
-    """Also if the run was begun by Accelerate itself, whose folders Accelerate loads."""
+    """This also holds if Accelerate itself began the run. Accelerate loads its own folders."""
     from holdfast.storage.integrations.accelerate import async_save_state, load_state, save_state
 
     accelerator, model, _ = prepared()
@@ -135,7 +135,7 @@ def test_a_step_back_abandons_later_checkpoints(tmp_path: Path, lazy: bool | Non
 
 def test_project_names_checkpoints() -> None:
     """Without a URI, a project names them, also below a URI. With one checkpoint at most, an
-    asynchronous save keeps the one before it, too."""
+    asynchronous save also keeps the previous one."""
     from accelerate.utils import ProjectConfiguration
 
     from holdfast.storage.integrations.accelerate import async_save_state, load_state, save_state

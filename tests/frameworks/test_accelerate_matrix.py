@@ -21,7 +21,7 @@ PARTS = 17
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:
-    """Two ranks, which import accelerate once."""
+    """Run two ranks, which import accelerate once."""
     with RankProcesses(2) as made:
         yield made
 

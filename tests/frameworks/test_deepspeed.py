@@ -1,4 +1,4 @@
-"""Test DeepSpeed: checkpoints of any ZeRO stage equal those of any other layout."""
+"""Test DeepSpeed: a checkpoint of any ZeRO stage equals one of any other layout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _on_the_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """A checkpoint of ZeRO-3 on two ranks in bf16, with the job's tensors and further losses."""
+    """Save ZeRO-3 on two ranks in bf16; return the URI, the job's tensors and further losses."""
     uri = str(tmp_path_factory.mktemp("zero") / "c")
     return uri, run(2, save_and_go_on, uri, FORMS["3, bf16"])[0]
 
@@ -206,7 +206,7 @@ def test_unknown_forms_of_deepspeed_are_refused(stage: int, tmp_path: Path) -> N
     ids=str,
 )
 def test_folders_of_deepspeed_are_imported(job: Job, world: int, tmp_path: Path) -> None:
-    """Imported weights and moments are those that DeepSpeed held."""
+    """Imported weights and moments equal those of DeepSpeed."""
     held = run(world, save_with_deepspeed, str(tmp_path / "own"), job)[0]
     holdfast.import_(tmp_path / "own", tmp_path / "c")
     state = holdfast.load(tmp_path / "c")

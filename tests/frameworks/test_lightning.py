@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The folder of a job that never stopped, with the ranks and the strategy of the test."""
+    """Return the folder of a job that never stopped, with the test's ranks and strategy."""
     world, strategy = request.param
     folder = tmp_path_factory.mktemp("uninterrupted")
     run_job("lightning", folder, *options_of(world, strategy), world=world)
@@ -76,7 +76,7 @@ def test_killed_job_resumes(
     outcome = json.loads((tmp_path / "done.json").read_text())
     assert outcome["seen"] == list(range(1, 16))
     assert outcome["best"] == [str(checkpoints / f"step={step}.ckpt") for step in (12, 14)]
-    # What was saved after the checkpoint that the job resumed from is unknown to Lightning.
+    # Lightning does not know of checkpoints saved after the one that the job resumed from.
     paths = {c.path for c in holdfast.list_checkpoints(checkpoints)}
     assert LEFT <= paths <= LEFT | {"step=8.ckpt"}
     checkpoint = HoldfastCheckpointIO().load_checkpoint(last)

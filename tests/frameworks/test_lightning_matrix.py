@@ -26,7 +26,7 @@ PARTS = 11
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:
-    """Two ranks, which import lightning once."""
+    """Run two ranks, which import lightning once."""
     with RankProcesses(2) as made:
         yield made
 

@@ -30,7 +30,7 @@ LAYERS = 4
 
 
 def weights(*, tied: bool = False, experts: int = 0) -> dict[str, torch.Tensor]:
-    """The weights of a small Llama, or of a model with experts, one by one."""
+    """Return the weights of a small Llama, or of a model with experts, one by one."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -81,7 +81,7 @@ def trained(folder: Path, model: dict[str, torch.Tensor], layout: str) -> None:
 
 
 def engine(tp: int, tp_size: int, stage: int = 0, stages: int = 1) -> Rank:
-    """A rank of an engine."""
+    """Return a rank of an engine."""
     length = LAYERS // stages
     return Rank(tp, tp_size, range(stage * length, (stage + 1) * length))
 

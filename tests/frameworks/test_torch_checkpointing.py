@@ -55,7 +55,7 @@ def test_background_process_saves(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["memory", "file", "theirs"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
-    """An empty storage, of ours or torch_checkpointing's own, and the root of its paths."""
+    """Return an empty storage, ours or torch_checkpointing's own, and the root of its paths."""
     if request.param == "theirs":
         return LocalFileSystemStorageConfig(use_direct_io=False).create_storage(), tmp_path
     uri = {"memory": "memory://", "file": tmp_path.as_uri()}[request.param]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def quantized(seed: int, config: str) -> nn.Module:
-    """A model with quantized weights."""
+    """Return a model with quantized weights."""
     from torchao import quantization
 
     torch.manual_seed(seed)
@@ -44,7 +44,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_quantized_model_comes_back(config: str, tmp_path: Path) -> None:
-    """Into the quantized tensors of another one, in place: both compute the same, bit for bit."""
+    """It loads into the quantized tensors of another model. Both compute the same, bit for bit."""
     model = quantized(1, config)
     other = quantized(2, config)
     inputs = torch.randn(4, 64, dtype=torch.bfloat16)
@@ -70,8 +70,8 @@ def test_what_was_quantized_otherwise_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_fsdp2_gathers_in_eight_bits_are_stored_in_full(tmp_path: Path) -> None:
-    """On another number of ranks a job resumes with the same bits, and drops its computed scales; one
-    without eight bits loads them, too."""
+    """On another number of ranks a job resumes with the same bits, and drops its computed scales. A
+    job without eight bits also loads them."""
     uri = str(tmp_path / "c")
     with RankProcesses(2) as ranks:
         expected = ranks.run(save_and_train, uri, FLOAT8, True)[0]
@@ -86,8 +86,8 @@ def test_weights_that_fsdp2_gathers_in_eight_bits_are_stored_in_full(tmp_path: P
 def test_moments_of_eight_bits_under_fsdp2_come_back(
     optimizer: str, lazy: bool, tmp_path: Path
 ) -> None:
-    """On as many ranks a job resumes with the same bits; on another number it has loaded the same
-    ones. Parts that are no whole blocks are refused by name."""
+    """On as many ranks, a job resumes with the same bits. On another number, it has loaded the same
+    ones. Parts that are not whole blocks are refused by name."""
     uri = str(tmp_path / "c")
     with RankProcesses(2) as ranks:
         expected = ranks.run(save_and_train, uri, optimizer, lazy)

@@ -25,7 +25,7 @@ ANYWHERE = {"exclude_from_loading": ["dataloader"]}
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:
-    """Two ranks, which import torchtitan once."""
+    """Run two ranks, which import torchtitan once."""
     with RankProcesses(2) as made:
         yield made
 
@@ -34,7 +34,7 @@ def ranks() -> Iterator[RankProcesses]:
 def uninterrupted(
     ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, float]:
-    """The losses of a job that never stopped."""
+    """Return the losses of a job that never stopped."""
     folder = str(tmp_path_factory.mktemp("uninterrupted"))
     losses: dict[int, float] = ranks.run(job.train, folder, {"enable": False}, world=2)[0]
     assert len(losses) == job.STEPS
@@ -42,7 +42,7 @@ def uninterrupted(
 
 
 def saved(folder: Path | str) -> list[int | None]:
-    """The steps of the checkpoints there are."""
+    """Return the steps of the existing checkpoints."""
     return [c.step for c in holdfast.list_checkpoints(folder)]
 
 
@@ -74,8 +74,8 @@ def test_job_resumes_with_another_number_of_ranks(
     before: int,
     after: int,
 ) -> None:
-    """Model, optimizers, schedules and counters come back into the new layout; only keep_latest_k
-    checkpoints are left besides that of the last step."""
+    """Model, optimizers, schedules and counters come back into the new layout. Apart from the last
+    step's, only keep_latest_k checkpoints are left."""
     config = {"async_mode": mode, "keep_latest_k": 2, **ANYWHERE}
     first = ranks.run(job.train, str(tmp_path), config, 7, world=before)[0]
     assert saved(tmp_path / "checkpoint") == [4, 6, 7]

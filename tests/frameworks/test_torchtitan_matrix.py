@@ -21,7 +21,7 @@ PARTS = 17
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:
-    """Two ranks, which import torchtitan once."""
+    """Run two ranks, which import torchtitan once."""
     with RankProcesses(2) as made:
         yield made
 
@@ -44,7 +44,7 @@ def test_same_checkpoints_are_left_as_by_torchtitan(
 ) -> None:
     """Our manager keeps the same checkpoints, and computes the same losses. After a step back,
     abandoned checkpoints are deleted first. A checkpoint that replaces one of torchtitan itself is
-    the one that is loaded."""
+    loaded in its place."""
     numbers = list(range(part, len(CASES), PARTS))
     found: dict[int, Any] = ranks.run(outcomes, str(tmp_path), numbers, timeout_s=250)[0]
     differing = []

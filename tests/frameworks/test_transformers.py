@@ -32,11 +32,11 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that returns the folder of a job that has never stopped."""
+    """Return a function that returns the folder of a job that has never stopped."""
     done: dict[tuple[Any, ...], Path] = {}
 
     def run(world: int, *options: str) -> Path:
-        if "--asynchronous" in options:  # which changes no loss
+        if "--asynchronous" in options:  # changes no loss
             options = ()
         if (world, *options) not in done:
             folder = done[world, *options] = tmp_path_factory.mktemp("whole")
@@ -85,7 +85,7 @@ def test_killed_job_resumes(
 @pytest.mark.nightly(25)
 @pytest.mark.parametrize(("sharded", "mode"), [("fsdp1", "no"), ("zero1", "yes")])
 def test_killed_job_resumes_without_sharding(tmp_path: Path, sharded: str, mode: str) -> None:
-    """Alone, where the samples of a step differ, and so do the losses."""
+    """The job has one rank, so the samples of a step differ, and so do the losses."""
     checkpoints = tmp_path / "checkpoints"
     common = ("--checkpoints", checkpoints, "--asynchronous", mode)
     options = ("--sharded", sharded, "--die-at", "7")

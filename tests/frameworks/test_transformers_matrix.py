@@ -131,7 +131,7 @@ def continued(
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the runs that several tests continue."""
+    """Return a folder for the runs that several tests continue."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -156,8 +156,8 @@ def test_same_checkpoints_are_left_as_by_trainer(
 def test_a_run_that_has_gone_back_stays_on_its_branch(
     parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, mode: Any
 ) -> None:
-    """Unlike Trainer, which takes the highest number, abandoned or not. A new run in the same
-    folder has gone back, too; within the limit, abandoned checkpoints are the first to go."""
+    """Trainer itself takes the highest number, abandoned or not. A new run in the same folder has
+    also gone back. Within the limit, abandoned checkpoints are deleted first."""
     folder = tmp_path / "run"
     shutil.copytree(begun(Ours, parent), folder)
     common = {"limit": limit, "asynchronous": mode}

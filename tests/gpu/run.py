@@ -1,5 +1,5 @@
 """Runs the tests of tests/gpu and the benchmark ``holdfast.bench.gpu`` on a bare machine with one
-GPU: nothing of Holdfast is installed there, and there is no network.
+GPU. Holdfast is not installed there, and there is no network.
 
     python3 tests/gpu/run.py [--out FOLDER] [--tiny] [--no-bench] [--device cpu]
 

@@ -32,7 +32,7 @@ def test_memory_of_a_slot_is_pinned_until_it_is_unmapped():
 
 
 def test_a_failure_to_register_is_not_raised_by_later_calls():
-    """CUDA remembers the error of a thread; here the memory is registered already."""
+    """CUDA remembers the error of a thread. Here the memory is already registered."""
     torch.zeros(1, device="cuda")
     memory = reserved_memory(8 << 20)
     assert pin(memory)

@@ -1,4 +1,4 @@
-"""Test lazy saves of tensors on a CUDA device, on a stream of their own."""
+"""Lazy saves of tensors on a CUDA device, on their own stream."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_optimizer_on_the_device_waits_for_the_copy(kind, tmp_path):
 
 
 def test_what_was_queued_before_the_call_is_in_the_save(tmp_path):
-    """On whichever stream the trainer works; the device has not come to it yet."""
+    """The trainer may use any stream, and the device may not have reached the write yet."""
     tensor = torch.zeros(1 << 22, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -50,8 +50,7 @@ def test_what_was_queued_before_the_call_is_in_the_save(tmp_path):
 
 
 def test_what_is_queued_after_the_call_is_not_waited_for(tmp_path):
-    """The copy is over while the trainer's stream is still at work: it waits for its own stream
-    alone."""
+    """The copy ends while the trainer's stream is still at work: it waits for its own only."""
     tensor = torch.ones(1 << 22, device="cuda")
     holdfast.save(tmp_path / "warm", {"w": tensor})
     torch.cuda.synchronize()
@@ -67,7 +66,7 @@ def test_what_is_queued_after_the_call_is_not_waited_for(tmp_path):
 
 
 def test_copies_go_into_pinned_memory_that_is_kept(tmp_path):
-    """Straight to their place in the image, and the next save finds it."""
+    """Copies go straight to their place in the image, and the next save reuses the memory."""
     tensor = torch.ones(12 << 20, device="cuda")
     holdfast.release_memory()
     for _ in range(2):
@@ -81,7 +80,7 @@ def test_copies_go_into_pinned_memory_that_is_kept(tmp_path):
 
 
 def test_our_work_is_on_a_stream_of_its_own():
-    """One per device, and not the default one."""
+    """There is one stream per device, and it is not the default one."""
     devices = devices_of([torch.zeros(3, device="cuda"), torch.zeros(3)])
     Queued.now(devices).wait()
     found = []

@@ -23,24 +23,24 @@ needs_cuda = pytest.mark.skipif(
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 LAZY = [False, True, "prove"]
 NUMEL = 1 << 18
-"""In fp32 1 MiB: large enough to be summed on the device."""
+"""1 MiB in fp32: large enough to be summed on the device."""
 
 
 def save(path, state, lazy) -> None:
-    """Save, twice if lazily: tensors that were not seen before are copied at the call."""
+    """Save, or save twice if lazily, because unknown tensors are copied at the call."""
     for _ in range(2 if lazy else 1):
         holdfast.async_save(path, state, lazy=lazy).wait(60)
         holdfast.fence()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` as bytes in host memory, in row-major order."""
+    """Return the elements of ``tensor`` as bytes in host memory, in row-major order."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
 
 def layouts(device: str) -> dict[str, torch.Tensor]:
-    """Tensors that are laid out in unusual ways."""
+    """Return tensors with unusual layouts."""
     base = torch.randn(NUMEL, device=device)
     square = base.view(512, 512)
     image = torch.randn(4, 8, 32, 32, device=device)
@@ -64,7 +64,7 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("lazy", LAZY)
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_layout_comes_back_bit_for_bit(device, lazy, tmp_path):
-    """Into tensors on the device, and into tensors of the host."""
+    """Loads fill tensors on the device and tensors on the host."""
     state = layouts(device)
     save(tmp_path / "c", state, lazy)
     for where in {device, "cpu"}:
@@ -80,7 +80,7 @@ def test_every_layout_comes_back_bit_for_bit(device, lazy, tmp_path):
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_elements_of_eight_bits_come_back(device, name, lazy, tmp_path):
-    """All 256 patterns of bits, NaN included."""
+    """All 256 bit patterns come back, NaN included."""
     dtype = getattr(torch, name, None)
     if dtype is None:
         pytest.skip(f"this torch has no {name}")
@@ -165,7 +165,7 @@ def test_an_asynchronous_save_keeps_the_values_of_the_call(tmp_path):
 
 
 def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """``work``, captured."""
+    """Capture ``work`` in a graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -215,8 +215,8 @@ def test_a_save_within_a_capture_is_refused_and_the_capture_goes_on(lazy, tmp_pa
 @needs_cuda
 @pytest.mark.parametrize("fenced", [True, False])
 def test_an_optimizer_is_captured_beside_a_lazy_save(fenced, tmp_path):
-    """After a fence in the usual mode, and at any time in the mode that leaves other threads alone.
-    The optimizer's hook, within the capture, does not ask the device."""
+    """In the usual mode this requires a fence. In the mode that leaves other threads alone, it
+    works at any time. Within the capture, the optimizer's hook does not call the device."""
     net = torch.nn.Linear(1024, 1024, device="cuda")
     optim = torch.optim.AdamW(net.parameters(), capturable=True)
     side = torch.cuda.Stream()
@@ -255,7 +255,7 @@ def missing_for_compile() -> str:
 @pytest.mark.skipif(bool(missing_for_compile()), reason=f"no {missing_for_compile()}")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_module_is_saved_under_the_names_of_its_own(mode, tmp_path):
-    """And trains on, after a load, as the plain module does."""
+    """After a load, it trains on as the plain module does."""
     net = torch.nn.Linear(128, 128, device="cuda")
     compiled = torch.compile(net, mode=mode)
     for _ in range(3):
@@ -271,7 +271,7 @@ def test_a_compiled_module_is_saved_under_the_names_of_its_own(mode, tmp_path):
 @needs_cuda
 @pytest.mark.parametrize("lazy", LAZY)
 def test_pinned_host_memory_that_the_device_fills_is_saved_as_filled(lazy, tmp_path):
-    """As offloaded optimizers have it: the copy to the host is still queued at the call."""
+    """Offloaded optimizers do this: the copy to the host is still queued at the call."""
     device = torch.ones(NUMEL, device="cuda")
     pinned = torch.zeros(NUMEL, pin_memory=True)
     save(tmp_path / "warm", {"w": pinned}, lazy)
@@ -283,8 +283,8 @@ def test_pinned_host_memory_that_the_device_fills_is_saved_as_filled(lazy, tmp_p
 
 @pytest.fixture
 def filled():
-    """The device without memory, as torch's allocator sees it: it gets no more, and all that it has
-    is taken. The driver keeps some of its own, without which it could load no kernel."""
+    """Leave torch's allocator without device memory: it gets no more, and all its memory is in use.
+    The driver keeps some of its own, which it needs to load kernels."""
     hoard = []
 
     def fill() -> None:
@@ -331,7 +331,7 @@ def test_a_save_succeeds_on_a_device_without_memory(when, lazy, filled, tmp_path
 
 @needs_cuda
 def test_segments_that_expand_are_read(tmp_path):
-    """By the allocator of a process that asks for them."""
+    """They belong to the allocator of a process that asks for them."""
     code = (
         "import sys, torch, holdfast\n"
         "t = torch.arange(1 << 22, device='cuda')\n"

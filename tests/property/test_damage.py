@@ -91,7 +91,7 @@ def flipped(checkpoint: Tiny, key: str, position: int, turn: int) -> Damaged:
 
 
 def region(checkpoint: Tiny, key: str, position: int) -> str:
-    """What a byte of an image is."""
+    """Return the region of an image to which a byte belongs."""
     m, image = checkpoint.manifest, sorted(checkpoint.files).index(key)
     begin = m.shards.start
     end = begin + m.shards.nbytes(m.tensors)
@@ -131,7 +131,7 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(
 def test_a_file_cut_short_or_grown_is_refused_or_changes_nothing(
     checkpoint: Tiny, rng: np.random.Generator
 ) -> None:
-    """At every length; and with more bytes behind it than it had."""
+    """This holds at every length, and with additional bytes at the end."""
     everywhere = places(checkpoint, checkpoint.files)
     edges = [
         (key, length)
@@ -187,7 +187,7 @@ def test_pages_that_are_not_theirs_are_refused(checkpoint: Tiny, reader: str) ->
 def test_files_in_the_wrong_place_are_refused(
     compression: Any, reader: str, request: pytest.FixtureRequest
 ) -> None:
-    """Missing, empty, of another rank, attempt or checkpoint, all of them, or the manifest alone."""
+    """Files are missing, empty, or of another rank, attempt or checkpoint: all, or one."""
     checkpoint: Tiny = request.getfixturevalue("compressed" if compression else "checkpoint")
     a, b = images(checkpoint)
     files = checkpoint.files
@@ -219,7 +219,8 @@ def test_files_in_the_wrong_place_are_refused(
 def test_a_flipped_byte_of_a_compressed_image_is_refused_or_changes_nothing(
     compressed: Tiny, rng: np.random.Generator
 ) -> None:
-    """As in plain images; ``verify`` finds flips that unpack to the same bytes, too."""
+    """Compressed images behave like plain ones. ``verify`` also finds flips that unpack to the same
+    bytes."""
     everywhere = places(compressed, images(compressed))
     index = [
         (key, position)
@@ -265,7 +266,7 @@ def test_a_compressed_image_cut_short_is_refused(
 def test_damage_in_files_that_images_share_is_refused_or_changes_nothing(
     rng: np.random.Generator,
 ) -> None:
-    """Flipped, cut, lost and exchanged files; ``verify`` finds every flip in a byte that is used."""
+    """Files are flipped, cut, lost and exchanged. ``verify`` finds every flip in a used byte."""
     shared = TinyBorrowed(f"tiny-{next(_names)}")
     assert shared.manifest.version == 3
     for reader in READERS.values():

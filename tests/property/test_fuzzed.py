@@ -1,5 +1,5 @@
-"""The fuzzers' targets, by hypothesis; ``make fuzz`` gives them to atheris, which watches what code
-is reached."""
+"""The fuzzers' targets, by hypothesis. ``make fuzz`` runs them with atheris, which watches code
+coverage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.fuzzed import TARGETS, seeds
 @pytest.mark.nightly(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_any_bytes_are_refused_or_used(target: str) -> None:
-    """Bytes of no kind, and ones that are a few steps from right."""
+    """Inputs are random bytes, and bytes that are a few steps from valid ones."""
     known = seeds(target)
 
     @settings(max_examples=tried(300))
@@ -33,7 +33,7 @@ def test_any_bytes_are_refused_or_used(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_the_fuzzers_begin_with_is_used(target: str) -> None:
-    """Some of it, in each target: else they would have a long way to go."""
+    """Each target uses some of it. Otherwise fuzzers would have a long way to go."""
     assert any(TARGETS[target](seed) for seed in seeds(target))
 
 
@@ -42,5 +42,5 @@ FOUND = [("uri", b's://s://"?.=s/b1///://"?./b1/b?\x97\x91t=htx:i:\n//@1po=')]
 
 @pytest.mark.parametrize(("target", "data"), FOUND)
 def test_what_a_fuzzer_has_found_stays_mended(target: str, data: bytes) -> None:
-    """Inputs that once made a target fail."""
+    """These inputs once made a target fail."""
     TARGETS[target](data)

@@ -1,5 +1,5 @@
-"""Guarding: whatever a group looks like, and whoever of it is lost, images come back byte for byte;
-whatever is damaged, no other image comes back."""
+"""Guarding groups of any form: lost images come back byte for byte. After any damage, no wrong
+image comes back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NBYTES = st.one_of(st.just(0), st.integers(1, 5000), st.integers(1, 100_000))
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[str, list[list[int]], int]:
-    """A mode, the bytes of each rank of each member, and how many members may be lost."""
+    """Draw a mode, the bytes of each rank of each member, and the number of members to lose."""
     mode = draw(st.sampled_from(["copy", "xor", "pq"]))
     good = 2 if mode == "pq" else 1
     count = 2 if mode == "copy" else draw(st.integers(good + 1, 6))
@@ -28,7 +28,7 @@ def shapes(draw: st.DrawFn) -> tuple[str, list[list[int]], int]:
 
 
 async def compare(group: Members, lost: set[int]) -> None:
-    """All images of the lost members come back."""
+    """Check that all images of the lost members come back."""
     for rank in (rank for member in lost for rank in group.group.ranks[member]):
         memory = await group.rebuilt(rank, lost)
         if image_nbytes(Label.decode(group.labels[rank])):
@@ -41,7 +41,7 @@ async def compare(group: Members, lost: set[int]) -> None:
 def test_any_loss_that_may_be_is_made_good(
     shape: tuple[str, list[list[int]], int], data: st.DataObject
 ) -> None:
-    """For groups of any size, with any number of ranks a host, of images of any size."""
+    """This holds for groups, ranks per host and images of any size."""
     mode, sizes, good = shape
     lost = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=good))
 

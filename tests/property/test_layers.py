@@ -107,7 +107,7 @@ def test_a_bucket_never_lets_more_through_than_its_rate(
         passed = 0
         for last_s, nbytes, _ in begun[
             i:
-        ]:  # those before the last one, and that it may begin at all
+        ]:  # operations before the last one; and that one may begin at all
             assert passed <= rate * (last_s - first_s + BURST_S) * (1 + 1e-9) + 1e-3
             passed += nbytes
     total = sum(nbytes for _, nbytes, _ in begun[:-1])

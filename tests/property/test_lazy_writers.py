@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SEEDS = 400
-"""A broken engine is found within so many."""
+"""Number of seeds within which a broken engine is found."""
 SIZES = (3, 5_000, 20_000, 40_000, 130_000)
 """Numbers of elements: small ones, and some of many pages."""
 
@@ -144,7 +144,7 @@ def _assign_data(tensor: torch.Tensor, rng: np.random.Generator) -> None:
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    if tensor.untyped_storage().nbytes():  # else it was freed, and torch would copy to address 0
+    if tensor.untyped_storage().nbytes():  # if it was freed, torch would copy to address 0
         tensor.data.copy_(before)
 
 
@@ -200,7 +200,7 @@ def _quietly(act: Callable[[], Any]) -> None:
 def complaint(
     rng: np.random.Generator, *, lazy: bool | str = True, first_share: float = 0.2
 ) -> str | None:
-    """Save a random state during writes; return what is wrong with the stored one, or None."""
+    """Save a random state during writes; return how the stored one is wrong, or None."""
     write_history.forget()
     state = state_of(rng)
     if rng.random() >= first_share:

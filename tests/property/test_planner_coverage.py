@@ -20,7 +20,7 @@ from holdfast.planner.table import ShardTable, TensorTable, coverage_errors
 
 Shape = tuple[int, ...]
 Sides = tuple[Sequence[int], Sequence[int]]
-"""Offsets and lengths of a box, which may be impossible ones."""
+"""Offsets and lengths of a box, which may be invalid."""
 Case = tuple[Shape, list[Sides]]
 Row = tuple[int, Sequence[int], Sequence[int]]
 """A tensor, and the offsets and lengths of a box."""
@@ -29,7 +29,7 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 @st.composite
 def guillotine(draw: st.DrawFn, region: Box) -> list[Box]:
-    """A tiling by cuts from side to side."""
+    """Draw a tiling by cuts from side to side."""
     dims = [dim for dim, length in enumerate(region.lengths) if length > 1]
     if not dims or draw(st.integers(0, 3)) == 0:
         return [region]
@@ -40,7 +40,7 @@ def guillotine(draw: st.DrawFn, region: Box) -> list[Box]:
 
 
 def part(box: Box, dim: int, start: int, stop: int) -> Box:
-    """The indices from start to stop of the box along one dimension."""
+    """Return the part of the box from start to stop along one dimension."""
     offsets, lengths = list(box.offsets), list(box.lengths)
     offsets[dim], lengths[dim] = offsets[dim] + start, stop - start
     return Box(tuple(offsets), tuple(lengths))
@@ -48,7 +48,7 @@ def part(box: Box, dim: int, start: int, stop: int) -> Box:
 
 @st.composite
 def flat(draw: st.DrawFn, region: Box) -> list[Box]:
-    """A tiling by flat ranges."""
+    """Draw a tiling by flat ranges."""
     cuts = draw(st.lists(st.integers(0, region.volume), max_size=6))
     edges = sorted({0, *cuts, region.volume})
     return [
@@ -58,7 +58,7 @@ def flat(draw: st.DrawFn, region: Box) -> list[Box]:
 
 @st.composite
 def pinwheel(draw: st.DrawFn, region: Box) -> list[Box]:
-    """A tiling that no plane parts, in two of the dimensions."""
+    """Draw a tiling that no plane parts, in two of the dimensions."""
     dims = [dim for dim, length in enumerate(region.lengths) if length > 2]
     if len(dims) < 2:
         return [region]
@@ -73,7 +73,7 @@ def pinwheel(draw: st.DrawFn, region: Box) -> list[Box]:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
-    """A shape and boxes that tile it."""
+    """Draw a shape and boxes that tile it."""
     shape = draw(SHAPES)
     whole = Box((0,) * len(shape), shape)
     if not whole.volume:
@@ -121,7 +121,7 @@ def count(shape: Shape, boxes: Sequence[Sides]) -> tuple[Ints, bool]:
 
 
 def kinds_in(shape: Shape, boxes: Sequence[Sides]) -> set[str]:
-    """The kinds of flaws there are."""
+    """Return the kinds of flaws in a tiling."""
     times, outside = count(shape, boxes)
     found = {
         "missing": (times == 0).any(),
@@ -139,7 +139,7 @@ def tensor_table(
     names: Sequence[str] | None = None,
     ndim: int = 0,
 ) -> TensorTable:
-    """A table of float32 tensors, padded to at least ``ndim`` dimensions."""
+    """Return a table of float32 tensors, padded to at least ``ndim`` dimensions."""
     dims = [len(shape) for shape in shapes]
     nothing = np.full(len(shapes), -1)
     return TensorTable(
@@ -154,7 +154,7 @@ def tensor_table(
 
 
 def shard_table(rows: Sequence[Row], ndim: int = 2) -> ShardTable:
-    """Shards from rows (tensor, offsets, lengths)."""
+    """Return shards from rows (tensor, offsets, lengths)."""
     offsets = padded([offset for _, offset, _ in rows], ndim, 0)
     lengths = padded([length for _, _, length in rows], ndim, 1)
     tensor = np.array([row for row, _, _ in rows], dtype=np.int64)
@@ -162,7 +162,7 @@ def shard_table(rows: Sequence[Row], ndim: int = 2) -> ShardTable:
 
 
 def tables(cases: Sequence[Case]) -> tuple[TensorTable, ShardTable]:
-    """The tensor and shard tables of several shapes with their boxes."""
+    """Return the tensor and shard tables of several shapes with their boxes."""
     rows = [(row, *box) for row, (_, boxes) in enumerate(cases) for box in boxes]
     return tensor_table([shape for shape, _ in cases], ndim=4), shard_table(rows, ndim=4)
 
@@ -170,7 +170,7 @@ def tables(cases: Sequence[Case]) -> tuple[TensorTable, ShardTable]:
 @examples(150)
 @given(tilings())
 def test_tilings_are_accepted(case: tuple[Shape, list[Box]]) -> None:
-    """However a tensor is tiled, there is no error; and that is known without a second look."""
+    """Any tiling of a tensor gives no error, and the check needs no second look."""
     shape, boxes = case
     tensors, shards = tables([(shape, [(box.offsets, box.lengths) for box in boxes])])
     assert coverage_errors(tensors, shards) == []
@@ -219,7 +219,7 @@ def test_find_prefers_the_ranks_own_row() -> None:
 
 
 def test_find_all_finds_what_find_does() -> None:
-    """Many names at once, with and without owners; -1 stands for a name that is not there."""
+    """It looks up many names at once, with and without owners; -1 stands for a missing name."""
     shared = tensor_table([(1,)] * 3)
     owned = tensor_table([(1,)] * 4, names=["rng", "w", "rng", "v"], owner=[1, -1, 0, -1])
     assert shared.find_all(["t2", "x", "t0"], rank=1).tolist() == [2, -1, 0]

@@ -46,7 +46,7 @@ SHARDS = st.tuples(
 def laid_out(
     shards: Sequence[Shard], **sizes: int
 ) -> tuple[ImageLayout, list[torch.dtype], Ints, Ints]:
-    """The layout of the shards, their torch dtypes, and the bytes of an element and of all of each."""
+    """Return the layout of the shards, their torch dtypes, and the bytes per element and shard."""
     dtypes = [getattr(torch, dtype) for _, dtype, _ in shards]
     itemsize = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)
     lengths = np.array(
@@ -59,12 +59,12 @@ def laid_out(
 
 
 def layout_of(shards: Sequence[Shard], **sizes: int) -> ImageLayout:
-    """The layout alone."""
+    """Return only the layout."""
     return laid_out(shards, **sizes)[0]
 
 
 def header_of(layout: ImageLayout) -> dict[str, Any]:
-    """The parsed JSON of the header."""
+    """Return the parsed JSON of the header."""
     header: dict[str, Any] = json.loads(layout.header[8:])
     return header
 

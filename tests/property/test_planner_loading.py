@@ -1,4 +1,4 @@
-"""From any layout into any other: plans are carried out in memory; small ones by hand."""
+"""From any layout into any other: plans are executed in memory, and small ones checked by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def inset(tensor: int, box: Box, buffer: int, by: int) -> Held:
 
 @st.composite
 def placements(draw: st.DrawFn, ndim: int, mesh: Shape) -> list[Placement]:
-    """Placements of a tensor on a mesh."""
+    """Draw placements of a tensor on a mesh."""
     splits = [Split(dim, stride) for dim in range(ndim) for stride in (1, 1, 2, 3)]
     choices: list[Placement] = [Replicated(), *splits]
     return [draw(st.sampled_from(choices)) for _ in mesh]
@@ -116,7 +116,7 @@ def windows(draw: st.DrawFn, shapes: Sequence[Shape]) -> list[list[Held]]:
 
 
 def table_of(shapes: Sequence[Shape], dtypes: Sequence[str]) -> TensorTable:
-    """The tensor table."""
+    """Return the tensor table."""
     n = len(shapes)
     codes = tuple((name, np.dtype(name).itemsize) for name in DTYPES)
     dtype = np.array([DTYPES.index(name) for name in dtypes], dtype=np.uint8)
@@ -128,14 +128,14 @@ def table_of(shapes: Sequence[Shape], dtypes: Sequence[str]) -> TensorTable:
 
 
 def wide(rows: Sequence[Sequence[int]], fill: int) -> Ints:
-    """Rows as an (n, NDIM) array."""
+    """Return rows as an (n, NDIM) array."""
     return np.array([[*row, *[fill] * (NDIM - len(row))] for row in rows], dtype=np.int64).reshape(
         -1, NDIM
     )
 
 
 def slices(offsets: Ints, lengths: Ints) -> tuple[slice, ...]:
-    """An index for a box."""
+    """Return an index for a box."""
     return tuple(
         slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)
     )
@@ -144,7 +144,7 @@ def slices(offsets: Ints, lengths: Ints) -> tuple[slice, ...]:
 def save(
     tensors: TensorTable, arrays: Sequence[Array], layout: Sequence[list[Held]]
 ) -> tuple[list[Bytes], ShardTable, Ints]:
-    """All images as bytes, with their shards and where their blocks end."""
+    """Return all images as bytes, with their shards and the ends of their blocks."""
     images, shards, ends = [], [], []
     for rank, held in enumerate(layout):
         groups = tuple(dict.fromkeys(part.group for part in held))
@@ -180,7 +180,7 @@ def save(
 
 
 def fill(image: ImageLayout, mine: Holdings, arrays: Sequence[Array]) -> Bytes:
-    """The image's bytes."""
+    """Return the image's bytes."""
     file = np.zeros(image.nbytes, dtype=np.uint8)
     file[: len(image.header)] = np.frombuffer(image.header, dtype=np.uint8)
     for row, start in enumerate(image.start.tolist()):
@@ -246,7 +246,7 @@ def scatter(
 
 
 def local_elements(targets: Targets, target: int, offsets: Ints, lengths: Ints) -> Ints:
-    """Which elements of its buffer a box at ``offsets`` in a target is."""
+    """Return the elements of a target's buffer that a box at ``offsets`` covers."""
     grid = np.ix_(*(np.arange(at, at + n) for at, n in zip(offsets, lengths, strict=True)))
     within = np.ravel_multi_index(grid, targets.local_shape[target])
     elements: Ints = targets.local_start[target] + within
@@ -278,7 +278,7 @@ Resharding = tuple[TensorTable, list[Array], list[list[Held]], list[list[Held]],
 
 @st.composite
 def reshardings(draw: st.DrawFn) -> Resharding:
-    """Tensors, a layout to save them in and one to load them into."""
+    """Draw tensors, a layout to save them in, and one to load them into."""
     shapes = draw(SHAPES)
     dtypes = [draw(st.sampled_from(DTYPES)) for _ in shapes]
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
@@ -335,7 +335,7 @@ def assert_reads_are_proper(plan: LoadPlan | Sharing, ends: Ints) -> None:
 def blocks_wanted(
     plan: LoadPlan, pair: int, tensors: TensorTable, shards: ShardTable
 ) -> set[tuple[int, int]]:
-    """The blocks (image, block) that hold elements of a pair, element by element."""
+    """Return the blocks (image, block) that hold elements of a pair, element by element."""
     shard = plan.shard[pair]
     itemsize, image = int(tensors.itemsize[shards.tensor[shard]]), int(shards.image[shard])
     within = plan.offsets[pair] - shards.offsets[shard]
@@ -386,7 +386,7 @@ def test_ranks_that_share_read_each_wanted_byte_once(
 
 
 def bytes_of(reads: LoadPlan | Sharing) -> set[tuple[int, int]]:
-    """Every byte that is read, as (image, position)."""
+    """Return every byte that is read, as (image, position)."""
     columns = zip(reads.image.tolist(), reads.start.tolist(), reads.stop.tolist(), strict=True)
     return {(image, at) for image, start, stop in columns for at in range(start, stop)}
 
@@ -429,13 +429,13 @@ def test_replicas_read_even_parts(members: int, blocks: list[int]) -> None:
 
 
 def one_tensor(*shape: int, itemsize: int = 1) -> TensorTable:
-    """A table of one tensor."""
+    """Return a table of one tensor."""
     table = table_of([shape], ["uint8"])
     return replace(table, dtypes=(("x", itemsize),) * len(DTYPES), shape=np.array([shape]))
 
 
 def stored(*rows: tuple[Indices, Indices, int, int]) -> ShardTable:
-    """Shards of tensor 0 from rows (offsets, lengths, image, start)."""
+    """Return shards of tensor 0 from rows (offsets, lengths, image, start)."""
     offsets, lengths, image, start = (
         np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)
     )
@@ -443,7 +443,7 @@ def stored(*rows: tuple[Indices, Indices, int, int]) -> ShardTable:
 
 
 def wanted(*boxes: tuple[Indices, Indices]) -> Targets:
-    """Each box of tensor 0 as the whole of a buffer of its own."""
+    """Return each box of tensor 0 as the whole of its own buffer."""
     offsets, lengths = (np.array(column, dtype=np.int64) for column in zip(*boxes, strict=True))
     rows = np.arange(len(boxes))
     return Targets(np.zeros_like(rows), offsets, lengths, np.zeros_like(rows), lengths, rows)
@@ -456,7 +456,7 @@ def plan(
     hashed_end: list[int],
     **options: int,
 ) -> LoadPlan:
-    """A plan in small blocks and chunks."""
+    """Return a plan in small blocks and chunks."""
     return plan_load(
         tensors,
         shards,
@@ -469,12 +469,12 @@ def plan(
 
 
 def reads(plan: LoadPlan) -> list[tuple[int, int, int]]:
-    """The reads of a plan as rows (image, start, stop)."""
+    """Return the reads of a plan as rows (image, start, stop)."""
     return list(zip(plan.image.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True))
 
 
 def copies(plan: LoadPlan) -> list[tuple[int, int, int]]:
-    """The copies of a plan as rows (src, nbytes, dst)."""
+    """Return the copies of a plan as rows (src, nbytes, dst)."""
     return list(zip(plan.src.tolist(), plan.nbytes.tolist(), plan.dst.tolist(), strict=True))
 
 

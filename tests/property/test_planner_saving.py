@@ -19,7 +19,7 @@ NDIM, WORLD = 3, 6
 Indices = tuple[int, ...]
 LARGER = 2
 Tensor = tuple[Group, list[int], int, list[int]]
-"""Who holds it, its shape, its itemsize, and the offsets of the box."""
+"""The holders, shape and itemsize of a tensor, and the offsets of its box."""
 
 
 @st.composite
@@ -55,7 +55,7 @@ def holdings_of(rank: int, cases: Sequence[Tensor], seed: int) -> Holdings:
 
 
 def held_by(cases: Sequence[Tensor]) -> Counter[Group]:
-    """The bytes that each group holds together."""
+    """Return the bytes that each group holds together."""
     held: Counter[Group] = Counter()
     for group, shape, itemsize, _ in cases:
         held[group] += int(np.prod(shape)) * itemsize
@@ -151,7 +151,7 @@ def holdings(
     *,
     order: list[int] | None = None,
 ) -> Holdings:
-    """Holdings of boxes (offsets, lengths), each the whole of its local tensor."""
+    """Return holdings of boxes (offsets, lengths), each the whole of its local tensor."""
     offsets = np.array([offset for offset, _ in boxes], dtype=np.int64)
     lengths = np.array([length for _, length in boxes], dtype=np.int64)
     rows = np.arange(len(boxes))

@@ -44,7 +44,7 @@ KINDS += sorted(
     - set(KINDS),
     key=lambda kind: str(kind.__name__),
 )
-"""The messages that are sent alone, and those of all rounds."""
+"""All messages: those sent alone, and those of rounds."""
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -57,7 +57,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type that a message may have."""
+    """Return a strategy for the values of a field type."""
     if kind in SCALARS:
         return SCALARS[kind]
     arguments = typing.get_args(kind)

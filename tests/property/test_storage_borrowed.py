@@ -26,7 +26,7 @@ Change = tuple[int, int, int]
 
 
 def changes(world: int) -> st.SearchStrategy[list[Change]]:
-    """Draw what changes from one step to the next: nothing, single elements, long runs."""
+    """Draw the changes from one step to the next: nothing, single elements, long runs."""
     lengths = st.sampled_from([1, 2, BLOCK_NBYTES // 4, 3 * BLOCK_NBYTES])
     starts = st.integers(0, 12 * BLOCK_NBYTES)
     return st.lists(st.tuples(st.integers(0, world - 1), starts, lengths), max_size=4)
@@ -34,7 +34,7 @@ def changes(world: int) -> st.SearchStrategy[list[Change]]:
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[list[int], list[dict[str, Any]]]:
-    """Draw the sizes of the ranks' tensors, and steps: what happens at each of them."""
+    """Draw the sizes of the ranks' tensors, and the events of each step."""
     world = draw(st.integers(1, 3))
     step = st.fixed_dictionaries(
         {

@@ -1,4 +1,4 @@
-"""Models that go out of a checkpoint and come back into one, each time through another format."""
+"""Models that are exported from a checkpoint and imported into one, each time in another format."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ states = st.dictionaries(keys, st.recursive(small, containers(keys), max_leaves=
 
 
 def tree_of(state: Any, rank: int = 0) -> Tree:
-    """A state without tensors as a tree, of one rank."""
+    """Return a state without tensors as a tree, of one rank."""
     from holdfast.storage.state.flattening.flatten import flatten
 
     tree = flatten(state).tree
@@ -119,7 +119,7 @@ def tree_of(state: Any, rank: int = 0) -> Tree:
 
 
 def leaves(tree: Tree, rank: int) -> list[tuple[Any, Any]]:
-    """The values of one rank with the keys that lead to them, types included."""
+    """Return the values of one rank with the keys that lead to them, types included."""
     paths = tree.paths()
     return [
         (tuple((type(k), k) for k in (*paths[v.container], v.key)), v.of(rank)) for v in tree.values
@@ -167,6 +167,6 @@ def test_merged_trees_give_each_rank_its_own_values(ranks: list[Any]) -> None:
 
 
 def test_ranks_that_saved_no_value_get_one_of_those_that_did() -> None:
-    """Ranks without a value get those of the others in turn."""
+    """Ranks without a value get the values of the others in turn."""
     value = Value(0, "x", [([1, 4], "a"), ([2], "b")])
     assert [value.of(rank) for rank in range(7)] == ["a", "a", "b", "a", "a", "a", "a"]

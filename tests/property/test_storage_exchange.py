@@ -35,7 +35,7 @@ from holdfast.storage.state.filling.scatter import Scatter
 
 
 def checkpoint(states: list[dict[str, Any]]) -> tuple[Counting, Manifest]:
-    """One state per rank, in images of many small chunks."""
+    """Save one state per rank, in images of many small chunks."""
     driver = Counting()
     save_as_ranks(driver, states)
     manifest, _ = start(read_manifest(driver)).result()
@@ -78,7 +78,7 @@ SIZES = st.sampled_from([1, 700, 2048, 4096, 9000, 20_000])
 def test_each_wanted_byte_is_read_once(
     how: dict[str, Any], sizes: list[int], saved: int, wants: list[set[int]]
 ) -> None:
-    """Whichever tensors each rank wants, of its own or in common."""
+    """Each rank wants any tensors, its own or common ones."""
     state = {f"t{i}": torch.arange(size, dtype=torch.float32) + i for i, size in enumerate(sizes)}
     driver, manifest = checkpoint(
         [state | {"own": torch.full((300,), float(rank))} for rank in range(saved)]
@@ -120,7 +120,7 @@ def test_copies_that_a_driver_holds_are_within_the_budget() -> None:
 
 
 def state(value: float) -> dict[str, Any]:
-    """One tensor, of one unit: one rank reads it for all."""
+    """Return a tensor of one unit: one rank reads it for all."""
     return {"t": torch.full((100_000,), value)}
 
 

@@ -49,7 +49,7 @@ class Workshop:
     turns: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """All jobs."""
+        """Run all jobs."""
         stages = [
             Stage(spec.name, spec.lane, partial(self.perform, i), in_order=spec.in_order)
             for i, spec in enumerate(self.stages)
@@ -58,7 +58,7 @@ class Workshop:
         await pipeline.run(range(len(self.sizes)), self.sizes)
 
     async def perform(self, stage: int, job: int) -> None:
-        # What has been begun by the executor at this very moment may get its turn a little later.
+        # A stage that the executor has just begun may get its turn a little later.
         assert asyncio.get_running_loop().time() <= self.stopped_s, (
             "nothing begins after a failure or a cancellation"
         )
@@ -176,9 +176,7 @@ def test_cancelled_it_begins_nothing_and_waits_for_what_runs(
         task = asyncio.ensure_future(shop.run())
         for at_s in sorted(cancels_s):
             await asyncio.sleep(at_s - asyncio.get_running_loop().time())
-            if (
-                late
-            ):  # those that end at this moment have ended, and the executor has not heard of it
+            if late:  # the executor has not yet noticed stages that end at this moment
                 await asyncio.sleep(0)
             if not task.done():
                 task.cancel()
@@ -230,7 +228,7 @@ def test_cancelled_it_waits_for_what_runs(
         with pytest.raises(asyncio.CancelledError):
             await task
         assert busy == set()
-        # One that was started may be cancelled before its first step.
+        # A job that was started may be cancelled before its first step.
         assert len(released) == len(set(released)) < 30
         assert begun <= set(released)
 

@@ -1,4 +1,4 @@
-"""Ranks agree on one plan from the states of all, whatever each remembers."""
+"""Ranks agree on one plan from all their states, whatever each remembers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from holdfast.storage.state.plan import Agreed
 
 WORLD = 3
 MESHES = [(0, 1), (2,)]
-"""Of tensors whose names begin with "p": each is held whole by all ranks of its mesh."""
+"""Meshes of tensors whose names begin with "p": all ranks of a mesh hold each of them whole."""
 _kin: dict[Any, object] = {}
 
 State = dict[str, int]
-"""A value per name: what fills a tensor."""
+"""A value per name, which fills the tensor."""
 names = st.sampled_from(["a", "b", "c", "p", "q"])
 values = st.integers(0, 1)
 states = st.dictionaries(names, values, max_size=4)
@@ -123,7 +123,7 @@ def test_ranks_agree_on_what_they_hold_whatever_was_before(history: list[list[St
 
 
 def test_parts_of_one_tensor_that_differ_between_meshes_are_refused() -> None:
-    """By name, with the ranks that hold them: neither value is taken."""
+    """The error gives the name and its ranks. Neither value is stored."""
     memory: list[GlobalPlans] = [LruCache(2) for _ in range(WORLD)]
     job: list[State] = [{"p": 0}, {"p": 0}, {"p": 1}]
     flats = [flat_of(state, rank) for rank, state in enumerate(job)]

@@ -72,7 +72,7 @@ def tensor_tables(draw: st.DrawFn, world: int) -> tuple[TensorTable, np.ndarray]
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Each tensor cut into boxes at random, each box in the image of a random rank."""
+    """Draw a manifest: tensors cut into random boxes, each in the image of a random rank."""
     world = draw(st.integers(1, 3))
     tensors, container = draw(tensor_tables(world))
     shards: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
@@ -120,7 +120,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 def behind(hashed_nbytes: int, chunk_nbytes: int, block_nbytes: int) -> int:
-    """Bytes of a compressed image's file that are never compressed: its pages, and the index."""
+    """Return the bytes of a compressed image's file that are never compressed: pages and index."""
     return 20 * -(-hashed_nbytes // block_nbytes) + 16 * -(-hashed_nbytes // chunk_nbytes) + 16
 
 
@@ -184,7 +184,7 @@ def fits(columns: Columns, head: dict[str, Any]) -> bool:
 
 
 def tensors_fit(c: dict[str, Any], head: dict[str, Any], n: int, width: int, blob: bytes) -> bool:
-    """Names, dtypes, shapes, ties, owners and containers."""
+    """Check names, dtypes, shapes, ties, owners and containers."""
     ends, known = [0, *itertools.accumulate(c["tensor.name_nbytes"])], set()
     if ends[-1] != len(blob):
         return False
@@ -225,7 +225,7 @@ def tensors_fit(c: dict[str, Any], head: dict[str, Any], n: int, width: int, blo
 
 
 def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> bool:
-    """Boxes, and where they lie; and images."""
+    """Check boxes and their places, and images."""
     hashed, ranks, counts = c["image.hashed_nbytes"], c["image.rank"], c["tensor.shards"]
     if (
         sum(counts) != len(c["shard.start"])
@@ -277,18 +277,18 @@ def shards_fit(c: dict[str, Any], head: dict[str, Any], digests: np.ndarray) -> 
 
 
 def shortened(column: np.ndarray, data: st.DataObject) -> np.ndarray:
-    """One row is missing."""
+    """Remove one row."""
     return np.delete(column, data.draw(st.integers(0, len(column) - 1)), axis=0)
 
 
 def lengthened(column: np.ndarray, data: st.DataObject) -> np.ndarray:
-    """One row occurs once more, somewhere."""
+    """Repeat one row, at any place."""
     at, like = (data.draw(st.integers(0, len(column) - 1)) for _ in "ab")
     return np.insert(column, at, column[like], axis=0)
 
 
 def duplicated(column: np.ndarray, data: st.DataObject) -> np.ndarray:
-    """One row has the entries of another."""
+    """Give one row the entries of another."""
     source, target = (data.draw(st.integers(0, len(column) - 1)) for _ in "ab")
     column = column.copy()
     column[target] = column[source]
@@ -296,7 +296,7 @@ def duplicated(column: np.ndarray, data: st.DataObject) -> np.ndarray:
 
 
 def altered(column: np.ndarray, data: st.DataObject) -> np.ndarray:
-    """One entry off by a little, or as large as can be written."""
+    """Change one entry by a little, or to the largest possible number."""
     flat = column.astype(np.uint64).reshape(-1)
     at = data.draw(st.integers(0, len(flat) - 1))
     by = data.draw(st.sampled_from([-1, 1, -16, 16, 4096]))
@@ -342,7 +342,7 @@ SHAPED = set(NAMES) - {"tensor.name", "image.stored_nbytes"}
 
 
 def parts_of(manifest: Manifest) -> tuple[Columns, dict[str, Any]]:
-    """The columns, all of them, and the header."""
+    """Return all columns, and the header."""
     columns, metadata = decode_columns(manifest.encode(), "it")
     n = len(manifest.tensors)
     return {

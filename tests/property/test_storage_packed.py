@@ -27,7 +27,7 @@ PAGE = 4096
 
 @st.composite
 def contents(draw: st.DrawFn, pages_max: int = 24) -> bytes:
-    """Whole pages of bytes: runs of what shrinks to nothing, by half, or not at all."""
+    """Draw whole pages of bytes, in runs that shrink to nothing, by half, or not at all."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     runs = draw(
         st.lists(
@@ -69,15 +69,15 @@ def test_a_chunk_is_packed_and_unpacked_in_place(content: bytes, pages: int) -> 
 
 @functools.cache
 def manifest() -> Manifest:
-    """Any manifest, to be given other images."""
+    """Return any manifest, whose images a test replaces."""
     return Manifest.decode(tiny("packed")[MANIFEST_KEY])
 
 
 class OneImage:
-    """One packed image, and what reads it."""
+    """One packed image and its reader."""
 
     def __init__(self, content: bytes, blocks: int, pages: int, order: list[int]) -> None:
-        """Pack chunks of ``blocks`` blocks of ``pages`` pages, in this order as far as it goes."""
+        """Pack chunks of ``blocks`` blocks of ``pages`` pages: those in ``order``, then the others."""
         block_nbytes = pages * PAGE
         chunk_nbytes = blocks * block_nbytes
         digests = page_of(memoryview(content), block_nbytes)
@@ -131,7 +131,7 @@ class OneImage:
 def test_any_range_of_a_packed_image_can_be_read(
     content: bytes, blocks: int, pages: int, order: list[int], data: st.DataObject
 ) -> None:
-    """At any byte, over blocks, chunks and the pages at its end; the index comes back as it was."""
+    """A range may begin anywhere, and cross blocks, chunks and final pages. The index survives."""
     image = OneImage(content, blocks, pages, order)
     ends = st.integers(0, len(image.content))
     ranges = [
@@ -155,7 +155,7 @@ def test_any_range_of_a_packed_image_can_be_read(
 
 
 def test_what_does_not_shrink_is_stored_as_it_is(rng: np.random.Generator) -> None:
-    """Random bytes: the file is the image, and behind it the index."""
+    """For random bytes, the file is the image, followed by the index."""
     content = rng.integers(0, 256, 20 * PAGE, np.uint8).tobytes()
     image = OneImage(content, 3, 2, [])
     assert image.stored[: len(image.content)] == image.content
@@ -163,7 +163,7 @@ def test_what_does_not_shrink_is_stored_as_it_is(rng: np.random.Generator) -> No
 
 @pytest.mark.parametrize("nbytes", [PAGE, 20 * PAGE])
 def test_zeros_take_a_page_for_each_chunk(nbytes: int) -> None:
-    """And no more."""
+    """They take no more than that."""
     image = OneImage(bytes(nbytes), 5, 1, [])
     chunks = -(-nbytes // (5 * PAGE))
     assert len(image.stored) == chunks * PAGE + nbytes // PAGE * (16 + 4) + chunks * 16 + 16

@@ -21,7 +21,7 @@ from holdfast.storage.runtime.scheduler import (
 
 @dataclass
 class World:
-    """Everything that has happened, checked against the rules at each step."""
+    """The history of events, checked against the rules at each step."""
 
     scheduler: Scheduler
     sizes: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class World:
         )
 
     def check_nothing_waits_in_vain(self) -> None:
-        """Each lane is full, or has nothing to do but what memory, or its turn, does not allow."""
+        """Check that each lane is full, or waits only for memory or for its turn."""
         s = self.scheduler
         if self.failed:
             assert self.holding == set(self.running), "after a failure only what runs holds memory"
@@ -147,7 +147,7 @@ class Pipeline(RuleBasedStateMachine):
     @precondition(lambda self: self.world.running)
     @rule(data=st.data(), count=st.integers(1, 4))
     def end_well(self, data: st.DataObject, count: int) -> None:
-        """Some stages, one after the other."""
+        """End some stages successfully, one after the other."""
         self.left -= count
         for _ in range(count):
             if self.world.running:
@@ -162,7 +162,7 @@ class Pipeline(RuleBasedStateMachine):
     @precondition(lambda self: self.left <= 0 and self.world.running)
     @rule(data=st.data())
     def is_cancelled(self, data: st.DataObject) -> None:
-        """All that runs ends, some of it well."""
+        """End all running stages after a failure; some of them still succeed."""
         for job in data.draw(st.permutations(sorted(self.world.running))):
             self.world.end(job, well=self.world.failed and data.draw(st.booleans()))
 

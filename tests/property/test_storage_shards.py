@@ -27,7 +27,7 @@ Region = tuple[int, int] | Box | None
 
 @st.composite
 def flat_parts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> list[list[Region]]:
-    """A range for each rank; or for each of several replicas of fewer parts. Some are empty."""
+    """Draw a range for each rank, or for each replica of fewer parts. Some are empty."""
     numel = math.prod(shape)
     n = draw(st.integers(1, world))
     cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=n - 1, max_size=n - 1)))
@@ -37,7 +37,7 @@ def flat_parts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> list[list
 
 @st.composite
 def box_parts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> list[list[Region]]:
-    """Boxes, at most one for each rank, cut off one from another."""
+    """Draw boxes, at most one for each rank, cut off from each other."""
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, world - 1))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -63,13 +63,13 @@ def _cut(box: Box, dim: int, start: int, stop: int) -> Box:
 
 @st.composite
 def parts(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> list[list[Region]]:
-    """What each rank of a job holds of one tensor."""
+    """Draw the parts of one tensor that each rank of a job holds."""
     whole: list[list[Region]] = [[None]] * world
     return draw(flat_parts(shape, world) | box_parts(shape, world) | st.just(whole))
 
 
 def held(whole: torch.Tensor, region: Region, step: int) -> Any:
-    """A part of a tensor in memory of its own, whose elements are ``step`` apart."""
+    """Return a part of a tensor in its own memory, with elements ``step`` apart."""
     if region is None:
         return _spread(whole, step)
     if isinstance(region, Box):
@@ -86,7 +86,7 @@ def _spread(tensor: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def local(item: Any) -> torch.Tensor:
-    """The tensor of a leaf."""
+    """Return the tensor of a leaf."""
     return item.tensor if isinstance(item, Shard) else item
 
 

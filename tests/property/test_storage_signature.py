@@ -43,7 +43,7 @@ class Thing:
 
 
 def on_mesh(mesh: DeviceMesh, first: Any, second: Any, local: tuple[int, int]) -> DTensor:
-    """A DTensor of 4 x 4 whose local part has the shape ``local``."""
+    """Return a DTensor of 4 x 4 whose local part has the shape ``local``."""
     return DTensor.from_local(
         torch.zeros(local),
         mesh,
@@ -79,7 +79,7 @@ keys = st.sampled_from(["a", "b", "1", 1, True, 0, False, 0.0, -0.0, None])
 
 
 def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Containers, and an object with a state."""
+    """Return a strategy for containers, and for an object with a state."""
     entries = st.dictionaries(keys, inner, max_size=3)
     items = st.lists(inner, max_size=3)
     return entries | entries.map(OrderedDict) | items | items.map(tuple) | entries.map(Thing)
@@ -208,7 +208,7 @@ def test_placements_are_told_apart_though_they_come_and_go() -> None:
             assert [piece.box for piece in flatten({"x": seen}).layouts[0].pieces] == expected[i]
         layouts_on(MESHES[0]).by_tuple.clear() if len(places) % 5 == 0 else None
         del tensor, seen
-    assert len(places) < len(order)  # some were at the place of one before
+    assert len(places) < len(order)  # some were at the address of an earlier one
 
 
 class OtherThing(Thing):

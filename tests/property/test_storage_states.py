@@ -44,7 +44,7 @@ few = examples(60, HealthCheck.data_too_large)
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Any bits, any small shape; perhaps not contiguous."""
+    """Draw a tensor of any bits and any small shape, perhaps not contiguous."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     nbytes = math.prod(shape) * dtype.itemsize
@@ -73,7 +73,7 @@ ATTEMPT = "20200101T000000-00000000"
 
 
 def blank(value: Any) -> Any:
-    """A state of the same form, with nothing of the original in it."""
+    """Return a state of the same form, without any of the original's values."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value, memory_format=torch.preserve_format)
     if isinstance(value, np.ndarray):
@@ -88,7 +88,7 @@ def blank(value: Any) -> Any:
 @few
 @given(states)
 def test_any_state_comes_back(state: Any) -> None:
-    """Built anew, and loaded into another of its form."""
+    """It comes back in new containers, and in another state of its form."""
     uri = fresh_uri()
     holdfast.save(uri, state, allow_empty=True)
     assert difference(state, holdfast.load(uri)) is None
@@ -133,7 +133,7 @@ def test_fragments_make_the_same_manifest_in_whichever_order_they_are_joined(
 @few
 @given(states, st.data())
 def test_a_fragment_with_a_flipped_bit_is_refused(state: Any, data: st.DataObject) -> None:
-    """By its checksum, wherever it is."""
+    """Its checksum finds the bit, wherever it is."""
     whole = fragments_of([state])[0].encode()
     with pytest.raises(holdfast.DamagedError):
         decode_fragment(data.draw(flipped_bits(whole)), "a fragment", {})
@@ -221,7 +221,7 @@ def test_safetensors_opens_every_image_of_any_states(ranks: list[Any]) -> None:
 
 
 def by_start(image: bytes) -> dict[int, torch.Tensor]:
-    """What safetensors reads, by the offset in the file."""
+    """Return the tensors that safetensors reads, by the offset in the file."""
     first = 8 + int.from_bytes(image[:8], "little")
     header = json.loads(image[8:first])
     read = safetensors.torch.load(image)

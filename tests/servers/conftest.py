@@ -1,4 +1,4 @@
-"""Real servers: booted once for all tests that ask, or one's own, named by the environment."""
+"""Real servers: started once for all tests that use them, or given by the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.servers.hadoop import Hadoop, find_hadoop
 from support.servers.radosgw import Radosgw, find_ceph
 
 TIMEOUT_S = 300
-"""Of a test, unless it says otherwise: servers boot within the first test that asks."""
+"""Default time limit of a test: the first test that uses a server starts it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,7 +60,7 @@ fake_gcs = _server("fake_gcs", find_fake_gcs, FakeGcs)
 
 @pytest.fixture(scope="session")
 def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An SFTP server, whose keys are where clients look for them."""
+    """Run an SFTP server whose keys are where clients look for them."""
     pytest.importorskip("asyncssh")
     from support.servers.sftp import SftpServer
 

@@ -13,7 +13,7 @@ import holdfast
 
 @pytest.fixture(params=["file", "s3", "hdfs", "az", "gs"])
 def server(request: pytest.FixtureRequest) -> str:
-    """A new channel on a file system or a real server."""
+    """Return a new channel on a file system or a real server."""
     if request.param == "file":
         return f"file://{request.getfixturevalue('tmp_path')}"
     url: str = request.getfixturevalue(f"{request.param}_url")
@@ -29,7 +29,7 @@ def followed(subscriber: holdfast.Subscriber, timeout_s: float = 0.0) -> int:
 
 @pytest.mark.nightly(10)
 def test_a_channel_is_followed_and_taken_over(server: str) -> None:
-    """Each version arrives, old ones are deleted, and of two publishers the earlier is told."""
+    """Each version arrives, old ones are deleted, and the earlier of two publishers fails."""
     with holdfast.publish(server, keep=4, anchor=3) as first, holdfast.subscribe(server) as early:
         for version in range(8):
             first.push(version, weights(version)).wait()

@@ -16,13 +16,13 @@ from holdfast.errors import AccessError, ExistsError, HoldfastError
 
 @pytest.fixture
 def azure(azurite: Azurite, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty root on Azurite, without the account's key in the environment."""
+    """Return an empty root on Azurite, without the account's key in the environment."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     return f"az://holdfast/{uuid.uuid4().hex}?endpoint={azurite.endpoint}"
 
 
 async def may_write_and_read(driver: Driver) -> None:
-    """See that objects can be put once, uploaded in parts, read, listed and deleted."""
+    """Check that objects can be put once, uploaded in parts, read, listed and deleted."""
     await driver.put("x", b"content", exclusive=True)
     with pytest.raises(ExistsError):
         await driver.put("x", b"another", exclusive=True)
@@ -36,7 +36,7 @@ async def may_write_and_read(driver: Driver) -> None:
 async def test_a_signature_allows_what_it_names(
     azure: str, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A SAS allows what it names until it expires; the errors beyond it do not show it."""
+    """A SAS allows exactly its permissions until it expires. Errors beyond it do not show it."""
     now_s = time.time()
 
     def sign(permissions: str, expires_s: float) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def sftp_url(sftp: SftpServer) -> str:
-    """The URI of an empty root on an SFTP server."""
+    """Return the URI of an empty root on an SFTP server."""
     pytest.importorskip("paramiko")
     options = f"port={sftp.port}&username={sftp.username}"
     return f"fsspec+sftp://{sftp.host}{sftp.root}/{uuid.uuid4().hex}?{options}"
@@ -62,7 +62,7 @@ def test_errors_of_an_sftp_server_are_ours(
 
 @pytest.fixture
 def url(radosgw: Radosgw) -> str:
-    """The URI of an empty root."""
+    """Return the URI of an empty root."""
     return f"fsspec+s3://holdfast/{uuid.uuid4().hex}?endpoint_url={radosgw.endpoint}"
 
 

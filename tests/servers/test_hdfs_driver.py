@@ -108,7 +108,7 @@ async def test_block_size_replication_and_sync(hadoop: Hadoop, hdfs_url: str) ->
 async def test_a_stranger_is_refused(
     hadoop: Hadoop, hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AccessError, for reading and writing, with advice that says whose the user is."""
+    """Reads and writes raise AccessError, with advice on how to set the user."""
     client, root = native(hadoop), path_of(hdfs_url)
     await bare(hdfs_url).put("x", b"mine")
     client.set_permission(root, 0o700)
@@ -163,7 +163,7 @@ async def test_a_black_hole_is_an_error_at_the_deadline(tmp_path: object) -> Non
 
 @asynchronous
 async def test_a_sweep_takes_the_dead_only(hadoop: Hadoop, hdfs_url: str) -> None:
-    """Temporary files that are an hour old by the name node's clock go, with empty folders."""
+    """Temporary files an hour old by the name node's clock are deleted, with empty folders."""
     client, root = native(hadoop), path_of(hdfs_url)
     driver = bare(hdfs_url)
     live = await driver.create("data/a/live", 10)
@@ -226,7 +226,7 @@ async def test_a_rename_whose_answer_was_lost_is_looked_up(
 async def test_a_rename_that_finds_nothing_does_not_take_anothers_file_for_ours(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The temporary file is gone, and somebody else's has the key: the put failed."""
+    """The temporary file is gone, and another writer's file has the key: the put failed."""
     driver, other = bare(hdfs_url), bare(hdfs_url)
     rename = driver._client.rename
 
@@ -322,7 +322,7 @@ def test_parts_are_joined_behind_a_link_of_a_viewfs(
 
 
 def test_a_uri_that_leads_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name service that nothing explains; a user, which the library would pass over."""
+    """Examples are an unknown name service, and a user, which the library would ignore."""
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
     monkeypatch.delenv("HADOOP_HOME", raising=False)
     with pytest.raises(UriError, match="namenodes="):

@@ -28,7 +28,7 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
-    """A name node and three DataNodes, each file on two of them."""
+    """Run a name node and three DataNodes, with two copies of each file."""
     if find_hadoop() is None:
         pytest.skip("Hadoop is not installed: make test-servers")
     server = Hadoop(tmp_path_factory.mktemp("cluster"), datanodes=3)
@@ -45,7 +45,7 @@ def uri(cluster: Hadoop) -> Iterator[str]:
 
 
 def heal(cluster: Hadoop) -> None:
-    """Continue or start the servers that hang or died."""
+    """Resume or restart the servers that hang or have died."""
     for name in ("nn0", "dn0", "dn1", "dn2"):
         if name in cluster.running:
             cluster.kill(name, signal.SIGCONT)
@@ -56,7 +56,7 @@ def heal(cluster: Hadoop) -> None:
 
 @pytest.fixture
 def state(rng: np.random.Generator) -> State:
-    """96 MiB of random numbers, in two tensors: six chunks."""
+    """Return 96 MiB of random numbers, in two tensors: six chunks."""
     return {name: torch.from_numpy(rng.standard_normal(6 << 20)) for name in ("a", "b")}
 
 
@@ -66,7 +66,7 @@ def changed(state: State) -> State:
 
 
 def files(uri: str) -> list[str]:
-    """Everything below a checkpoint, temporary files too, around the driver."""
+    """List everything below a checkpoint, temporary files included, without the driver."""
     return HdfsProbe(parse(uri)).list()
 
 
@@ -80,7 +80,7 @@ def finished(uri: str, old: State, new: State) -> bool:
 
 
 def one_save_tidies_up(uri: str, state: State) -> None:
-    """The next save leaves only its files, and attempts that died after claiming their fate."""
+    """Check that the next save leaves only its files, and attempts that died after their claim."""
     attempt = holdfast.save(uri, state).attempt
     assert difference(holdfast.load(uri), state) is None
     left = files(uri)
@@ -198,7 +198,7 @@ def test_a_fail_over_mid_save(tmp_path_factory: pytest.TempPathFactory, state: S
 
 
 def _names_the_standby(server: Hadoop) -> None:
-    """A load from a standby fails at the deadline, and the error says what to name instead."""
+    """Check that a load from a standby fails at the deadline, with advice what to name instead."""
     server.begin("nn0")
     server.wait_for_standby("nn0")
     with pytest.raises(StorageDownError, match=r"standby: name the name service.*op_timeout_s"):

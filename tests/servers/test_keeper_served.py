@@ -1,4 +1,4 @@
-"""A keeper whose memory is read over HTTP, as checkpoints, while a trainer goes on."""
+"""A keeper whose memory is read over HTTP, as checkpoints, while a trainer continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for the keepers of one test."""
+    """Return a folder for the keepers of one test."""
     with tempfile.TemporaryDirectory(prefix="hk") as folder:
         monkeypatch.setenv(KEEPER_DIR_VARIABLE, folder)
         yield Path(folder)
@@ -72,7 +72,7 @@ def test_steps_in_memory_are_checkpoints_for_whoever_has_the_token(
         with pytest.raises(holdfast.StorageError, match="read-only"):
             holdfast.save(f"{uri}/step-00000003", state)
         assert command(["cp", f"{uri}/step-00000001", str(tmp_path / "copy")]) == 0
-        for step in (3, 4, 5):  # what was copied from is written over
+        for step in (3, 4, 5):  # they overwrite the source of the copy
             handle = run.step(step, state)
             assert handle is not None
             handle.wait(60)
@@ -92,7 +92,7 @@ def test_steps_in_memory_are_checkpoints_for_whoever_has_the_token(
 
 
 def test_a_place_that_is_none_is_said_before_a_keeper_is_started(base: Path) -> None:
-    """An invalid address is refused, with what it has to be."""
+    """An invalid address is refused. The error says which form is valid."""
     with pytest.raises(holdfast.UsageError, match="an interface or an address"):
         holdfast.Keeper(serve="127.0.0.1:99999")
     assert keeper_folders() == []

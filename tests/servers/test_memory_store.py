@@ -1,4 +1,4 @@
-"""An object store in the memory of a process: what ``peer://…?store=on`` does with it."""
+"""An object store in the memory of a process, as ``peer://…?store=on`` uses it."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ MIB = 1 << 20
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
-    """A store of 64 MiB, whose token is in the environment."""
+    """Run a store of 64 MiB, whose token is in the environment."""
     with MemoryStore(budget_nbytes=64 * MIB) as made:
         monkeypatch.setenv("HOLDFAST_PEER_TOKEN", made.token)
         yield made
 
 
 def driver_of(store: MemoryStore, **options: Any) -> Driver:
-    """A driver without layers."""
+    """Return a driver without layers."""
     return bare(store.uri.replace("/?", "/run?"), token=store.token, **options)
 
 
 def port_of(store: MemoryStore) -> int:
-    """The port that it listens on."""
+    """Return the port on which it listens."""
     return int(store.uri.split("/")[2].rpartition(":")[2])
 
 
@@ -65,7 +65,7 @@ async def parts_of(upload: Any, content: bytes, nbytes: int) -> None:
 @pytest.mark.nightly(20)
 @pytest.mark.timeout(240)
 def test_the_kit_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trial that applies passes, also those of atomic exclusive puts, and nothing is left."""
+    """Every trial that applies passes, including atomic exclusive puts, and nothing is left."""
     with MemoryStore(budget_nbytes=1 << 30) as store:
         monkeypatch.setenv("HOLDFAST_PEER_TOKEN", store.token)
         output = run_conformance(store.uri.replace("/?", "/kit/root?"), cwd=tmp_path)
@@ -76,7 +76,7 @@ def test_the_kit_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.nightly(15)
 def test_checkpoints_are_saved_and_loaded(store: MemoryStore) -> None:
-    """A store is a storage like any other, until it ends."""
+    """A store can be used like any other storage until it ends."""
     torch = pytest.importorskip("torch")
     state = {"weight": torch.arange(1 << 20, dtype=torch.float32)}
     uri = store.uri.replace("/?", "/run/step-1?")
@@ -105,8 +105,8 @@ async def test_an_object_of_parts_is_read_in_any_range(store: MemoryStore) -> No
 
 @asynchronous
 async def test_a_read_survives_the_deletion_of_its_object(store: MemoryStore) -> None:
-    """A reader that has begun gets the old bytes to their end, also if the key has a new object;
-    then their memory is free."""
+    """A reader that has begun gets the old bytes to their end, also if the key has a new object.
+    Then their memory is free."""
     content = random.randbytes(32 * MIB)
     driver = driver_of(store)
     await stored(driver, "x", content)
@@ -129,7 +129,7 @@ async def test_a_read_survives_the_deletion_of_its_object(store: MemoryStore) ->
 
 @asynchronous
 async def test_a_full_store_says_so_and_keeps_nothing_of_a_refused_body(store: MemoryStore) -> None:
-    """Beyond the budget, put, create and write raise FullError; what is there stays, whole, and a
+    """Beyond the budget, put, create and write raise FullError. Existing objects stay whole, and a
     deletion makes room."""
     driver = driver_of(store)
     await driver.put("kept", b"k" * 40 * MIB)
@@ -186,7 +186,7 @@ async def test_one_of_many_exclusive_puts_succeeds(store: MemoryStore) -> None:
 
 
 def test_parts_that_do_not_make_the_object_are_refused_by_the_store() -> None:
-    """The store checks what a client commits: holes, overlaps and another size drop the upload."""
+    """The store checks every commit: holes, overlaps and another size drop the upload."""
 
     async def run() -> None:
         for starts, nbytes in [((0, 4), 7), ((1,), 4), ((0, 2), 5), ((0,), 4), ((), 1)]:
@@ -246,7 +246,7 @@ async def test_a_watch_outlasts_a_restart_of_the_store(store: MemoryStore) -> No
         await driver.close()
 
 
-# Who may ask
+# Access
 
 
 @asynchronous

@@ -1,4 +1,4 @@
-"""Checkpoints on their way to real servers and back."""
+"""Checkpoints copied to real servers and back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from holdfast.cli import app
 
 @pytest.fixture(params=["s3", "hdfs", "az", "gs"])
 def server(request: pytest.FixtureRequest) -> str:
-    """An empty root on a real server."""
+    """Return an empty root on a real server."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     return url
 
 
 def below(url: str, path: str) -> str:
-    """The URI of what lies at ``path`` below ``url``."""
+    """Return the URI of ``path`` below ``url``."""
     location, mark, options = url.partition("?")
     return f"{location}/{path}{mark}{options}"
 

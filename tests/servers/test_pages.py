@@ -47,7 +47,7 @@ ASK = """(() => {
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One for all tests of this file."""
+    """Run one browser for all tests of this file."""
     with browsing(tmp_path_factory.mktemp("chromium")) as running:
         yield running
 
@@ -56,7 +56,7 @@ CONFIG = {"nbytes": 10**9, "runs": 5, "ranks": 4}
 
 
 def pages() -> dict[str, list[SaveTelemetry]]:
-    """Saves of one rank, of some, of a thousand, and a run."""
+    """Return saves of one rank, of some, of a thousand, and a run."""
     slow = {5: {"write": stage(9.0, NBYTES), "open": stage(1.0, retries=3)}}
     return {
         "one rank": [save_of({}, world=1)],
@@ -81,7 +81,7 @@ def test_a_browser_shows_the_page(browser: Browser, name: str, dark: bool, tmp_p
 
 
 def assert_shown(browser: Browser, path: Path, dark: bool, picture: Path) -> None:
-    """As the test above says."""
+    """Check the claims of the test above."""
     seen = browser.look(path, ASK, dark=dark, picture=picture)
     assert seen.complaints == []
     assert seen.requested == [path.as_uri()]
@@ -110,7 +110,7 @@ def test_a_browser_shows_a_measurement(browser: Browser, dark: bool, tmp_path: P
 
 
 def assert_drawn(picture: Path, dark: bool) -> None:
-    """Something is on the picture, and most of it is the ground."""
+    """Check that the picture shows something, and that most of it is the background."""
     pixels = imread(picture)[..., :3].mean(axis=-1)
     ground = np.median(pixels)
     assert (ground < 0.2) == dark
@@ -126,7 +126,7 @@ def test_a_script_in_a_page_does_not_run(browser: Browser, tmp_path: Path) -> No
     path.write_text(page.replace("<main>", "<main>" + hostile), encoding="utf-8")
     seen = browser.look(path, "document.title", picture=tmp_path / "seen.png")
     assert seen.answer == "Saves of s3://bucket/run"
-    assert len(seen.complaints) == 2  # so complaints are heard
+    assert len(seen.complaints) == 2  # proves that complaints are noticed
 
 
 # The documentation's site, opened from its files
@@ -169,13 +169,13 @@ def test_a_browser_shows_the_site(browser: Browser, page: str, dark: bool, tmp_p
 
 
 def outside(requested: list[str]) -> list[str]:
-    """The addresses that are neither files of the site nor written in it."""
+    """Return the addresses that are neither files of the site nor written in it."""
     return [url for url in requested if not url.startswith((f"{SITE.as_uri()}/", "data:"))]
 
 
 @built
 def test_the_search_works_without_a_server(browser: Browser, tmp_path: Path) -> None:
-    """Its index is a script among the files: a word of one page finds that page."""
+    """Its index is a script among the files. A word of one page finds that page."""
     ask = "Search._performSearch(...Search._parseQuery('radosgw')).map(found => found[0])"
     seen = browser.look(SITE / "search.html", ask, picture=tmp_path / "seen.png")
     assert seen.complaints == []

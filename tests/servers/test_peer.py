@@ -1,4 +1,4 @@
-"""A real server over sealed memory: what ``peer://`` reads from it, and answers to bad requests."""
+"""A real server over sealed memory: reads by ``peer://``, and answers to bad requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BIG = os.urandom(5_000_001)
 
 @pytest.fixture
 def shelf() -> MemfdShelf:
-    """Two runs in memory."""
+    """Return a shelf with two runs in memory."""
     made = MemfdShelf()
     made.add("run/a/big", BIG)
     made.add("run/b", b"small")
@@ -55,7 +55,7 @@ def shelf() -> MemfdShelf:
 
 @pytest.fixture
 def shown(shelf: MemfdShelf) -> Iterator[Showing]:
-    """A server of it."""
+    """Run a server of the shelf."""
     with showing(shelf, quiet_s=20.0) as server:
         yield server
 
@@ -76,7 +76,7 @@ def exchanged(shown: Showing, data: bytes, *, ends: bool = False) -> bytes:
 def asked(
     shown: Showing, target: str, *headers: str, method: str = "GET", token: str | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers in lower case, and body of the answer to one request."""
+    """Return status, headers in lower case, and body of the answer to one request."""
     lines = [f"{method} {target} HTTP/1.1", "Host: x", "Connection: close"]
     lines.append(f"Authorization: Bearer {shown.token if token is None else token}")
     answer = exchanged(shown, "\r\n".join([*lines, *headers, "", ""]).encode())
@@ -173,7 +173,7 @@ def issued(folder: Path) -> tuple[str, str, str]:
 
 
 def test_tls(shelf: MemfdShelf, tmp_path: Path) -> None:
-    """Clients that do not name the server's authority, or speak no TLS, are told so at once."""
+    """Clients that do not name the server's authority, or speak no TLS, get an error at once."""
     certificate, key, ca = issued(tmp_path)
 
     def got(shown: Showing, key: str, **options: str) -> bytes:
@@ -232,7 +232,7 @@ def test_a_tls_connection_that_was_reset_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_keeper_that_is_silent_is_given_up() -> None:
-    """After ``timeout``, with an error that may be tried again; one that is gone at once."""
+    """After ``timeout``, the error is a temporary one. A keeper that is gone fails at once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"peer://127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(StorageDownError, match="does not answer"):
@@ -242,7 +242,7 @@ def test_a_keeper_that_is_silent_is_given_up() -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(shelf: MemfdShelf) -> None:
-    """So that it does not keep memory pinned."""
+    """Otherwise it would keep memory pinned."""
     with showing(shelf, quiet_s=0.5) as shown, unread(shown, shelf):
         until(lambda: shelf.pinned["run/huge"] == 0, "the answer is given up")
         assert is_alive(shown)
@@ -515,7 +515,7 @@ def test_keepers_of_a_large_job_have_places_beyond_the_limits() -> None:
 
 
 def test_status_metrics_and_health(shown: Showing) -> None:
-    """JSON, Prometheus' text, and a word."""
+    """They are JSON, Prometheus' text format, and a word."""
     assert asked(shown, "/health", token="wrong")[::2] == (200, b"ok\n")
     status, headers, body = asked(shown, "/status")
     assert (status, json.loads(body)) == (200, {"objects": 3})
@@ -527,7 +527,7 @@ def test_status_metrics_and_health(shown: Showing) -> None:
 
 @pytest.mark.parametrize("token", ["", "0" * 32, "é", "a b"])
 def test_a_wrong_token_gets_nothing(shown: Showing, token: str) -> None:
-    """It does not learn whether something is there; the driver says where tokens are looked for."""
+    """It does not learn whether an object exists. The driver's error says where tokens are read."""
     for path in ("/v1/list", "/v1/object/run/b", "/status", "/metrics", "/x"):
         status, headers, body = asked(shown, path, token=token)
         assert status in (400, 401)
@@ -594,7 +594,7 @@ def test_nothing_but_objects_of_the_shelf_is_served(
 
 
 def test_headers_are_bounded(shown: Showing) -> None:
-    """In length and in number."""
+    """Length and number are limited."""
     long = f"GET /health HTTP/1.1\r\nHost: x\r\nX: {'a' * 100_000}\r\n\r\n"
     many = "GET /health HTTP/1.1\r\nHost: x\r\n" + "X: a\r\n" * 50_000 + "\r\n"
     for request in (long, many):
@@ -613,7 +613,7 @@ PIECES = [
 
 @pytest.fixture(scope="module")
 def tried() -> Iterator[tuple[Showing, MemfdShelf]]:
-    """A server that is sent anything."""
+    """Run a server that gets arbitrary bytes."""
     shelf = MemfdShelf()
     shelf.add("run/b", b"small")
     shelf.add("run/a/big", BIG)
@@ -624,7 +624,7 @@ def tried() -> Iterator[tuple[Showing, MemfdShelf]]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=20)), max_size=14))
 def test_anything_may_be_sent(tried: tuple[Showing, MemfdShelf], pieces: list[bytes]) -> None:
-    """Whatever is sent without the token, no byte of an object comes back, and the server lives."""
+    """For any bytes without the token, the server returns no byte of an object, and survives."""
     shown, shelf = tried
     data = b"".join(pieces)
     answer = b""
@@ -640,7 +640,7 @@ def test_anything_may_be_sent(tried: tuple[Showing, MemfdShelf], pieces: list[by
 
 
 def test_options_that_cannot_be_right_are_refused(shelf: MemfdShelf, tmp_path: Path) -> None:
-    """A weak token, half of a certificate, a file that is none, an interface that is not there."""
+    """Examples are a weak token, half of a certificate, a missing file, and a missing interface."""
     token = new_token()
     assert len(token) == 32
     assert token != new_token()
@@ -663,7 +663,7 @@ def test_options_that_cannot_be_right_are_refused(shelf: MemfdShelf, tmp_path: P
 def test_a_host_without_aiohttp_is_told_what_to_install(
     shelf: MemfdShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything listens."""
+    """The error comes before the server listens."""
     module = "holdfast.storage.keeper.serving.memory_server"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
@@ -672,7 +672,7 @@ def test_a_host_without_aiohttp_is_told_what_to_install(
 
 
 def test_it_listens_on_loopback_alone(shown: Showing) -> None:
-    """Unless an interface is named."""
+    """Only a named interface changes that."""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", shown.port), timeout=60)
     assert is_alive(shown)

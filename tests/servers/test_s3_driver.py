@@ -1,4 +1,4 @@
-"""The object store driver on a real S3 server: what the shared trials of all drivers do not ask."""
+"""The object store driver on a real S3 server, beyond the conformance trials of all drivers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MIB = 1 << 20
 
 
 def unfinished(server: Radosgw) -> list[str]:
-    """The keys of all unfinished uploads in the bucket, as another client sees them."""
+    """Return the keys of all unfinished uploads in the bucket, as another client sees them."""
     listed = server.client().list_multipart_uploads(Bucket="holdfast")
     return [found["Key"] for found in listed.get("Uploads", ())]
 
 
 def through(proxy: FaultProxy, url: str, **options: str) -> Driver:
-    """A driver for ``url`` by way of the proxy."""
+    """Return a driver for ``url`` through the proxy."""
     return bare(url, endpoint=proxy.endpoint, **options)
 
 
@@ -65,7 +65,7 @@ async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
             return took_s
 
         took_s = await asyncio.gather(*map(write, range(0, 20 * MIB, 5 * MIB)))
-        assert min(took_s) > 0.45  # half a second is what the line needs for a part
+        assert min(took_s) > 0.45  # the connection needs half a second for a part
         await upload.commit()
         assert await driver.get("x") == content
         await driver.close()
@@ -73,7 +73,7 @@ async def test_memory_is_read_until_its_part_is_stored_and_no_longer(
 
 @asynchronous
 async def test_sweeping_spares_what_is_younger_than_an_hour(radosgw: Radosgw, s3_url: str) -> None:
-    """Somebody may still be writing it. Deleting its whole folder takes it, whoever writes."""
+    """Another process may still write it. Deleting its whole folder removes it in any case."""
     driver, other = bare(s3_url, part_size="5MiB"), bare(s3_url, part_size="5MiB")
     before = unfinished(radosgw)
     upload = await other.create("data/x", 10 * MIB)
@@ -103,7 +103,7 @@ async def test_a_store_without_conditional_puts_is_declared(s3_url: str) -> None
 
 @asynchronous
 async def test_a_missing_bucket_is_not_a_missing_object(radosgw: Radosgw) -> None:
-    """Every operation says so, also those whose answers have no body to say it in."""
+    """Every operation reports that, even if the answer has no body."""
     driver = bare(f"s3://no-such-bucket/x?endpoint={radosgw.endpoint}")
     changing = (driver.put("x", b""), driver.create("x", 20 * MIB), driver.delete_all("x"))
     for call in (*reads(driver, "x"), *changing, keys(driver)):
@@ -144,7 +144,7 @@ def test_wrong_credentials_are_explained(
 async def test_a_store_that_does_not_answer_is_given_up(
     radosgw: Radosgw, s3_url: str, faults: Faults
 ) -> None:
-    """Every operation ends by its deadline with an error that another try may not meet."""
+    """Every operation ends by its deadline with a temporary error."""
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         driver = through(proxy, s3_url, timeout="1s", deadline="1s")
         proxy.faults = faults
@@ -156,7 +156,7 @@ async def test_a_store_that_does_not_answer_is_given_up(
             assert result.temporary
         assert time.monotonic() - began_s < 9
         proxy.faults = Faults()
-        await driver.put("y", b"again")  # at x the empty one may yet arrive
+        await driver.put("y", b"again")  # the empty object may still arrive at x
         assert await driver.get("y") == b"again"
         await driver.close()
 
@@ -170,7 +170,7 @@ def _use(url: str, results: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_forked_child_is_told_instead_of_hanging(s3_url: str) -> None:
-    """The threads of the client did not come along: it says so at once, and what to do."""
+    """It has none of the client's threads. The error says so at once, and what to do."""
     driver = bare(s3_url)
     asyncio.run(driver.put("x", b""))
     context = multiprocessing.get_context("fork")

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.clocked
 
 MIB = 1 << 20
 SHORT = "&timeout=3s&deadline=4s&retries=1&op_timeout_s=15"
-"""Options of a save that is to fail soon."""
+"""Options of a save that must fail soon."""
 FAIL_S = 40.0
-"""By when it has failed."""
+"""Deadline for that failure."""
 OLD, NEW = ({"x": torch.randn(24_000_000), "step": step} for step in (1, 2))
 """Two states of 96 MB, which differ everywhere."""
 
@@ -40,7 +40,7 @@ class Place:
         return f"s3://holdfast/{self.folder}?endpoint={at}&part_size=5MiB{options}"
 
     def holds(self, state: dict[str, Any]) -> bool:
-        """Tell whether exactly this state is loaded from there."""
+        """Return whether exactly this state is loaded from there."""
         found = holdfast.load(self.uri())
         return torch.equal(found["x"], state["x"]) and found["step"] == state["step"]
 
@@ -74,13 +74,13 @@ class Place:
 
 @pytest.fixture
 def place(radosgw: Radosgw, request: pytest.FixtureRequest) -> Place:
-    """A folder named after the test."""
+    """Return a folder named after the test."""
     return Place(radosgw, re.sub(r"\W", "-", request.node.name))
 
 
 @pytest.fixture
 def proxy(radosgw: Radosgw) -> Iterator[FaultProxy]:
-    """The way to the server."""
+    """Run a proxy to the server."""
     with FaultProxy(("127.0.0.1", radosgw.port)) as proxy:
         yield proxy
 
@@ -153,7 +153,7 @@ def test_connections_that_are_cut_are_made_again(place: Place, proxy: FaultProxy
 def test_an_upload_whose_beginning_nobody_heard_of_is_dropped_by_the_next_save(
     place: Place,
 ) -> None:
-    """It belongs to the attempt that became the checkpoint, and goes with that."""
+    """It belongs to the attempt that became the checkpoint, and is dropped with it."""
     holdfast.save(place.uri(), OLD)
     with holdfast.open(place.uri()) as c:
         key = f"{place.folder}/data/{c.attempt}/0.safetensors"

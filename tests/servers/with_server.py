@@ -15,13 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find what they share
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folder of the tests' shared helpers
 
 from support.servers.start import FINDERS, started
 
 
 def main() -> int:
-    """The exit status of the command."""
+    """Return the exit status of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--dir", type=Path, help="for the server's data, which is removed")
     parser.add_argument("--datanodes", type=int, default=2, help="of HDFS (default: 2)")

@@ -218,7 +218,7 @@ def failing(error: BaseException) -> Callable[..., None]:
     ],
 )
 def test_a_foreign_client_sets_the_limit(root: str, said: tuple[str, ...], tmp_path: Path) -> None:
-    """Only without a client our own driver sets it, and the name says so. Nothing is left."""
+    """Our own driver sets it only without a client, and the name says so. Nothing is left."""
     tried: list[str] = []
     limit = limit_of(join(parse(f"{root}{tmp_path}"), "place"), 5 * MIB + 1, say=tried.append)
     assert bool(tried) == (not root.startswith("memory"))

@@ -16,7 +16,7 @@ SIGNS = ("cAnArY", "Y0FuQXJZQXp1cmU=")
 @pytest.mark.nightly(34)
 @pytest.mark.timeout(300)
 def test_no_secret_comes_out_whatever_fails(tmp_path: Path) -> None:
-    """No secret is in output, errors, causes, reprs, tracebacks, logs, JSON or written files."""
+    """Output, errors, causes, reprs, tracebacks, logs, JSON and written files contain no secret."""
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     program = [sys.executable, TESTS / "support" / "canaries.py", tmp_path]
     ran = finished(program, timeout_s=280, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path)

@@ -301,7 +301,7 @@ def test_checkpointer_made_after_the_signal_saves_too(heard: list[int]) -> None:
 
 
 def test_dropped_checkpointer_delays_nobody(heard: list[int]) -> None:
-    """Nor does one that was closed in another thread, where no handler can be set."""
+    """Nor does one closed in another thread, where no handler can be set, delay the process."""
     dropped = holdfast.Checkpointer(fresh_uri())
     elsewhere = holdfast.Checkpointer(fresh_uri())
     in_a_thread(elsewhere.close)

@@ -129,7 +129,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_objects_are_loaded_if_trusted(tmp_path: Path) -> None:
-    """As DCP's own reader loads them."""
+    """They load as with DCP's own reader."""
     folder = saved(tmp_path, color=Color.RED)
     into = {**state_of(0), "color": None}
     dcp.load(into, storage_reader=HoldfastReader(folder, allow_opaque=True))

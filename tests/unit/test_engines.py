@@ -133,7 +133,7 @@ def test_sglang_takes_buckets(code: Any) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 200, 1 << 30])
 def test_buckets_hold_each_tensor_once(code: Any, nbytes: int) -> None:
-    """Whatever their size."""
+    """This holds for buckets of any size."""
     buckets = list(code(BUCKETS)["buckets"](iter(policy(1).items()), nbytes))
     assert [pair[0] for bucket in buckets for pair in bucket] == list(policy(1))
     assert all(

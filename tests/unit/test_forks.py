@@ -298,7 +298,7 @@ def test_a_child_is_refused_what_all_ranks_do_together(
 
 
 def test_a_child_reads_checkpoints_by_itself(uri: str, group: dist.Store) -> None:
-    """It opens one, and loads a whole one."""
+    """It opens a checkpoint, and loads a whole one."""
 
     def child() -> None:
         assert difference(holdfast.load(uri), STATE) is None

@@ -39,7 +39,7 @@ def tied() -> nn.Module:
 
 
 def shared() -> nn.Module:
-    """Return a module that is in two places; the first of them is deeper."""
+    """Return a module that is in two places, the first of them deeper."""
     inner = nn.Linear(3, 3)
     deep = nn.Sequential(nn.Sequential(inner), nn.ReLU())
     return nn.ModuleDict({"deep": deep, "again": inner, "last": nn.Linear(3, 3)})

@@ -312,7 +312,7 @@ def test_what_is_copied_is_read_from_a_boundary_on() -> None:
 
 
 def test_what_is_found_to_be_wrong_is_raised() -> None:
-    """In the place of the chunk."""
+    """The error replaces the chunk."""
 
     def wrong(content: memoryview) -> int:
         raise LookupError(len(content))

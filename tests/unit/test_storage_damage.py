@@ -246,7 +246,7 @@ class Averages:
 
 
 def test_what_an_object_was_given_in_place_counts(tmp_path: Path) -> None:
-    """Its tensors are filled before it is asked to take them."""
+    """Its tensors are filled before the object receives them."""
     old, new = Averages("x"), Averages("x", "y")
     new.of["y"].fill_(2.0)
     run_of(tmp_path, full(1.0, "a") | {"ema": old}, full(2.0, "a") | {"ema": new})

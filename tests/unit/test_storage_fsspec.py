@@ -70,8 +70,8 @@ def fs(saved: tuple[str, dict[str, Any]]) -> HoldfastFileSystem:
 
 
 def test_the_root_lists_a_file_per_tensor_and_format(fs: HoldfastFileSystem) -> None:
-    """By name, encoded where need be; without .npy where numpy lacks the dtype, without
-    .safetensors where that does."""
+    """Files are named after tensors, encoded if necessary. There is no .npy if numpy lacks the
+    dtype, and no .safetensors if that format does."""
     assert set(fs.ls("", detail=False)) == {
         *(f"{n}.{kind}" for n in ("w", "tied", "flags", "scalar", "empty", "array") for kind in ("npy", "safetensors")),
         "half.safetensors", "c.npy", "odd%2F%5Bname%5D%2A.npy", "odd%2F%5Bname%5D%2A.safetensors",
@@ -112,7 +112,7 @@ def test_safetensors_opens_images_and_tensors(
 
 
 def test_pandas_reads_tables_and_values(saved: tuple[str, dict[str, Any]]) -> None:
-    """By a chained URL, with nothing else to learn."""
+    """A chained URL is all that is needed."""
     table = pd.read_csv(f"holdfast://tensors.csv::{saved[0]}").set_index("name")
     assert table.loc["w", "nbytes"] == 300 * 200 * 8
     assert table.loc["w", "shape"] == "300 200"
@@ -124,7 +124,7 @@ def test_pandas_reads_tables_and_values(saved: tuple[str, dict[str, Any]]) -> No
 
 
 def test_duckdb_reads_tables(fs: HoldfastFileSystem) -> None:
-    """Once the file system is registered."""
+    """The file system must be registered first."""
     duckdb = pytest.importorskip("duckdb", reason="needs duckdb")
     with duckdb.connect() as connection:
         connection.register_filesystem(fs)

@@ -148,7 +148,7 @@ def test_a_group_that_is_not_stored_is_said_and_keeps_what_it_has() -> None:
 
 
 def test_empty_groups_have_their_hyperparameters_back() -> None:
-    """By position where the others are in place, else by their order."""
+    """They are matched by position if the other groups are in place, or else by order."""
     net, optim, uri = stored([([], {"lr": 5.0}), *DECAY, ([], {"lr": 6.0})])
     for groups in ([([], {}), *DECAY, ([], {})], [*DECAY[::-1], ([], {}), ([], {})]):
         other, into = loaded(uri, groups)
@@ -157,7 +157,7 @@ def test_empty_groups_have_their_hyperparameters_back() -> None:
 
 
 def test_keys_of_the_users_own_and_of_schedulers_are_taken_over() -> None:
-    """They do not make an optimizer one of another kind."""
+    """They do not make it an optimizer of another kind."""
     net, optim = trained([(names, h | {"name": str(h["lr"])}) for names, h in DECAY])
     torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, 10)
     uri = saved({"net": net, "optim": optim})
@@ -266,7 +266,7 @@ def test_another_kind_of_optimizer_is_said() -> None:
 
 
 def test_a_learning_rate_that_is_a_tensor_follows_its_group() -> None:
-    """Also where groups are in another order."""
+    """This also holds if groups are in another order."""
     rates: Groups = [
         (names, {"lr": torch.tensor(float(i + 1))}) for i, (names, _) in enumerate(DECAY + REST)
     ]
@@ -277,7 +277,7 @@ def test_a_learning_rate_that_is_a_tensor_follows_its_group() -> None:
 
 
 def test_a_stored_parameter_that_the_optimizer_has_not_is_not_read() -> None:
-    """Its state has no place: strictly an error; else it is left where it is."""
+    """Its state has no place. That is an error in strict mode; otherwise it is ignored."""
     net, optim, uri = stored(DECAY)
     other, into = grouped([(["a.weight"], {}), (["a.bias"], {})])
     with pytest.raises(

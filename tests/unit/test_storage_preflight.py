@@ -87,7 +87,7 @@ def test_a_copy_and_a_pruning_ask_the_storage_likewise() -> None:
 
 
 def test_what_does_not_promise_exclusive_puts_is_not_asked() -> None:
-    """There commits go another way."""
+    """Commits use another protocol there."""
     storage = IgnoresExclusive()
     storage.traits = replace(storage.traits, exclusive_is_atomic=False)
     run(save(storage, OLD))
@@ -118,7 +118,7 @@ def test_a_trial_that_comes_late_is_taken_for_no_marker() -> None:
 
 
 def test_one_false_answer_that_the_marker_is_missing_does_not_fail_a_save() -> None:
-    """Whichever look at the marker it is the answer to."""
+    """This holds for each look at the marker."""
     looks: list[str] = []
 
     def failing(number: int) -> HookedDriver:

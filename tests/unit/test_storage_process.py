@@ -328,7 +328,7 @@ def soon(holds: Callable[[], bool]) -> bool:
 
 @pytest.mark.nightly(7)
 def test_what_could_not_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
-    """No checkpoint, no descriptor, no warning."""
+    """No checkpoint, descriptor or warning remains."""
     (tmp_path / "manifest.safetensors").write_bytes(b"rubbish")
     with pytest.raises(holdfast.DamagedError):
         holdfast.open(tmp_path)
@@ -374,7 +374,7 @@ def test_an_open_checkpoint_that_is_dropped_is_closed_with_a_warning(uri: Path, 
 
 @pytest.mark.nightly(6)
 def test_a_file_system_is_closed_when_it_is_collected(uri: Path) -> None:
-    """Without a warning: nobody closes a file system of fsspec."""
+    """There is no warning, because nobody closes a file system of fsspec."""
     files = HoldfastFileSystem(str(uri))
     assert files.cat_file("w.npy", -4) == torch.ones(1).numpy().tobytes()
     assert open_below(uri) > 0

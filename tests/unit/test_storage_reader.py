@@ -230,7 +230,7 @@ def test_tied_tensors_are_read_once() -> None:
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:
-    """Before anything is read."""
+    """The error comes before any read."""
     with holdfast.open(saved(state())) as c:
         with pytest.raises(holdfast.UsageError, match="rank 2 is not one of 2"):
             c.read_shares(rank=2, world=2)

@@ -125,13 +125,13 @@ KEYS = [(1, 2), b"x", frozenset(), Color.RED, Text("t"), np.int64(3), 1j, torch.
 def test_a_key_that_is_no_text_number_or_none_is_refused(
     key: Any, item: Any, tmp_path: Path
 ) -> None:
-    """It would come back as something else."""
+    """Such a key would come back as another one."""
     with pytest.raises(holdfast.StateError, match=re.escape('state["model"]')):
         holdfast.save(tmp_path / "c", {"model": {key: item}})
 
 
 def test_a_container_that_contains_itself_is_refused(tmp_path: Path) -> None:
-    """At whatever remove; the path says where it begins again."""
+    """This holds at any depth. The path says where the cycle begins."""
     with pytest.raises(
         holdfast.StateError, match=re.escape('state["x"][0]["again"][0] contains itself')
     ):
@@ -179,14 +179,14 @@ def test_a_state_that_is_no_container_is_refused(state: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("step", ["5", 1.5, np.float32(1), True])
 def test_a_step_that_is_no_whole_number_is_refused(step: Any, tmp_path: Path) -> None:
-    """Before anything is written."""
+    """The error comes before any write."""
     with pytest.raises(holdfast.UsageError, match="step"):
         holdfast.save(tmp_path / "c", {}, step=step)
 
 
 @pytest.mark.parametrize("budget", [0, -1, (32 << 20) - 1])
 def test_a_budget_too_small_is_refused(budget: int, tmp_path: Path) -> None:
-    """By every function that takes one."""
+    """Every function with a budget refuses it."""
     for call in (holdfast.save, holdfast.async_save):
         with pytest.raises(holdfast.UsageError, match="budget"):
             call(tmp_path / "c", {}, budget_nbytes=budget)
@@ -198,7 +198,7 @@ def test_a_budget_too_small_is_refused(budget: int, tmp_path: Path) -> None:
     "uri", ["", "s3:/bucket/x", "nosuch://x", "memory://x?a=1", "file://host/x", "memory://x#y"]
 )
 def test_a_uri_that_makes_no_sense_is_refused(uri: str) -> None:
-    """By every function that takes one."""
+    """Every function with a URI refuses it."""
     for call in (holdfast.load, holdfast.open, lambda uri: holdfast.save(uri, {})):
         with pytest.raises(holdfast.UriError):
             call(uri)

@@ -112,7 +112,7 @@ ERRORS = [
 def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
     error: holdfast.HoldfastError, store: Any
 ) -> None:
-    """It concerns all of them alike: each raises it, with all that it says."""
+    """It concerns all ranks: each raises it, with all its details."""
 
     async def decide(payloads: Sequence[bytes]) -> bytes:
         raise error
@@ -133,7 +133,7 @@ def test_an_error_of_the_decision_is_raised_on_every_rank_with_its_type(
 def test_a_rank_that_fails_makes_all_others_raise_at_once_and_by_its_name(
     failing: int, store: Any
 ) -> None:
-    """Not the name of a rank that only passed it on, and long before the deadline."""
+    """The error does not name a rank that only passed it on. It comes long before the deadline."""
 
     async def fails(team: Team) -> None:
         raise holdfast.FullError("no room", key="k")
@@ -283,7 +283,7 @@ def test_no_rank_ever_waits_for_a_key_that_another_has_removed(seed: int) -> Non
 
 
 def test_a_store_that_goes_away_is_a_coordination_error() -> None:
-    """Its server died: every rank says so rather than raise what torch raises."""
+    """When its server dies, every rank raises CoordinationError instead of torch's error."""
 
     class Dead:
         def __getattr__(self, name: str) -> Any:
@@ -393,7 +393,7 @@ def test_a_process_group_that_is_made_anew_has_a_new_contact() -> None:
 
 
 def test_a_forked_child_has_a_connection_of_its_own() -> None:
-    """It would take its parent's answers off the socket that they share."""
+    """Otherwise it would read its parent's answers from the socket that they share."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     try:

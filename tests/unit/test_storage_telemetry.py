@@ -87,7 +87,7 @@ def test_a_save_says_where_its_time_went(uri: str) -> None:
 
 
 def test_a_load_says_where_its_time_went(uri: str) -> None:
-    """Likewise; verifying and scattering are timed apart, though one thread does both."""
+    """Its report has the same form. Verifying and scattering are timed apart, on one thread."""
     holdfast.save(uri, state())
     report = loaded(uri)
     assert set(report.stages) == {*LOADING, *DELIVERING}
@@ -99,7 +99,7 @@ def test_a_load_says_where_its_time_went(uri: str) -> None:
 
 
 def test_the_slowest_operations_are_named(uri: str) -> None:
-    """With the file, where in it, and the rank."""
+    """Each has its file, its offset there, and the rank."""
     report = holdfast.save(uri, state())
     image = f"data/{report.attempt}/0.safetensors"
     writes = {slow.offset: slow for slow in report.slowest if slow.stage == "write"}
@@ -177,7 +177,7 @@ def rank_summaries(world: int, late: int) -> list[Summary]:
 
 
 def test_rounds_name_the_rank_that_came_last() -> None:
-    """On rank 0, which waits for all; on the others that is rank 0."""
+    """Rank 0 waits for all ranks. On the others, the last one is rank 0."""
     summaries = rank_summaries(3, late=2)
     rounds = [
         {name for name in summary.stages if name.startswith("round ")} for summary in summaries

@@ -222,7 +222,7 @@ def untied(first: float, second: float) -> tuple[str, LM]:
 
 
 def test_tied_weights_of_which_two_values_are_stored_are_refused() -> None:
-    """By both names, before anything is filled, and with what can be done."""
+    """The error has both names and a remedy, and comes before anything is filled."""
     uri, _ = untied(1.0, 2.0)
     model = LM(True)
     before = model.emb.weight.detach().clone()
@@ -273,7 +273,7 @@ def test_views_that_were_stored_as_they_are_come_back(
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_views_that_contradict_each_other_are_refused_or_the_last_one_is_whole(layout: Any) -> None:
-    """Wherever they overlap, and whatever part of them does."""
+    """This holds for any overlap."""
     uri = fresh_uri()
     first, _ = layout(torch.full((64,), 7.0))
     _, second = layout(torch.full((64,), 9.0))
@@ -312,7 +312,7 @@ def test_neighbours_in_one_storage_are_filled_in_place(
 
 
 def test_one_tensor_under_many_names() -> None:
-    """Of three names, the last differs, and then the middle one."""
+    """The last of three names differs, and then the middle one."""
     for values in ([4.0, 4.0, 6.0], [4.0, 6.0, 4.0]):
         uri, tied = fresh_uri(), torch.zeros(3)
         holdfast.save(
@@ -325,7 +325,7 @@ def test_one_tensor_under_many_names() -> None:
 
 
 def test_tied_weights_that_are_stored_as_one_are_read_once() -> None:
-    """No second tensor is there to be compared with."""
+    """There is no second tensor to compare with."""
     model, uri = LM(True, 100, 8), fresh_uri()
     holdfast.save(uri, {"model": model})
     other, reports = LM(True, 100, 8), list[holdfast.LoadReport]()
@@ -352,7 +352,7 @@ def test_a_dict_at_two_places_gets_values_of_one_of_them() -> None:
 
 
 def test_what_is_damaged_of_shared_memory_is_said_before_anything_is_filled(tmp_path: Any) -> None:
-    """It is read first."""
+    """It is read first, so the error comes before."""
     uri = str(tmp_path / "c")
     holdfast.save(uri, {"a": torch.ones(40_000), "b": torch.ones(40_000), "c": torch.ones(4)})
     image = image_in(tmp_path / "c")

@@ -26,7 +26,7 @@ RELOCATED = (
     ("hadoop-client-runtime", PROTOBUF, PROTOBUF),
 )
 JERSEY = "com/sun/jersey"
-"""Not from here: it finds its own classes by names that were relocated half."""
+"""A package that is not taken: it finds its own classes by half-relocated names."""
 
 _TEXT = 1
 _NBYTES_OF_CONSTANT = {
@@ -41,14 +41,14 @@ EMPTY_WEB_XML = '<web-app version="2.4" xmlns="http://java.sun.com/xml/ns/j2ee">
 
 
 def renamed(text: bytes, old: str, new: str) -> bytes:
-    """``text`` with package names changed, in both spellings."""
+    """Return ``text`` with changed package names, in both spellings."""
     for mark in ("/", "."):
         text = text.replace(old.replace("/", mark).encode(), new.replace("/", mark).encode())
     return text
 
 
 def constants(code: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each constant of a class file, then the rest, as tag 0."""
+    """Yield tag and content of each constant of a class file, then the rest, as tag 0."""
     count, at, number = struct.unpack_from(">H", code, 8)[0], 10, 1
     while number < count:
         tag = code[at]
@@ -63,7 +63,7 @@ def constants(code: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def renamed_class(code: bytes, old: str, new: str) -> bytes:
-    """A class file with package names changed in its constants."""
+    """Return a class file with changed package names in its constants."""
     out = [code[:10]]
     for tag, content in constants(code):
         if tag == _TEXT:
