@@ -178,11 +178,12 @@ class SaverSave:
 def _is_for_threads(job: SaveJob, plan: SavePlan) -> bool:
     """Return whether this incremental save is one for threads of this process: only it knows that
     most bytes have not changed, so that nobody has to copy or hash them."""
-    if job.base is None:
-        return False
-    proven = plan.source.proven()
+    if job.base is None or not job.base.folder:
+        return job.base is not None
+    # Behind an earlier save, threads copy everything, so that the trainer need not wait for that.
+    proven = plan.source.proven() if job.after is None else []
     known_nbytes = sum(stop - start for start, stop in proven)
-    return not job.base.folder or known_nbytes > _KNOWN_SHARE_MAX * plan.layout.hashed_end
+    return known_nbytes > _KNOWN_SHARE_MAX * plan.layout.hashed_end
 
 
 class _Progress:
