@@ -144,7 +144,7 @@ def test_a_keeper_that_hangs_holds_up_training_for_its_deadline_only(run: KeptRu
 def test_what_is_on_storage_of_the_host_is_in_memory_again_after_it_has_rebooted(
     run: KeptRun,
 ) -> None:
-    """No process of the host is left. The newest step written there counts; older ones are deleted."""
+    """No process of the host is left. The newest step written there counts. Older ones go."""
     nvme = run.folder / "nvme"
     local = {"local": str(nvme), "local_every": 3}
     run.train(Job(8, **local, accident=Accident(8, "kill"), pause_s=0.2))

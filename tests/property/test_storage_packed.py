@@ -77,7 +77,7 @@ class OneImage:
     """One packed image and its reader."""
 
     def __init__(self, content: bytes, blocks: int, pages: int, order: list[int]) -> None:
-        """Pack chunks of ``blocks`` blocks of ``pages`` pages: those in ``order``, then the others."""
+        """Pack chunks of ``blocks`` blocks of ``pages`` pages: first those in ``order``."""
         block_nbytes = pages * PAGE
         chunk_nbytes = blocks * block_nbytes
         digests = page_of(memoryview(content), block_nbytes)

@@ -27,7 +27,7 @@ _RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def note_loss(folder: str | Path, step: int, loss: Any, rank: int = _RANK) -> None:
-    """Record what a job has computed at a step. Called by the job."""
+    """Record the loss of a step. Called by the job."""
     with Path(folder, f"losses-{rank}.jsonl").open("a") as file:
         print(json.dumps([step, float(loss)]), file=file)
 
@@ -70,7 +70,7 @@ def run_job(
 
 
 def losses(folder: Path, rank: int = 0) -> dict[int, float]:
-    """Return what a job has computed at each step; a repeated step must have computed the same."""
+    """Return a job's loss at each step. A repeated step must have computed the same one."""
     found: dict[int, float] = {}
     for line in (folder / f"losses-{rank}.jsonl").read_text().splitlines():
         step, loss = json.loads(line)

@@ -70,7 +70,7 @@ def test_states_come_close_to_their_size(gib: float) -> None:
 
 
 def test_tiny_overrules_size_and_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--tiny runs one round of a small state, whatever other options say, and leaves a file."""
+    """--tiny overrides other options: it runs one round of a small state, and leaves a file."""
     seen: list[Options] = []
 
     def report(given: Options, folder: Path) -> Report:
@@ -319,7 +319,7 @@ def test_each_installed_peer_returns_the_saved_state(peer: Peer, tmp_path: Path)
 
 
 def test_a_peer_that_returns_other_bytes_is_invalid(tmp_path: Path) -> None:
-    """One element of one tensor is enough. Its times are kept, and those of other peers."""
+    """One element of one tensor is enough. Its times are kept, like those of other peers."""
     (good,) = chosen("torchsave", FILE)
 
     def one_bit_off(uri: Uri, state: State) -> None:

@@ -105,7 +105,7 @@ def test_other_files_are_refused_by_name(text: str) -> None:
     ],
 )
 def test_reasons_against_a_phase(seconds: tuple[float, ...], said: str | None) -> None:
-    """Each reason is named; there is none against a steady phase."""
+    """Each reason is named. A steady phase has none."""
     found = reasons_against([Phase("save", GB, seconds)], busy_before=0.0, cold_shares={})
     if said is None:
         assert found == {}
@@ -225,7 +225,7 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
 @pytest.mark.nightly(4)
 @pytest.mark.parametrize("workload", ["lora", "everything"])
 def test_incremental_saves_are_measured(tmp_path: Path, workload: str) -> None:
-    """They replace their base, and write what the workload changes."""
+    """They replace their base, and write the changes of the workload."""
     arguments = ["bench", tmp_path, "--size", "16MiB", "--runs", "2", "--workload", workload]
     found = decoded(run(*arguments, "--json", status=1).stdout, "x")
     assert "overwrite" not in found.by_name
@@ -290,7 +290,7 @@ def test_a_silent_storage_fails_soon(monkeypatch: pytest.MonkeyPatch, storage: s
 
 
 def test_percentiles_are_times_of_operations() -> None:
-    """Exact where each operation was timed; else the end of a bucket."""
+    """They are exact if each operation was timed, or else the end of a bucket."""
     found = timed_operations([number / 1000 for number in range(1, 101)], GB)
     assert found.quantiles_s == {"p50": 0.05, "p90": 0.09, "p99": 0.099, "longest": 0.1}
     assert (found.count, sum(found.histogram)) == (100, 100)

@@ -60,7 +60,7 @@ def test_declared_options_are_tried(own: dict[str, Option], names: Any, count: i
 
 
 def test_options_of_the_user_are_not_tried(home: Path, tmp_path: Path) -> None:
-    """They win over a profile anyway. An existing profile is not a choice of the user."""
+    """The user's options win over a profile anyway. An existing profile is no user's choice."""
     uri = f"file://{tmp_path}/s"
     space = check_tuning(TuningPlan(f"{uri}?threads=3", 4 * MIB, 1))
     assert space.fixed == {"threads": "the URI"}
@@ -165,7 +165,7 @@ def bowl(best: int, count: int = 20) -> list[float]:
 
 @pytest.mark.parametrize("best", [0, 7, 19])
 def test_without_noise_the_best_is_found(best: int) -> None:
-    """It may also be the default."""
+    """The best may also be the default."""
     ranking, turns = searched(bowl(best))
     assert ranking[0] == best
     assert len(turns) == 20 + 2 * 7 + 3 * 3
@@ -185,7 +185,7 @@ def test_a_machine_that_slows_down_hits_all_alike() -> None:
 
 
 def test_the_default_is_in_every_rung() -> None:
-    """It is the baseline of the best, however slow it is; and it has its turn first."""
+    """It is the baseline of the best, however slow it is, and it has the first turn."""
     ranking, turns = searched(bowl(2), default=19)
     assert 19 in ranking
     assert turns[0] == 19
@@ -221,7 +221,7 @@ def test_rungs_cost_what_they_may() -> None:
 
 
 def test_the_interval_is_that_of_the_signed_rank_test() -> None:
-    """Of ten pairs, 8 Walsh averages lie below it, as in tables of Wilcoxon's test."""
+    """8 Walsh averages of ten pairs lie below it, as in tables of Wilcoxon's test."""
     logs = [0.1 * 2**number for number in range(10)]
     found = gain_of([(math.exp(value), 1.0) for value in logs])
     assert found is not None

@@ -340,7 +340,7 @@ def test_failed_save_is_raised_if_asked(tmp_path: Path) -> None:
 
 
 def test_error_of_the_loop_hides_one_of_a_save(tmp_path: Path) -> None:
-    """An error that ends the loop is raised; that of a failed save is only logged."""
+    """An error that ends the loop is raised. The error of a failed save is only logged."""
     (tmp_path / "step-00000001").write_text("in the way")
 
     def loop() -> None:

@@ -348,7 +348,7 @@ def test_ranks_wait_but_once_for_a_leader_that_stays_away(ranks: Ranks) -> None:
 
 
 def test_another_loop_over_the_same_steps_hears_nothing_of_the_one_before(ranks: Ranks) -> None:
-    """The loop may be that of a second checkpointer, or of one that goes back. Another rank may
+    """It may be the loop of a second checkpointer, or of one that goes back. Another rank may
     arrive there before the leader."""
     made = ranks.make()
     for step in (1, 2, 3):

@@ -222,7 +222,7 @@ def test_check_without_a_storage_is_a_wrong_call(words: list[str], told: str) ->
 @pytest.mark.heavy
 def test_interrupted_check_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C gives status 130, and the folder is left unchanged."""
-    # What starts a process in the background may have it ignore the signal.
+    # A shell may have its background processes ignore the signal.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     main = f"{heed}; import holdfast.cli; holdfast.cli.main()"
     command = [sys.executable, "-c", main, "drivers", "--check", f"{tmp_path}/run"]

@@ -17,7 +17,7 @@ from holdfast.errors import UriError
 
 
 class OtherDriver(MemoryDriver):
-    """A driver of a third party, with a secret among its options."""
+    """A third-party driver with a secret among its options."""
 
     OPTIONS = {"level": Option(integer(0, 9), 5, "how"), "token": Option(str, None, "to get in")}
 
@@ -49,7 +49,7 @@ def test_every_scheme_is_listed() -> None:
 
 @pytest.mark.usefixtures("third_parties")
 def test_driver_that_cannot_be_imported_is_listed() -> None:
-    """The list has the reason. Asked for alone, the status is 1."""
+    """The list gives the reason. A request for this driver alone has status 1."""
     found = {one["scheme"]: one for one in run_json("drivers")["drivers"]}
     assert found["other"]["problem"] is None
     assert "holdfast_no_such_module" in found["gone"]["problem"]

@@ -1,4 +1,4 @@
-"""``holdfast keeper``: be the keeper of a run, see what keepers do, and end them."""
+"""``holdfast keeper``: run the keeper of a run, show the state of keepers, and end them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keepers() -> list[dict[str, Any]]:
 
 
 def test_without_a_keeper_there_is_nothing_to_show(base: Path) -> None:
-    """That is not a failure, but there is no keeper to end either."""
+    """This is not a failure, but there is no keeper to end either."""
     assert keepers() == []
     assert "no keeper is running" in run("keeper", "status").stdout
     run("keeper", "stop", status=1)

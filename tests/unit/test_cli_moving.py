@@ -50,7 +50,7 @@ def test_cp_writes_another_layout(tmp_path: Path) -> None:
 
 
 def test_cp_of_a_folder(root: str, tmp_path: Path) -> None:
-    """Each checkpoint has a line, and all together. Damage gives status 1."""
+    """Each checkpoint has a line, and so have all together. Damage gives status 1."""
     storage = MemoryDriver(f"{root.removeprefix('memory://')}/step-3")
     flipped(storage, images(storage)[0], 5000)
     out = run("cp", "-r", root, tmp_path, status=1).stdout
@@ -78,7 +78,7 @@ def test_cp_prints_json(root: str) -> None:
 
 
 def test_cp_borrows_from_a_base() -> None:
-    """The line and the document tell what the destination copied, and why not everything was."""
+    """The line and the document tell the bytes that the destination copied, and why not all."""
     root, there = fresh_uri(), fresh_uri()
     state = {"x": torch.arange(1 << 20), "step": 1}
     for step in (1, 2, 3):

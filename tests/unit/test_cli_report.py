@@ -212,7 +212,7 @@ def lanes(reader: _Reader) -> Sequence[str]:
 
 
 def test_the_page_of_one_save_names_its_stragglers() -> None:
-    """The words are those of the terminal; the pictures and tables are there."""
+    """It has the terminal's words, and the pictures and tables."""
     reader = shown(save_of({1: {"write": stage(8.0, NBYTES)}}, world=3))
     assert "rank 1: slow device or network: write took 8.00 s, 4.0 times the typical" in reader.text
     for title in ("Ranks over time", "Bytes by rank", "Latency of writes", "Stages, by busy time"):

@@ -126,7 +126,7 @@ def test_follow_keeps_a_file_up_to_date(tmp_path: Path) -> None:
 
 
 def test_follow_skips_a_damaged_version(channel: Path, tmp_path: Path, capsys: Any) -> None:
-    """The file stays that of an earlier version until the next intact one."""
+    """The file keeps an earlier version until the next intact one."""
     run("weights", "follow", channel, "--count", "1", "--into", tmp_path / "models")
     with holdfast.publish(channel) as publisher:
         publisher.push(80, {"model": weights(80)}).wait()
@@ -224,7 +224,7 @@ def test_copies_of_versions(channel: Path, tmp_path: Path) -> None:
 
 
 def test_other_commands_know_a_channel(published: Path) -> None:
-    """They say what it is, and count all its files."""
+    """They recognise it, and count all its files."""
     assert "patches of 00000005" in run("show", published / "00000006", "--depth", "0").stdout
     assert "version of weights" in run("ls", published).stdout
     assert all(g["live_nbytes"] == g["nbytes"] for g in run_json("du", published)["groups"])

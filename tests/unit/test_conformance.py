@@ -211,7 +211,7 @@ def test_the_report_outlives_a_failed_clean_up(outcomes: Outcomes) -> None:
 
 
 def kit_run(site: Path, uri: str, trials: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the matching trials in a process of its own."""
+    """Run the matching trials in a separate process."""
     command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     command += ["--import-mode=importlib", "-k", trials]
     command += ["--pyargs", "holdfast.drivers.conformance", "--driver-uri", uri]

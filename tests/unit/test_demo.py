@@ -75,7 +75,7 @@ def test_space_of_an_incremental_save(tmp_path: Path, linked: bool) -> None:
 
 
 def test_a_difference_fails_the_demo_of_weights() -> None:
-    """Each rank of an engine must have the digest that the trainer told for the version."""
+    """Each rank of an engine must have the digest that the trainer reported for the version."""
     outcome = Outcome()
     for version, digest in ((1, "a"), (2, "b"), (3, "lost"), (3, "c")):
         told = {"version": version, "step": version, "digest": digest}

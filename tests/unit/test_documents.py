@@ -114,7 +114,7 @@ def test_pages_about_frameworks_run_there(page: str) -> None:
 def test_promises_name_their_guards(
     page: str, checking: Sequence[type], broken: Sequence[Broken]
 ) -> None:
-    """Each promise names checks of the simulator, and what is broken on purpose."""
+    """Each promise names checks of the simulator, and broken engines."""
     _, _, proofs = TEXTS[f"docs/explanation/{page}.md"].partition("## Promises and proofs")
     rows = [line for line in proofs.splitlines() if line.startswith("| ")][1:]
     guards = [row.split("|")[3] for row in rows]

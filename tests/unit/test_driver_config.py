@@ -164,7 +164,7 @@ def test_a_password_in_a_value_is_refused_whoever_says_it(file: Path) -> None:
 def test_an_unknown_option_is_an_error_wherever_it_stands(
     file: Path, how: dict[str, Any], toml: str, says: str
 ) -> None:
-    """The error names the source, the driver's options, and those of every scheme."""
+    """The error names the source, the driver's options, and the options of every scheme."""
     file.write_text(toml)
     known = "Known options: level, token; for every scheme: config_profile, .*retries"
     with pytest.raises(UriError, match=f"{says}.*{known}"):
@@ -212,7 +212,7 @@ def test_what_means_nothing_is_an_error(
 def test_a_wrong_value_names_who_said_it(
     file: Path, how: dict[str, Any], toml: str, who: str
 ) -> None:
-    """The error names the source and what is allowed, but not the value, which may be a secret."""
+    """The error names the source and the allowed values, but not the value: it may be a secret."""
     file.write_text(toml)
     says = f"option 'level'{who} must be a whole number from 0 to 99"
     with pytest.raises(UriError, match=says) as caught:
@@ -271,7 +271,7 @@ def test_one_file_is_read_the_first_that_is_there(
 def test_no_file_of_the_working_directory_is_read(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file that anyone may have written there is not read, and a warning says so once."""
+    """Anyone may have written such a file. It is not read, and a warning says so once."""
     work = Path.cwd()
     below = work / "below"
     for folder in (work, work / ".config/holdfast", work / "holdfast", below):

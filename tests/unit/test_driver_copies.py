@@ -36,7 +36,7 @@ def free(folder: Path) -> int:
 
 
 async def compose(driver: Driver, source: Driver, start: int = 0) -> None:
-    """Copy all of ``a`` from byte ``start``, and write what is before."""
+    """Copy all of ``a`` from byte ``start``, and write the bytes before it."""
     upload = await driver.compose("b", len(CONTENT))
     try:
         await upload.write(0, memoryview(CONTENT)[:start])

@@ -60,7 +60,7 @@ class Catalog(AbstractFileSystem):
     discarded: ClassVar[int] = 0
     broken: ClassVar[Exception | None] = None
     settings: ClassVar[Any] = None
-    """Of the last one that was made."""
+    """Settings of the last instance that was made."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ IN_AN_HOUR = {"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=T
         (EndpointConnectionError("https://me:hunter2@h?token=hunter2"), StorageDownError, None),
         (NotImplementedError(), StorageError, None),
         (OSError("odd"), StorageError, None),
-        # By the status of an answer, in whatever it is wrapped.
+        # The class follows from the status of an answer, in any wrapper.
         (StatusError(503, **{"Retry-After": "7"}), BusyError, 7.0),
         (StatusError(503, **IN_AN_HOUR), BusyError, pytest.approx(1800, abs=1801)),
         (StatusError(503, **{"Retry-After": "soon"}), BusyError, None),

@@ -35,7 +35,7 @@ HIDDEN = ".fuse_hidden" + "00000012" + "00000003"
 DEAD = f".0.safetensors.{'0' * 16}.tmp"
 REPLIES = dict.fromkeys(("link", "mkdir"), errno.EEXIST)
 REPLIES |= dict.fromkeys(("rename", "unlink", "rmdir"), errno.ENOENT)
-"""Error with which the second request of each call is refused."""
+"""Error that refuses the second request of each call."""
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ class StaleAttributes:
         with self._lock:
             if file not in self._said:
                 self._said[file] = found
-                self._kept.append(os.dup(fd))  # so that no other file gets its inode
+                self._kept.append(os.dup(fd))  # prevents the reuse of its inode
             return self._said[file]
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ async def test_an_object_that_another_host_shortens_is_opened_anew(
 async def test_a_folder_that_another_host_has_removed_is_made_again(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, believed_s: float
 ) -> None:
-    """A put succeeds although a client goes on opening, and even making, a removed folder."""
+    """A put succeeds although the client still opens, and even makes, a removed folder."""
     await driver.put("data/attempt/a", b"first")
     gone = os.open(root / "data/attempt", os.O_RDONLY)
     shutil.rmtree(root / "data/attempt")
@@ -336,7 +336,7 @@ class Lossy:
 async def test_whatever_reply_is_lost_puts_and_deletions_succeed(
     driver: LocalDriver, root: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
-    """Puts, uploads and deletions succeed, and leave nothing but what was stored."""
+    """Puts, uploads and deletions succeed, and leave only the stored objects."""
     lossy = Lossy(monkeypatch, *calls)
     await driver.put("a/b/exclusive", b"1", exclusive=True)
     await driver.put("a/b/replaced", b"1")

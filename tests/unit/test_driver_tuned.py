@@ -71,7 +71,7 @@ def test_a_profile_applies_below_its_place(file: Path, tmp_path: Path) -> None:
 
 
 def test_an_endpoint_may_come_from_anywhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The URI, our variable and the one of AWS identify the same place."""
+    """The URI, our variable and AWS's variable identify the same place."""
     keep_profile(file, profile(S3, concurrency="64"))
     for name in ("HOLDFAST_S3_ENDPOINT", "AWS_ENDPOINT_URL"):
         with monkeypatch.context() as patch:

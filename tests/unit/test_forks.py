@@ -87,7 +87,7 @@ def test_child_finds_every_lock_free() -> None:
     locks = [
         lock for reference in list(renewal._locks.values()) if (lock := reference()) is not None
     ]
-    assert len(locks) > 8  # those of modules, at least
+    assert len(locks) > 8  # at least the locks of modules
 
     @contextlib.contextmanager
     def all_locks() -> Iterator[None]:

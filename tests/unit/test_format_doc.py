@@ -379,7 +379,7 @@ def save_on_ranks(folder: Path, states: Sequence[dict[str, Any]], compression: A
 def test_the_reader_reads_what_ranks_saved_together(
     tmp_path: Path, rank: int, compression: Any
 ) -> None:
-    """Each rank sees its own values; further ranks see those of a rank in turn."""
+    """Each rank sees its own values. Further ranks see the values of a rank in turn."""
     save_on_ranks(tmp_path, [rich_state(rank) for rank in range(3)], compression)
     reader = Reader(tmp_path, rank)
     assert (reader.head["step"], reader.head["world"]) == (11, 3)

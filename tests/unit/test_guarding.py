@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def with_members(
     mode: str, sizes: list[list[int]], body: Callable[[Members], Awaitable[None]]
 ) -> None:
-    """Run ``body`` with a group; then give its memory back."""
+    """Run ``body`` with a group; release its memory afterwards."""
 
     async def main() -> None:
         group = await members(mode, sizes)
@@ -156,7 +156,7 @@ def labels_of(group: Members, rank: int, **changes: Any) -> dict[int, bytes]:
 
 
 def test_labels_that_cannot_be_right_are_refused_by_name() -> None:
-    """Damaged, missing, of another rank or step, or with sizes that no image has: nothing is
+    """Labels may be damaged, missing, of another rank or step, or have impossible sizes. Nothing is
     pulled."""
 
     async def body(group: Members) -> None:
@@ -182,7 +182,7 @@ def test_labels_that_cannot_be_right_are_refused_by_name() -> None:
 
 
 def test_calls_that_cannot_be_right_are_refused() -> None:
-    """Ranks and members that are not of the group, memory of another size, groups that are none."""
+    """Examples are ranks and members outside the group, memory of another size, invalid groups."""
 
     async def body(group: Members) -> None:
         await group.guard_all()

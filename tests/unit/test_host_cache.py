@@ -1,4 +1,4 @@
-"""Objects that the processes of a host fetch once."""
+"""Objects that the processes of a host fetch only once."""
 
 from __future__ import annotations
 

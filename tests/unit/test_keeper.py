@@ -406,7 +406,7 @@ async def test_a_keeper_may_take_longer_to_start_than_to_answer() -> None:
 
 @asynchronous
 async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anybody who can create a socket there could read the state."""
+    """Anybody who can create a socket there could otherwise read the state."""
     async with kept() as (_, folder):
         monkeypatch.setattr(Line, "peer_uid", property(lambda self: os.getuid() + 1))
         assert "another user" in await problem_of(folder)
@@ -414,7 +414,7 @@ async def test_a_keeper_of_another_user_is_not_talked_to(monkeypatch: pytest.Mon
 
 @asynchronous
 async def test_a_running_keeper_applies_the_options_of_a_restarted_trainer(tmp_path: Path) -> None:
-    """It names those that need a new keeper. Without options, it stays as it is."""
+    """The keeper names the options that need a new keeper. Without options, it stays as it is."""
     steps = itertools.count(1)
     async with kept() as (keeper, folder):
 
@@ -448,7 +448,7 @@ async def test_a_running_keeper_applies_the_options_of_a_restarted_trainer(tmp_p
 
 @asynchronous
 async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
-    """Its descriptor may be that of another connection by then."""
+    """By then, its descriptor may belong to another connection."""
     async with kept() as (_, folder):
         line = connected(folder.socket)
         waiting = asyncio.ensure_future(line.receive())
@@ -460,7 +460,7 @@ async def test_a_line_that_is_closed_wakes_who_waits_for_it() -> None:
 
 @asynchronous
 async def test_large_messages_arrive_with_their_descriptors() -> None:
-    """They travel in memory of their own. A forged one is an error, and leaks nothing."""
+    """They travel in separate memory. A forged one is an error, and leaks nothing."""
     data = os.urandom(1 << 20)
     before = len(os.listdir("/proc/self/fd"))
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -575,7 +575,7 @@ async def test_a_keeper_that_is_told_to_end_goes_on_for_its_trainers(tmp_path: P
             assert await rank.flush(Flush(1, str(tmp_path / "c")))
             await told.until_durable()
             assert not ending.done()
-        await ending  # which is not so long
+        await ending  # ends long before its timeout
     assert [type(event) for event in told.events] == [Sealed, Agreed, FlushEnd]
     with holdfast.open(tmp_path / "c") as checkpoint:
         checkpoint.verify()

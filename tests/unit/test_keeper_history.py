@@ -1,5 +1,5 @@
-"""Stages that a save through a keeper reports, older steps that keepers retain, and going back to
-them."""
+"""Stages that a save through a keeper reports, older steps that keepers retain, and runs that go
+back to them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Saved:
 
     @property
     def ended(self) -> dict[str, HoldfastError | None]:
-        """How each stage has ended."""
+        """The outcome of each stage."""
         ended: dict[str, HoldfastError | None] = {}
         for name in ("sealed", "agreed", "local", "protected"):
             stage: StageHandle = getattr(self.handle, name)
@@ -201,7 +201,7 @@ def test_older_steps_give_way_to_newer_ones_where_memory_is_short(images: int) -
 
 
 def test_the_history_leaves_memory_that_the_system_lacks() -> None:
-    """If the system cannot give what the budget allows, steps are kept as without a history."""
+    """If the system cannot give the memory that the budget allows, there is no history."""
     generations = Generations(100 * SIZE)
     generations.history = 3
     assert generations.enter(1, 0, 0, None) is None
@@ -228,7 +228,7 @@ def test_a_history_outlives_its_keeper() -> None:
 
 
 def test_a_resume_goes_back_after_starts_without_a_newer_step() -> None:
-    """Each time that as many starts have failed again, it goes back further."""
+    """It goes back further each time that as many starts have failed again."""
     epochs = Epochs()
     before: list[int | None] = []
     for number, step in enumerate([None, 6, 6, 6, 4, 6, 6, 2, 9, 9]):

@@ -269,7 +269,7 @@ async def test_what_the_lead_keeper_never_heard_of_takes_no_memory_for_long(tmp_
 async def test_a_flush_borrows_from_an_earlier_checkpoint(
     shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All keepers borrow from the one that the leader has chosen, and the trainers learn it."""
+    """All keepers borrow from the checkpoint that the leader has chosen. The trainers learn it."""
     monkeypatch.setattr(kept_memory, "state_of", lambda step, rank=0: state_of(1, rank))
     monkeypatch.setattr("holdfast.drivers.local.driver.can_copy", lambda mount: False)
     uri = f"file://{tmp_path}" if shares else fresh_uri()

@@ -1,5 +1,5 @@
-"""A keeper whose memory outlives it: an upgraded one hands it to its successor, and systemd keeps that
-of a service that it restarts."""
+"""A keeper whose memory outlives it. An upgraded keeper hands it to its successor. systemd keeps
+the memory of a service that it restarts."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_trainer_of_another_version_replaces_the_keeper(folder: KeeperFolder) 
 def test_a_keeper_continues_unless_its_successor_serves(
     folder: KeeperFolder, *, dies: bool
 ) -> None:
-    """One that dies takes nothing along, and ranks that start at once replace it only once."""
+    """A successor that dies takes nothing along. Ranks that start at once replace it only once."""
 
     async def body() -> None:
         arena = await opened(folder)
@@ -190,7 +190,7 @@ def test_a_keeper_continues_unless_its_successor_serves(
 
 @asynchronous
 async def test_a_keeper_run_by_a_service_manager_stays() -> None:
-    """The manager would start it again, next to its successor."""
+    """Otherwise the manager would start it again, next to its successor."""
     async with kept() as (keeper, folder), trainer(folder):
         client = connected(folder.socket)
         await client.send(encode(1, TakeOver(VERSION, always=True)))
@@ -262,7 +262,7 @@ async def test_a_keeper_that_is_started_anew_has_what_the_one_before_had(
 
 @asynchronous
 async def test_what_is_given_up_is_kept_no_longer(manager: ServiceManager) -> None:
-    """A resume drops later steps: a keeper that came after it would not know that."""
+    """A resume drops later steps. The next keeper would not know that."""
     await two_steps_kept(manager)
     assert len(manager.hear()) == 2
     async with kept(store=store_of(manager)) as (keeper, folder), trainer(folder) as arena:
@@ -301,7 +301,7 @@ def test_images_of_another_run_and_what_is_none_are_given_up(manager: ServiceMan
 
 @asynchronous
 async def test_a_manager_that_does_not_listen_is_no_reason_to_fail(manager: ServiceManager) -> None:
-    """Steps are kept as without it."""
+    """Steps are kept as if there were no manager."""
     store = store_of(manager)
     manager.close()
     os.unlink(manager.address)
@@ -363,7 +363,7 @@ class ServiceManager:
         return [(name, os.dup(fd)) for name, fd in self.kept]
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Forget everything."""
         self._sock.close()
         while self.kept:
             os.close(self.kept.pop()[1])

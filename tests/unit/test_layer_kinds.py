@@ -1,4 +1,4 @@
-"""Test what all layers have in common, and each of them except retry, in virtual time."""
+"""Test the common behaviour of all layers, and each of them except retry, in virtual time."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ async def outcomes(plan: FaultPlan, operations: int = 300) -> list[str]:
 
 
 def test_faults_come_from_a_seed() -> None:
-    """A seed determines the faults, and the rate of one kind does not move those of another."""
+    """A seed determines the faults. The rate of one kind does not move the faults of another."""
     plan = FaultPlan(7, error=0.1, unsure=0.1)
     first = run_virtual(outcomes(plan))
     assert first == run_virtual(outcomes(plan))

@@ -42,8 +42,8 @@ def query_of(url: str) -> dict[str, str]:
 
 
 class Container:
-    """A store that says that each blob has two parts, and keeps nothing. ``fault`` may answer a
-    request for a block in its place."""
+    """A store that reports two parts of each blob, and keeps nothing. ``fault`` may answer a
+    request for a block instead."""
 
     def __init__(self, fault: Callable[[Request], Answer | None] = lambda asked: None) -> None:
         self.fault = fault
@@ -61,7 +61,7 @@ class Container:
 
 
 def opened(server: ScriptedServer, options: str = "", bucket: str = "bucket") -> Driver:
-    """Open a driver that tries nothing again."""
+    """Open a driver that never retries."""
     uri = f"az://{bucket}/run?endpoint={server.url}&part_size=5MiB&{options}"
     return open_driver(uri, retries=0, op_timeout_s="off")
 
@@ -83,7 +83,7 @@ async def test_the_store_copies_what_a_signature_lets_it_read(
     token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each URL is signed for one blob and one purpose, for an hour, with the account's key or with
-    one that the store has issued for a token. The list of blocks has both, in order."""
+    a key that the store has issued for a token. The list of blocks has both, in order."""
     if token:
         monkeypatch.setenv("AZURE_STORAGE_TOKEN", token)
     with ScriptedServer(Container()) as server:
@@ -109,7 +109,7 @@ async def test_the_store_copies_what_a_signature_lets_it_read(
 
 
 def answering(status: int, code: str, *, times: int = 1000) -> Callable[[Request], Answer | None]:
-    """Return a fault: a refusal that repeats all of the request, for the first ``times``."""
+    """Return a fault that refuses, and repeats the whole request, the first ``times``."""
     left = [None] * times
 
     def answer(asked: Request) -> Answer | None:

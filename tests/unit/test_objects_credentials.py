@@ -203,7 +203,7 @@ def _json(content: dict[str, Any], status: int = 200) -> Answer:
 def federated(
     folder: Path, server: ScriptedServer, subject: str = "from-the-cluster", **more: Any
 ) -> dict[str, Any]:
-    """Workload identity federation, whose subject is a file."""
+    """Return workload identity federation with a file as its subject."""
     (folder / "subject").write_text(subject)
     pool = "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p"
     return {
@@ -232,7 +232,7 @@ def tokens(server: ScriptedServer) -> set[str | None]:
 def test_federated_credentials_are_used(
     named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token in a subject's file is exchanged for the one that requests carry."""
+    """The token in a subject's file is exchanged for the token that requests carry."""
     with ScriptedServer(google) as server:
         content = federated(tmp_path, server)
         if named_by == "gcloud":  # in its folder, with nothing in the environment
@@ -267,7 +267,7 @@ def test_impersonated_credentials_are_used(tmp_path: Path, monkeypatch: pytest.M
 def test_a_refused_exchange_is_an_error_of_access(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the file and what Google said, without the token; no object is asked for."""
+    """The error names the file and Google's reason, without the token. No object is requested."""
     with ScriptedServer(google) as server:
         use_file(tmp_path / "adc.json", federated(tmp_path, server, "hunter2"), monkeypatch)
         with pytest.raises(AccessError, match=r"adc\.json.*no such subject") as caught:
@@ -280,14 +280,14 @@ def test_a_refused_exchange_is_an_error_of_access(
 def test_a_file_that_cannot_be_used_is_said(
     content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a file, and a type that nobody knows."""
+    """Examples are half a file, and an unknown type."""
     use_file(tmp_path / "adc.json", content, monkeypatch)
     with ScriptedServer(google) as server, pytest.raises(HoldfastError, match=r"adc\.json"):
         used(f"gs://bucket/run?endpoint={server.url}&{ONCE}", put)
 
 
 def test_without_credentials_nobody_is_asked_for_any() -> None:
-    """With anonymous=on, requests carry no token, and no metadata server is asked for one."""
+    """With anonymous=on, requests carry no token, and the metadata server gets no request."""
     with ScriptedServer(google) as server:
         used(f"gs://bucket/run?endpoint={server.url}&{ONCE}&anonymous=on", put)
         assert [request.method for request in server.log] == ["PUT", "GET", "DELETE"]
@@ -302,21 +302,21 @@ CREDENTIALS = {
     "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
     "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCOUNT_NAME"),
 }
-"""The variables that may come from the environment."""
+"""Variables of credentials that may come from the environment."""
 
 OTHER_CREDENTIALS = re.compile(
     r"GOOGLE_(SERVICE_ACCOUNT(_PATH)?|BEARER_TOKEN|APPLICATION_CREDENTIALS)"
     r"|AZURE_.*(ACCESS_KEY|MASTER_KEY|CLIENT_ID|SECRET|TENANT_ID|AUTHORITY|SAS|TOKEN|MSI|IDENTITY|OBJECT_ID|AZURE_CLI"
     r"|CREDENTIAL_TYPE|WORKLOAD|CLUSTER)"
 )
-"""Other sources of credentials. obstore would rightly prefer them to those above."""
+"""Other sources of credentials. obstore would rightly prefer them to the above."""
 
 CHANGED = {
     "s3": ["AWS_ENDPOINT_URL_S3", "AWS_SKIP_SIGNATURE", "AWS_S3_EXPRESS", "AWS_SSE_KMS_KEY_ID"],
     "gs": ["GOOGLE_BASE_URL", "GOOGLE_SKIP_SIGNATURE"],
     "az": ["AZURE_ENDPOINT", "AZURE_STORAGE_USE_EMULATOR"],
 }
-"""Some that changed requests once."""
+"""Variables that once changed requests."""
 
 VALUES = {
     "AWS_CHECKSUM_ALGORITHM": "sha256",

@@ -28,7 +28,7 @@ ANSWER = (
 
 
 OF_ONE = "Generic {store} error: {request} request failed for key run/x: Told why. (code: {code})"
-"""Return obstore's error for one object of a bulk delete."""
+"""Text of obstore's error for one object of a bulk delete."""
 
 
 def answer(status: str, code: str, message: str = "", method: str = "PUT") -> str:

@@ -27,7 +27,7 @@ from holdfast.errors import UriError
     ],
 )
 def test_a_location_is_a_bucket_and_a_root(uri: str, expected: tuple[str, str]) -> None:
-    """Decoded as URIs are, and then written as a key is."""
+    """They are decoded as URIs are, and written as keys are."""
     assert split_location(parse(uri)) == expected
 
 
@@ -52,7 +52,7 @@ def test_ordinary_keys_are_stored_as_they_are() -> None:
     "options", ["part_size=1MiB", "style=other", "timeout=0", "endpoint=host:80", "x=1"]
 )
 def test_options_are_checked_before_anything_is_sent(options: str) -> None:
-    """Values and names alike."""
+    """This holds for values and for names."""
     with pytest.raises(UriError):
         open_driver(f"s3://bucket/run?{options}")
 
@@ -103,7 +103,7 @@ def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def place(
     bucket: str = "bucket", region: str = "us-east-1", endpoint: str = "", style: str = "auto"
 ) -> Place:
-    """Return where requests for ``bucket`` go now."""
+    """Return the place to which requests for ``bucket`` now go."""
     return place_of(session_for(""), bucket, region, endpoint, style, "s3://bucket")
 
 
@@ -120,7 +120,7 @@ def place(
     ],
 )  # fmt: skip
 def test_buckets_of_aws_are_found(bucket: str, region: str, expected: str) -> None:
-    """Partitions, names with dots, directory buckets and access points."""
+    """Examples are partitions, names with dots, directory buckets and access points."""
     assert place(bucket, region) == Place(expected, region, "", "auto")
 
 
@@ -155,7 +155,7 @@ def test_fips_and_dual_stack_are_as_the_environment_says(
     ],
 )  # fmt: skip
 def test_a_profile_is_understood(text: str, expected: Place, profile: Path) -> None:
-    """FIPS, acceleration, endpoints for all services and for S3, and how buckets are named."""
+    """It may set FIPS, acceleration, endpoints for all services and for S3, and bucket naming."""
     profile.write_text(f"[default]\n{text}\n")
     assert place() == expected
 

@@ -44,7 +44,7 @@ pytest.importorskip("botocore", reason="botocore is not installed")
 MIB = 1 << 20
 CLOUDS = ["s3", "gs", "az"]
 BARE = "retries=0&op_timeout_s=off"
-"""No layer that tries again."""
+"""Options without a layer that retries."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,8 @@ def uri(server: ScriptedServer, cloud: str = "s3", options: str = "") -> str:
 
 
 class Store:
-    """A store of objects as far as an exclusive put needs one. ``lost`` is how the answer to its
-    first put is lost, if at all; ``taken`` is what the key holds before."""
+    """A store with the operations of an exclusive put. ``lost``: how the answer to its first put is
+    lost, if at all; ``taken``: the former content of the key."""
 
     def __init__(self, lost: Answer | None = None, taken: bytes | None = None) -> None:
         self.lost = lost
@@ -117,7 +117,7 @@ def test_an_exclusive_put_does_not_take_the_object_of_another_for_its_own(cloud:
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_conflict_of_requests_is_no_object_that_exists(cloud: str) -> None:
-    """409 because another request was under way: temporary, and tried again by the layer."""
+    """409 for another request in flight is temporary, and the layer retries."""
     answers = [refusal(409, "OperationAborted"), Answer(headers={"x-goog-generation": "1"})]
     with ScriptedServer(lambda asked: answers.pop(0)) as server:
         used(uri(server, cloud), lambda driver: driver.put("key", b"x", exclusive=True))
@@ -210,7 +210,7 @@ def test_a_store_that_falls_silent_is_given_up(cloud: str, options: str) -> None
 
 
 def _ranges_of(content: bytes, sent_nbytes: list[int]) -> Callable[[Request], Answer]:
-    """Answer reads of ranges, the first ones with too few bytes, after which nothing comes."""
+    """Answer reads of ranges; the first ones stop after too few bytes."""
     left = iter(sent_nbytes)
 
     def answer(asked: Request) -> Answer:
@@ -279,7 +279,7 @@ def test_a_store_without_a_list_of_unfinished_uploads_has_none(
 
 
 def test_a_request_that_a_store_does_not_know_is_not_tried_again() -> None:
-    """501 is final."""
+    """501 is a final answer."""
     with ScriptedServer(lambda asked: refusal(501, "NotImplemented")) as server:
         with pytest.raises(StorageError, match="does not support") as caught:
             used(uri(server), lambda driver: driver.put("key", b"x", exclusive=True))
@@ -319,7 +319,7 @@ def test_a_store_that_refuses_bulk_deletes_is_found_out(
 
 
 def test_bulk_deletes_can_be_switched_off() -> None:
-    """Then no such request is made; and one key never takes one."""
+    """Then no such request is made. A single key never takes one."""
     store = deleting(Answer(500))
     with ScriptedServer(store) as server:
         root = uri(server, options="concurrency=1&bulk_delete=off")
@@ -331,7 +331,7 @@ def test_bulk_deletes_can_be_switched_off() -> None:
 
 
 def test_deletes_that_are_not_allowed_at_all_say_so() -> None:
-    """A store that refuses both ways is not taken for one that knows only one of them."""
+    """A store that refuses both ways is not mistaken for one that knows only one of them."""
     store = deleting(refusal(403, "AccessDenied"))
 
     def answer(asked: Request) -> Answer:
@@ -346,14 +346,14 @@ def test_deletes_that_are_not_allowed_at_all_say_so() -> None:
 
 @pytest.mark.parametrize("cloud", ["s3", "az"])
 def test_a_backslash_stays_one(cloud: str) -> None:
-    """Some stores take it for a slash, so they never see one."""
+    """Some stores treat it as a slash, so they never get one."""
     with ScriptedServer(lambda asked: Answer(headers={"x-goog-generation": "1"})) as server:
         used(uri(server, cloud), lambda driver: driver.put("a\\b", b"x"))
         assert "a%255Cb" in server.log[0].path
 
 
 def test_no_certificates_are_read_where_nothing_is_encrypted(tmp_path: Path) -> None:
-    """Their file is one whose reader would wait for ever."""
+    """The file in this test would make its reader wait forever."""
     os.mkfifo(certificates := tmp_path / "certificates.pem")
     environment = os.environ | {"SSL_CERT_FILE": str(certificates)}
     for name in ("http_proxy", "https_proxy", "all_proxy"):

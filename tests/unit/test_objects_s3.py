@@ -83,7 +83,7 @@ def test_one_name_of_a_private_authority_serves_both_clients(
 def test_other_stores_take_the_option_too(
     scheme: str, authority: trustme.CA, tmp_path: Path
 ) -> None:
-    """Google's, Azure's, and web servers."""
+    """This holds for Google's stores, Azure's, and web servers."""
 
     with ScriptedServer(s3_answer, authority, tls=True) as server:
         own = {"gs": "&anonymous=on", "az": "&account=account", "https": ""}[scheme]
@@ -116,7 +116,7 @@ def test_a_certificate_that_is_not_trusted_is_said_at_once(authority: trustme.CA
 def test_the_name_and_the_protocol_are_looked_at(
     endpoint: str, match: str, authority: trustme.CA, tmp_path: Path
 ) -> None:
-    """A certificate for another host, and a server without TLS."""
+    """A certificate for another host and a server without TLS are errors."""
     secure, plain = ScriptedServer(s3_answer, authority, tls=True), ScriptedServer(s3_answer)
     with secure as server, plain as clear:
         url = endpoint.format(port=server.port, clear=clear.port)
@@ -137,7 +137,7 @@ def test_a_file_without_certificates_is_refused(content: str | None, tmp_path: P
 
 
 def test_both_clients_go_through_the_proxy() -> None:
-    """Requests for a host that does not exist reach the proxy, and it alone."""
+    """Requests for a host that does not exist reach only the proxy."""
     with ScriptedServer(s3_answer) as proxy:
         endpoint = "http://store.example"
         used(f"s3://bucket/run?endpoint={endpoint}&proxy={proxy.url}&{ONCE}", use)
@@ -146,7 +146,7 @@ def test_both_clients_go_through_the_proxy() -> None:
 
 
 def in_region(region: str) -> Callable[[Request], Answer]:
-    """AWS, as it answers for a bucket in ``region``."""
+    """Answer as AWS does for a bucket in ``region``."""
 
     def answer(request: Request) -> Answer:
         scope = request.headers.get("authorization", "")
@@ -162,7 +162,7 @@ def in_region(region: str) -> Callable[[Request], Answer]:
 
 
 def test_the_region_of_a_bucket_is_found(authority: trustme.CA, tmp_path: Path) -> None:
-    """AWS is asked for the region, unsigned and once; both clients sign for it at its own host."""
+    """AWS gets one unsigned request for the region. Both clients sign for it at its own host."""
     with ScriptedServer(in_region("eu-west-3"), authority) as proxy:
         for _ in range(2):
             used(f"s3://bucket/run?proxy={proxy.url}&ca={tmp_path / 'ca.pem'}&{ONCE}", use)
@@ -198,7 +198,7 @@ def test_a_server_that_never_answers_does_not_hold_up_the_first_look(
 def test_certificates_of_the_environment_do_not_matter_without_tls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A variable that names a file which is not there, and a store in clear: nobody looks for it."""
+    """A variable may name a missing file. For a store without TLS, nobody looks for it."""
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nonexistent/ca.pem")
     with ScriptedServer(s3_answer) as server:
         used(f"s3://bucket/run?endpoint={server.url}&{ONCE}", use)
@@ -333,8 +333,8 @@ def test_a_key_of_the_customers_goes_with_everything_that_needs_it(
     ],
 )
 def test_what_cannot_be_copied_is_known_before(bucket: str, options: str, is_able: bool) -> None:
-    """Without a request, the traits say whether parts are copied; a driver with other credentials
-    or of another bucket is not copied from."""
+    """The traits say without a request whether parts are copied. A driver with other credentials or
+    of another bucket is not copied from."""
     driver = bare(f"s3://{bucket}/run?{options}")
     assert (driver.traits.copies is not None) == is_able
     assert driver.copies_from(bare(f"s3://{bucket}/other?{options}")) == is_able

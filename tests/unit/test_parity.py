@@ -44,7 +44,7 @@ def test_domains_are_shared_as_far_as_parity_allows() -> None:
 
 
 def test_groups_that_cannot_be_are_refused_by_name() -> None:
-    """The error says what is missing, and how much."""
+    """The error says what is missing, and how much of it."""
     with pytest.raises(ValueError, match="2 hosts cannot guard against the loss of 2: 3 or more"):
         groups(apart(2), 4, 2)
     with pytest.raises(ValueError, match="a group of 2 hosts cannot lose 2 of them; it needs 3"):

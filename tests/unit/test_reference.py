@@ -137,7 +137,7 @@ def test_no_page_explains_an_option_that_is_gone(page: str) -> None:
 
 
 def test_the_api_page_names_everything() -> None:
-    """Each public name is explained on the page of the API, or on that of errors."""
+    """The page of the API or the page of errors explains each public name."""
     pages = ("api.md", "errors.md", "telemetry.md", "metrics.md")
     words = {word for page in pages for word in re.findall(r"\w+", text_of(page))}
     assert sorted(set(holdfast.__all__) - words) == []

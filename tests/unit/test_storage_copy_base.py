@@ -75,7 +75,7 @@ def operation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def there(operation: str) -> Iterator[There]:
-    """Yield what opens folders of one storage. Memory copies; tmpfs links, and cannot clone."""
+    """Yield a function that opens folders of one storage. Memory copies; tmpfs only links."""
     if operation == "copy":
         host = fresh_uri().removeprefix("memory://")
         yield lambda name: MemoryDriver(f"{host}/{name}")
@@ -149,7 +149,7 @@ WHOLE = {
 def test_everything_is_sent_if_nothing_can_be_borrowed(
     reason: str, there: There, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No base is an error: the report says why everything was sent, and the log says it once."""
+    """No base is an error. The report says why everything was sent, and the log says it once."""
     packed_base: Compression | None = "lz4" if reason == "packed base" else None
     packed: Compression | None = "lz4" if reason == "packed source" else None
     ranks = 3 if reason == "another layout" else 2
@@ -242,9 +242,9 @@ def test_what_is_sent_is_verified(there: There, operation: str) -> None:
 def test_each_checkpoint_of_a_run_borrows_from_the_one_before(
     is_given: bool, operation: str, there: There
 ) -> None:
-    """With ``recursive``, the first checkpoint of a folder borrows from the base, if one is given,
-    and each later one from its predecessor: all of them, or those that were saved incrementally. A
-    repeated copy continues after the last one. Each step can be deleted."""
+    """With ``recursive``, the first checkpoint of a folder borrows from the base, if one is given.
+    Each later one borrows from its predecessor, or only incremental ones do. A repeated copy
+    continues after the last one. Each step can be deleted."""
     to = there("x").uri.removesuffix("/x")
     root = fresh_uri()
     base = f"{to}/first" if is_given else None

@@ -100,7 +100,7 @@ def test_what_has_the_latest_time_is_kept_besides() -> None:
 def test_the_newest_of_a_folder_never_goes(
     members: list[tuple[str, int, float]], last: int | None, every: int | None
 ) -> None:
-    """It is that of the highest step, whatever clocks say. Others go if no rule retains them."""
+    """It has the highest step, regardless of clocks. Others go if no rule retains them."""
     everything = [
         listed(f"{folder}/{step}", step, created_s) for folder, step, created_s in members
     ]

@@ -52,7 +52,7 @@ def stored() -> tuple[str, torch.Tensor]:
 
 
 def test_an_index_means_what_it_means_to_numpy(stored: tuple[str, torch.Tensor]) -> None:
-    """Integers and slices with any step select what they do in numpy."""
+    """Integers and slices with any step select the same as in numpy."""
     uri, tensor = stored
     with holdfast.open(uri) as c:
         for index in INDICES:
@@ -486,7 +486,7 @@ def test_tied_tensors_are_equal_to_separate_ones() -> None:
 
 
 def test_damage_is_an_error_and_no_difference() -> None:
-    """Diff raises DamagedError for damage in what it has to read."""
+    """Diff raises DamagedError for damage in data that it must read."""
     a, b = (saved({"w": torch.full((10_000,), value)}) for value in (0.0, 1.0))
     flipped(storage_at(b), images(storage_at(b))[0], 5000)
     with pytest.raises(holdfast.DamagedError, match="not what was written"):

@@ -340,7 +340,7 @@ def test_a_rank_whose_files_vanish_since_another_failed_raises_that_failure() ->
 
     class Vanishing(MemoryDriver):
         async def create(self, key: str, nbytes: int) -> Any:
-            await asyncio.sleep(0.5)  # the other has failed by then, and told
+            await asyncio.sleep(0.5)  # the other rank has failed by then, and reported it
             raise holdfast.NotFoundError("it is gone", key=key)
 
     (own, _), (told, _) = saved([Full(), Vanishing()])

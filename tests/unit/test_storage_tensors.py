@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout come back bit for bit, also those that share memory."""
+"""Tensors of every dtype and layout come back bit for bit, also if they share memory."""
 
 from __future__ import annotations
 

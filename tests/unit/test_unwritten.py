@@ -260,7 +260,7 @@ def test_marks_count_for_the_attempt_that_armed_them_only(run: Run, base: int) -
 
 
 def test_two_saves_at_a_time_leave_each_other_their_marks() -> None:
-    """The second one begins before the first has copied what it has armed."""
+    """The second save begins before the first has copied the memory that it has armed."""
     run = Run(lazy=True)
     handles = [
         holdfast.async_save(f"{run.root}/{name}", run.state, lazy=True, base=run.uri(STEPS))

@@ -106,7 +106,7 @@ def test_only_relative_paths_need_the_working_directory(
 def test_options_on_a_bare_path_are_refused(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says how to give the options, and how to name such a folder."""
+    """The error says how to give the options, and how to name a folder with such a name."""
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UriError) as caught:
         parse(path)

@@ -140,7 +140,8 @@ def test_versions_are_never_used_twice() -> None:
 
 
 def test_of_two_publishers_one_is_told() -> None:
-    """A second publisher takes over; the first is told at its next push and publishes nothing."""
+    """A second publisher takes over. The first gets an error at its next push, which publishes
+    nothing."""
     uri = fresh_uri()
     first = holdfast.publish(uri)
     first.push(1, {"w": torch.ones(10)}).wait()
@@ -496,7 +497,7 @@ def test_a_channel_in_memory_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("token")
 def test_subscribers_of_a_host_read_each_file_once() -> None:
-    """Of eight subscribers on a host, one reads from the trainer; the others share its files."""
+    """One of eight subscribers on a host reads from the trainer; the others share its files."""
     model = Model(1, 200_000)
     engines = [Model(n) for n in range(8)]
     for engine in engines:

@@ -106,7 +106,7 @@ def newest_of_rank(
 
 
 def offering(**changed: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Change what the inventory says about each generation."""
+    """Change the inventory's statements about each generation."""
 
     def inventory(real: Any, self: HostKeeper) -> Any:
         found = real(self)

@@ -215,8 +215,7 @@ def _second_copy(rng: random.Random, actors: tuple[ActorPlan, ...]) -> tuple[Act
 
 
 def _lending(rng: random.Random, schedule: Schedule) -> Schedule:
-    """Let saves and copies borrow, often with equal world sizes. Sometimes remove what they borrow
-    from."""
+    """Let saves and copies borrow, often with equal world sizes. Sometimes remove a lender."""
     world = min(actor.world for actor in schedule.actors if actor.kind == "save")
     alike = rng.random() < 0.7
     actors = [

@@ -83,7 +83,7 @@ class World:
         self.on_copy: Callable[[str], None] = lambda path: None
         self.on_commit: Callable[[str, str], None] = lambda root, attempt: None
         self.on_moment: Callable[[], None] | None = None
-        """Called before each operation that changes what is stored."""
+        """Called before each operation that changes the storage."""
         self.answers_again = True
         self._faults = {(f.target, f.count): f for f in schedule.faults}
         self._seen: dict[str, int] = {}
