@@ -13,12 +13,14 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ...core.units import round_up
 from ..runtime.buffers import HostBuffer
 from .numa import prefer_node
 
@@ -28,6 +30,11 @@ RESERVE_NBYTES = 256 << 20
 """Memory to leave to the rest of the system."""
 _RESERVED_AT_ONCE_NBYTES = 256 << 20
 _HUGE_NBYTES = 2 << 20
+_COLLAPSED_AT_ONCE_NBYTES = 8 * _HUGE_NBYTES
+_HUGE_S_MAX = 0.002
+"""Longest time for a huge page of memory for one save. Small pages take half as long."""
+_RESERVED_HUGE_S_MAX = 0.01
+"""The same for reserved memory, which is read, too. Compacting memory takes some 5 ms."""
 _POPULATE_WRITE = 23
 _COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -63,12 +70,8 @@ def reserved_memory(
     try:
         for start in range(0, nbytes, _RESERVED_AT_ONCE_NBYTES):
             stop = min(start + _RESERVED_AT_ONCE_NBYTES, nbytes)
-            # Hosts may give huge pages to page faults only, or only to whole small pages.
-            for page in range(start, stop, _HUGE_NBYTES):
-                memory.populate(page, page + 1)
+            memory.allocate(start, stop, _RESERVED_HUGE_S_MAX)
             os.posix_fallocate(memory.fd, start, stop - start)
-            _advise(memory.address + start, stop - start, _COLLAPSE)
-            memory.populate(start, stop)
             moved()
     except OSError:
         memory.close()
@@ -188,6 +191,7 @@ class Memory:
     address: int = field(init=False)
     is_populated: bool = field(default=False, init=False)
     """Whether all pages are known to be mapped."""
+    _seeks_huge: bool = field(default=True, init=False)
     _mapping: _Mapping | None = field(init=False)
     """None after close(); exported buffers may still reference the memory."""
 
@@ -206,6 +210,26 @@ class Memory:
         self._mapping = _Mapping(mapped, start, self.nbytes)
         self.view = self._mapping.view if self.writable else self._mapping.view.toreadonly()
         self.address = self._mapping.address
+
+    def allocate(self, start: int, stop: int, huge_s_max: float = _HUGE_S_MAX) -> None:
+        """Allocate bytes [start, stop) of fresh memory, and map them to be written: as huge pages,
+        until these take longer than ``huge_s_max`` each. Releases the GIL.
+
+        Hosts rarely give huge pages to page faults in shared memory (``shmem_enabled``). They allow
+        to replace a small page and the holes around it (``MADV_COLLAPSE``, Linux 6.1), which takes
+        a tenth of the time of the small pages, but more if memory has to be compacted first.
+        """
+        whole = range(round_up(start, _HUGE_NBYTES), stop // _HUGE_NBYTES * _HUGE_NBYTES)
+        for begin in whole[::_COLLAPSED_AT_ONCE_NBYTES]:
+            if not self._seeks_huge:
+                break
+            end = min(begin + _COLLAPSED_AT_ONCE_NBYTES, whole.stop)
+            began_s = time.perf_counter()
+            np.frombuffer(self.view, np.uint8)[begin:end:_HUGE_NBYTES] = 0
+            _advise(self.address + begin, end - begin, _COLLAPSE)
+            took_s = (time.perf_counter() - began_s) * _HUGE_NBYTES / (end - begin)
+            self._seeks_huge = took_s <= huge_s_max
+        self.populate(start, stop)
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Map the pages of bytes [start, stop), by default all, to be written, without the GIL.

@@ -114,7 +114,7 @@ async def capture_into(
     async def capture(piece: range) -> None:
         start, stop = range_of(piece)
         if not memory.is_populated:
-            await offload(memory.populate, start, stop)
+            await offload(memory.allocate, start, stop)
         await chunks.copy_range(start, stop, memory.buffer(start, stop - start))
         moved()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.storage.arenas import memory as arenas_memory
 from holdfast.storage.arenas.memory import Memory, reserved_memory, sealed_memory
 from holdfast.storage.arenas.numa import own_node
 from holdfast.storage.exchange.shared_memory import Arena
@@ -86,13 +87,19 @@ def test_each_mapping_asks_for_huge_pages_and_stays_out_of_forks(writable: bool)
     or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1),
     reason="a kernel that gives shared memory huge pages only if its administrator wants it",
 )
-def test_reserved_memory_consists_of_huge_pages_by_default() -> None:
+@pytest.mark.parametrize("limit_s", [10.0, -1.0])
+def test_reserved_memory_consists_of_huge_pages_unless_they_take_long(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float
+) -> None:
     """Reading it through its descriptor takes a third of the time, and mapping it almost none."""
-    memory = reserved_memory(NBYTES)
+    monkeypatch.setattr(arenas_memory, "_RESERVED_HUGE_S_MAX", limit_s)
+    memory = reserved_memory(NBYTES + (32 << 20))
+    assert not any(memory.view[:: 1 << 10])
     _, _, after = Path("/proc/self/smaps").read_text().partition(f"\n{memory.address:x}-")
     mapped = re.search(r"^ShmemPmdMapped: +(\d+) kB$", after, re.MULTILINE)
     assert mapped is not None
-    assert int(mapped[1]) << 10 == 4 << 20
+    huge_nbytes = int(mapped[1]) << 10
+    assert huge_nbytes == (36 << 20 if limit_s > 0 else 16 << 20), "it stops after a slow call"
 
 
 @dataclass
