@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ClassVar, Protocol, cast
 
 from ..errors import UriError
@@ -22,7 +22,7 @@ from .layers.stack import common_options, stacked
 from .mounts import fs_type
 from .options import Option
 from .schemes import SCHEMES, check_installed
-from .uri import Uri, parse, redact
+from .uri import Uri, join, parse, redact
 
 GROUP = "holdfast.drivers"
 """Entry point group of third-party drivers."""
@@ -83,6 +83,12 @@ async def opened_driver(
         yield driver
     finally:
         await driver.close()
+
+
+def opened_below(uri: Uri, key: str, /, **options: object) -> AbstractAsyncContextManager[Driver]:
+    """Open a driver for ``key`` below ``uri``, or for ``uri`` itself if that is empty, like
+    :func:`opened_driver`. Raises UriError for an unsafe key."""
+    return opened_driver(join(uri, *key.split("/")) if key else uri, **options)
 
 
 def resolved_options(uri: Uri, /, **options: object) -> dict[str, Resolved]:

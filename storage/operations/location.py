@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from ...drivers.contract import Driver
-from ...drivers.registry import opened_driver
-from ...drivers.uri import Uri, divided, join, parse
+from ...drivers.registry import opened_below
+from ...drivers.uri import Uri, divided, parse
 
 UriLike = str | os.PathLike[str]
 
@@ -34,5 +34,4 @@ class Place:
 
     def opened(self, path: str = "") -> AbstractAsyncContextManager[Driver]:
         """Open a driver for ``path`` (a key, or empty); close it at the end."""
-        uri = join(self.uri, *path.split("/")) if path else self.uri
-        return opened_driver(uri, **self.options)
+        return opened_below(self.uri, path, **self.options)

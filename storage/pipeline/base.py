@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...drivers.contract import Driver
-from ...drivers.registry import opened_driver
-from ...drivers.uri import Uri, join
+from ...drivers.registry import opened_below
+from ...drivers.uri import Uri
 from ...errors import HoldfastError, NotACheckpointError
 from ...planner.image import BLOCK_NBYTES, CHUNK_NBYTES, ImageLayout
 from ..format.manifest import Manifest, image_key
@@ -44,11 +45,7 @@ class Base:
         limits: Incremental,
     ) -> Base:
         """Return a base at ``key()`` below ``folder``, opened with these driver options."""
-
-        def opened(key: str) -> AbstractAsyncContextManager[Driver]:
-            return opened_driver(join(folder, *key.split("/")) if key else folder, **options)
-
-        return cls(opened, key, limits, str(folder))
+        return cls(partial(opened_below, folder, **options), key, limits, str(folder))
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,13 +72,13 @@ class SaverSave:
     @classmethod
     async def of(cls, job: SaveJob, driver: Driver, plan: SavePlan, team: Team) -> SaverSave | None:
         """Return a save by the saver, or None if threads have to do it."""
-        if job.storage is None or job.publication is not None or _is_for_threads(job, plan):
+        if job.storage is None or job.publication is not None:
             return None
         nbytes = plan.layout.nbytes
         fits = job.budget_nbytes is None or nbytes <= job.budget_nbytes
         if not fits or plan.layout.hashed_end < NBYTES_MIN or not chunks_to_write(plan.layout):
             return None
-        if driver.traits.in_process or not client.is_wanted():
+        if driver.traits.in_process or not client.is_wanted() or _is_for_threads(job, plan):
             return None
         try:
             place = job.storage().place()
@@ -178,8 +178,10 @@ class SaverSave:
 def _is_for_threads(job: SaveJob, plan: SavePlan) -> bool:
     """Return whether this incremental save is one for threads of this process: only it knows that
     most bytes have not changed, so that nobody has to copy or hash them."""
-    if job.base is None or not job.base.folder:
-        return job.base is not None
+    if job.base is None:
+        return False
+    if not job.base.folder:
+        return True
     # Behind an earlier save, threads copy everything, so that the trainer need not wait for that.
     proven = plan.source.proven() if job.after is None else []
     known_nbytes = sum(stop - start for start, stop in proven)
